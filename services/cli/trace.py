@@ -1,4 +1,4 @@
-"""`stepwell trace`: where the time of a request went, from the traces that the gateway keeps."""
+"""`stepwell trace`: where the time of a request went, or goes, by the gateway that has it."""
 
 import shutil
 import sys
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             )
         else:
             listed = client.get(f"/traces?order={arguments.order}&limit={arguments.limit}")
-            if not listed["are_kept"]:
+            if not listed["are_kept"] and not listed["traces"]:
                 raise CommandError(_NOT_KEPT)
             lines = list(map(Text, listing(listed["traces"], arguments.order, time.time())))
     console = Console(width=max(map(len, lines), default=1) + 1, soft_wrap=True, highlight=False)
@@ -61,7 +61,7 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
                 "-" if first is None else seconds_text(first),
                 f"{tokens[0]} + {tokens[1]}",
                 trace["request_id"] or trace["trace_id"],
-                trace["error"] or "ok",
+                "running" if trace["is_running"] else trace["error"] or "ok",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

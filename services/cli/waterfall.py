@@ -48,8 +48,10 @@ def _headline(trace: Document, total: float) -> Text:
     line = Text(trace["request_id"] or "request", style="bold")
     line.append(f"  {seconds_text(total)}", style="bold")
     line.append(f"  trace {trace['trace_id']}", style="dim")
-    if not trace["is_complete"]:
-        line.append("  not complete: it goes on, or spans are still to come", style="yellow")
+    if trace["is_running"]:
+        line.append("  running: these are its spans so far", style="yellow")
+    elif not trace["is_complete"]:
+        line.append("  not complete: spans are still to come", style="yellow")
     return line
 
 

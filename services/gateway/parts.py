@@ -34,6 +34,7 @@ from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_recorder import RecorderSettings, RequestRecorder
 from services.gateway.adapters.scheduler_links import SchedulerLinks
 from services.gateway.adapters.tenant_queue_metrics import TenantQueueCollector
+from services.gateway.adapters.traces.running import RunningTraces
 from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.fleet import Fleet
@@ -123,6 +124,7 @@ class Parts:
             settings.model_name, settings.trace_slow_seconds, settings.access_log
         )
         self.recorder = RequestRecorder(recording, tracing, self.metrics, self.links.keep_trace)
+        self.running_traces = RunningTraces(self.recorder.running, self.links, settings.model_name)
         self.key_store = make_key_store(settings)
         self.keys = ApiKeys(
             settings.api_keys, self.key_store, share_cache=settings.share_cache_between_tenants

@@ -128,7 +128,10 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
     activity = ActivityRoutes(
         parts.activity, parts.inference, parts.fleet, parts.gate, sees_all=sees_all
     )
-    return (*activity.routes(), *TraceRoutes(parts.traces, sees_all=sees_all).routes())
+    return (
+        *activity.routes(),
+        *TraceRoutes(parts.traces, parts.running_traces, sees_all=sees_all).routes(),
+    )
 
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:

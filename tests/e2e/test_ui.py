@@ -12,10 +12,13 @@ import pytest
 from tests.e2e.browser import DEADLINE_MILLISECONDS, chromium, page_of
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack
+from tests.e2e.test_command_line import stepwell
 from tests.plain_http import async_http_client
 from tests.slowness import busy_slowness
 
 WIDE = {"viewport": {"width": 1360, "height": 900}}
+SAYS = "document.querySelector('#waterfall-says').textContent"
+UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "color_scheme": "dark"}
 LOADED_WITHIN_MILLISECONDS = 1000
 STEP_OF_DETAIL = "document.querySelector('#steps-say').textContent"
@@ -114,6 +117,42 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await page.click("#waterfall-close")
         await page.click("#trace-rows li:first-child button")
         await page.wait_for_selector("#waterfall[open]")
+
+
+async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> None:
+    """In the page and in the terminal, though it is not sampled; it waits for the end of a pause.
+    Since it was looked at, its trace is kept.
+    """
+    body = {"prompt": "wait for it", "max_tokens": 5}
+    headers = {"traceparent": UNSAMPLED, "X-Request-Id": "patient"}
+    async with (
+        async_http_client(timeout=120) as http,
+        chromium() as browser,
+        page_of(browser, shown.url, **WIDE) as page,
+    ):
+        await http.post(f"{shown.admin_url}/pause?mode=keep")
+        try:
+            sent = http.post(f"{shown.url}/v1/completions", json=body, headers=headers)
+            request = asyncio.create_task(sent)
+            await page.goto(f"{shown.url}/ui")
+            await page.click("#request-rows tr")
+            await page.wait_for_selector("#waterfall .span >> text=wait.paused")
+            says = await page.text_content("#waterfall-says")
+            assert "it runs, and these are its spans so far" in says
+            await until(page, f"{SAYS} !== {json.dumps(says)}")
+            lines = (await asyncio.to_thread(stepwell, shown, "trace", "patient")).splitlines()
+            assert lines[0].endswith("running: these are its spans so far")
+            assert any("wait.paused" in line for line in lines)
+            listed = await asyncio.to_thread(stepwell, shown, "trace", "--limit", "1")
+            assert listed.splitlines()[1].endswith("running")
+        finally:
+            await http.post(f"{shown.admin_url}/resume")
+        assert (await request).status_code == httpx.codes.OK
+        await until(page, f"!{SAYS}.includes('it runs')")
+        await page.wait_for_selector("#waterfall .span >> text=scheduler.decode")
+        kept = (await http.get(f"{shown.url}/traces/patient")).json()
+        assert kept["is_complete"]
+        assert kept["spans"][0]["attributes"]["stepwell.kept_for"] == "watched"
 
 
 async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> None:

@@ -92,6 +92,7 @@ class FakeScheduler(
     blocks: common_pb2.BlockMap | None = None
     # What was heard.
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
+    asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Of these, those whose text a stop string ended.
@@ -218,6 +219,12 @@ class FakeScheduler(
             num_steps=7,
             paused=self.paused,
         )
+
+    async def GetRunningSpans(  # noqa: N802
+        self, request: scheduler_pb2.GetRunningSpansRequest, _context: object
+    ) -> scheduler_pb2.GetRunningSpansResponse:
+        self.asked_for_spans.append(request)
+        return scheduler_pb2.GetRunningSpansResponse()
 
     async def GetActivity(  # noqa: N802
         self, request: scheduler_pb2.GetActivityRequest, _context: object

@@ -62,9 +62,10 @@ def span_id(span: ReadableSpan) -> int:
     return span.context.span_id
 
 
-def assert_adds_up(trace: Trace) -> None:
+def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
     """The parts of the request follow one another without a gap, and so do those of each of its
-    sequences: there is no time without a reason.
+    sequences, the last of which starts within so many milliseconds: there is no time without a
+    reason.
     """
     assert_follow(trace.root, trace.below(trace.root))
     for generate in trace.named("gateway.generate"):
@@ -73,7 +74,7 @@ def assert_adds_up(trace: Trace) -> None:
             by_sequence.setdefault(one.attributes["stepwell.sequence"], []).append(one)
         for stretches in by_sequence.values():
             first, last = stretches[0], stretches[-1]
-            assert first.start_time - generate.start_time < 5_000_000
+            assert first.start_time - generate.start_time < start_millis * 1_000_000
             assert last.end_time <= generate.end_time
             for one, following in pairwise(stretches):
                 assert one.end_time == following.start_time

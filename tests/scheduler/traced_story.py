@@ -102,7 +102,7 @@ class TracedStory(Story):
         """The spans of a request as one tree."""
         spans = self.spans(request)
         (root,) = [span for span in spans if span.parent == 1]
-        return _bar(root, spans)
+        return bar_of(root, spans)
 
 
 def trace_id_of(name: str) -> int:
@@ -110,7 +110,8 @@ def trace_id_of(name: str) -> int:
     return int.from_bytes(b"trace" + name.encode()[:8], "big")
 
 
-def _bar(span: Seen, spans: Sequence[Seen]) -> Bar:
-    parts = [_bar(part, spans) for part in spans if part.parent == span.span_id]
+def bar_of(span: Seen, spans: Sequence[Seen]) -> Bar:
+    """A span and what is below it."""
+    parts = [bar_of(part, spans) for part in spans if part.parent == span.span_id]
     start, end = span.start_unix_nanos / SECOND, span.end_unix_nanos / SECOND
     return Bar(span.name, start, end, tuple(parts))

@@ -26,14 +26,14 @@ _CLIENTS = (
     counter(
         names.METRIC_TRACES_KEPT,
         "requests",
-        "Requests whose spans were made, by why: sampled, failed or slow.",
+        "Requests whose spans were made, by why: sampled, failed, slow or watched.",
         "model_name",
         "reason",
     ),
     counter(
         names.METRIC_TRACE_SPANS_CUT,
         "spans",
-        "Spans that were left out of the traces of requests, which have 256 here at most.",
+        "Spans that were left out of the traces of requests, which have 1152 here at most.",
         "model_name",
     ),
     counter(

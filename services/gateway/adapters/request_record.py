@@ -37,6 +37,8 @@ class KeptFor(enum.Enum):
     SAMPLED = "sampled"
     FAILED = "failed"
     SLOW = "slow"
+    WATCHED = "watched"
+    """Its trace was read while it ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class RequestRecord:
     is_failure: bool = False
     """Whether it ended with an error that is not the client's, and is no refusal of a full server.
     """
+    is_watched: bool = False
+    """Whether its trace was read while it ran."""
     generation: Generation | None = None
     is_stream: bool = False
     directory_state: str = ""
@@ -94,6 +98,11 @@ class RequestRecord:
     @property
     def trace_id(self) -> str:
         return self.log_fields["trace_id"]
+
+    @property
+    def answer_id(self) -> str:
+        """The request's name in answers; before there can be any, its own."""
+        return self.request_id if self.generation is None else self.generation.request.request_id
 
     @property
     def trace_headers(self) -> TraceHeaders:

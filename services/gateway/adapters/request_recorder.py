@@ -35,7 +35,8 @@ class RecorderSettings:
 
 class RequestRecorder:
     """Decides at the end of each request whether it is traced: if it was sampled at its beginning,
-    if it failed, or if it took long. Until then only numbers are kept of it.
+    if it failed, if it took long, or if its trace was read while it ran. Until then only numbers
+    are kept of it.
     """
 
     def __init__(
@@ -45,6 +46,8 @@ class RequestRecorder:
         self._tracing = tracing
         self._metrics = metrics
         self._keep = keep
+        self.running: dict[int, RequestRecord] = {}
+        """Calls that are not over, by the id of their first span, the oldest first."""
 
     def begin(
         self, call: Call, headers: Mapping[str, str], arrived: int | None = None
@@ -58,10 +61,13 @@ class RequestRecorder:
         baggage = passed_on(headers.get("baggage", ""))
         if arrived is None:
             arrived = time.perf_counter_ns()
-        return new_record(call, request_id, origin, baggage, arrived)
+        record = new_record(call, request_id, origin, baggage, arrived)
+        self.running[record.root_span_id] = record
+        return record
 
     def end(self, record: RequestRecord) -> None:
         """The call is over."""
+        self.running.pop(record.root_span_id, None)
         record.timeline.end()
         if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
             self._metrics.trace_kept(reason)
@@ -76,7 +82,9 @@ class RequestRecorder:
         if record.is_failure:
             return KeptFor.FAILED
         slow = self._settings.slow_seconds
-        return KeptFor.SLOW if slow and record.seconds >= slow else None
+        if slow and record.seconds >= slow:
+            return KeptFor.SLOW
+        return KeptFor.WATCHED if record.is_watched else None
 
     def _trace(self, record: RequestRecord, reason: KeptFor) -> None:
         spans = RequestSpans(record, self._tracing, self._settings.model_name)

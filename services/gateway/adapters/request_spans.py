@@ -1,4 +1,4 @@
-"""The spans of a request at the gateway, made of its record when it is over.
+"""The spans of a request at the gateway, made of its record when it is over, or while it runs.
 
     chat tiny                                    the call, from its arrival to the end of its answer
       gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
@@ -7,7 +7,8 @@
           scheduler.request and so on            what the scheduler makes of it,
           gateway.receive                        and the way of its last tokens back
 
-Parts follow each other without a gap, so that their durations add up to the call's.
+Parts follow each other without a gap, so that their durations add up to the call's. Where a
+sequence has more of them than its share of MAX_SPANS, the last one that is kept lasts to its end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +24,10 @@ from services.gateway.core.generation import Generation
 from services.gateway.core.sequence_trace import EngineTimes, SequenceTrace, engine_span_number
 from services.gateway.core.timeline import Part, Stretch, Timeline
 
-MAX_SPANS = 256
-"""Of one request: those of further sequences are left out."""
+MAX_SPANS = 1152
+"""Of one request. Its sequences have equal shares of them: of 256 sequences, what one needs that
+goes to one replica.
+"""
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Of what a client sent, so much is shown."""
 
@@ -39,61 +42,95 @@ class RequestSpans:
         self._tracing = tracing
         self._model_name = model_name
         self._root = record.origin.context(record.root_span_id)
-        self._num_spans = 0
+        self._num_left = MAX_SPANS - len(record.timeline.stretches) - 1
+        self._is_running = record.timeline.ended is None
+        self._end = record.timeline.ended or record.timeline.now()
         self.num_dropped = record.timeline.num_dropped
         """Spans that were left out."""
 
-    def make(self, kept_for: KeptFor) -> None:
-        """Passes all spans on; `kept_for` is why they are wanted."""
+    def make(self, kept_for: KeptFor | None) -> None:
+        """Passes all spans on; `kept_for` is why they are wanted, None of a request that runs. What
+        has not ended then ends now, and says that it runs.
+        """
         record = self._record
-        for stretch, end in stretches_of(record.timeline):
+        for stretch, end in stretches_of(record.timeline, self._end):
             is_generate = stretch.part is Part.GENERATE
             span_id = record.generate_span_id if is_generate else new_span_id()
             context = record.origin.context(span_id)
-            details: Values = dict(stretch.details or {})
+            details = self._details(stretch, record.timeline)
             if is_generate:
                 self._make_sequences(context, stretch.began, end)
             elif stretch.part is Part.WRITE and record.write_nanos:
                 details[names.ATTR_WRITE_SECONDS] = record.write_nanos / 1e9
             self._make(stretch.part.value, context, self._root, stretch.began, end, details)
-        self._make_root(kept_for.value)
+        self.make_root(kept_for)
+
+    def _details(self, stretch: Stretch, timeline: Timeline) -> Values:
+        details: Values = dict(stretch.details or {})
+        if self._is_running and timeline.ended is None and stretch is timeline.stretches[-1]:
+            details[names.ATTR_IS_RUNNING] = True
+        return details
 
     def _make_sequences(self, parent: SpanContext, began: int, ended: int) -> None:
-        for trace in traces_of(self._record.generation):
-            num_sent = 0
-            for stretch, end in stretches_of(trace.timeline):
-                is_engine = stretch.part is Part.ENGINE
-                num_sent += is_engine
-                if self._num_spans >= MAX_SPANS:
-                    self.num_dropped += 1
-                    continue
-                span_id = (
-                    numbered_span_id(parent.span_id, engine_span_number(trace.index, num_sent))
-                    if is_engine
-                    else new_span_id()
-                )
-                context = self._record.origin.context(span_id)
-                first, last = max(began, stretch.began), min(ended, end)
-                self._make(
-                    stretch.part.value,
-                    context,
-                    parent,
-                    first,
-                    last,
-                    _sequence_details(trace, stretch),
-                    SpanKind.CLIENT if is_engine else SpanKind.INTERNAL,
-                )
-                if is_engine and num_sent == trace.num_sent and trace.times is not None:
-                    self._make_ways(trace.times, context, first, last)
-            self.num_dropped += trace.timeline.num_dropped
+        traces = traces_of(self._record.generation)
+        for num_done, trace in enumerate(traces):
+            share = self._num_left // (len(traces) - num_done)
+            self._num_left -= self._make_sequence(trace, share, parent, began, ended)
 
-    def _make_ways(self, times: EngineTimes, parent: SpanContext, began: int, ended: int) -> None:
-        """What of a stay at a replica is not the replica's: the ways there and back.
+    def _make_sequence(
+        self, trace: SequenceTrace, share: int, parent: SpanContext, began: int, ended: int
+    ) -> int:
+        """Makes `share` spans at most; returns how many."""
+        stretches, num_sent, num_ways = list(stretches_of(trace.timeline, self._end)), 0, 0
+        kept = stretches[:share]
+        num_left_out = len(stretches) - len(kept)
+        self.num_dropped += num_left_out + trace.timeline.num_dropped
+        if num_left_out and kept:
+            kept[-1] = kept[-1][0], stretches[-1][1]
+        for stretch, end in kept:
+            is_engine = stretch.part is Part.ENGINE
+            num_sent += is_engine
+            details = self._sequence_details(trace, stretch)
+            if num_left_out and stretch is kept[-1][0]:
+                details[names.ATTR_NUM_DROPPED_SPANS] = num_left_out
+            span_id = (
+                numbered_span_id(parent.span_id, engine_span_number(trace.index, num_sent))
+                if is_engine
+                else new_span_id()
+            )
+            context = self._record.origin.context(span_id)
+            first, last = max(began, stretch.began), min(ended, end)
+            kind = SpanKind.CLIENT if is_engine else SpanKind.INTERNAL
+            self._make(stretch.part.value, context, parent, first, last, details, kind)
+            if is_engine and num_sent == trace.num_sent and not num_left_out:
+                num_ways = self._make_ways(trace.times, share - len(kept), context, first, last)
+        return len(kept) + num_ways
+
+    def _sequence_details(self, trace: SequenceTrace, stretch: Stretch) -> Values:
+        details = self._details(stretch, trace.timeline)
+        details[names.ATTR_SEQUENCE] = trace.index
+        if stretch.outcome:
+            details[names.ATTR_OUTCOME] = stretch.outcome
+        return details
+
+    def _make_ways(
+        self,
+        times: EngineTimes | None,
+        num_left: int,
+        parent: SpanContext,
+        began: int,
+        ended: int,
+    ) -> int:
+        """What of a stay at a replica is not the replica's: the ways there and back. Returns how
+        many spans were made: both, or none.
 
         Both together are what its own time leaves of the stay; where one ends is its clock's word.
         """
-        if times.queued_unix_nanos is None:
-            return
+        if times is None or times.queued_unix_nanos is None:
+            return 0
+        if num_left < 2:
+            self.num_dropped += 2
+            return 0
         left = max(0, ended - began - times.nanos)
         arrived = times.queued_unix_nanos - self._record.unix_offset
         queued = began + min(max(0, arrived - began), left)
@@ -101,12 +138,8 @@ class RequestSpans:
             (names.SPAN_GATEWAY_SEND, began, queued),
             (names.SPAN_GATEWAY_RECEIVE, min(queued + times.nanos, ended), ended),
         ):
-            if self._num_spans >= MAX_SPANS:
-                self.num_dropped += 1
-            else:
-                self._make(
-                    name, self._record.origin.context(new_span_id()), parent, first, last, {}
-                )
+            self._make(name, self._record.origin.context(new_span_id()), parent, first, last, {})
+        return 2
 
     def _make(
         self,
@@ -119,7 +152,6 @@ class RequestSpans:
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> None:
         offset = self._record.unix_offset
-        self._num_spans += 1
         self._tracing.record(
             name,
             context,
@@ -130,7 +162,8 @@ class RequestSpans:
             kind=kind,
         )
 
-    def _make_root(self, kept_for: str) -> None:
+    def make_root(self, kept_for: KeptFor | None) -> None:
+        """The call's span alone."""
         record = self._record
         status = Status(StatusCode.UNSET)
         if record.error_type:
@@ -140,24 +173,29 @@ class RequestSpans:
             self._root,
             record.origin.parent,
             record.timeline.began + record.unix_offset,
-            (record.timeline.ended or record.timeline.now()) + record.unix_offset,
+            self._end + record.unix_offset,
             attributes=self._root_attributes(kept_for),
             kind=SpanKind.SERVER,
             status=status,
         )
 
-    def _root_attributes(self, kept_for: str) -> Values:
+    def _root_attributes(self, kept_for: KeptFor | None) -> Values:
         record = self._record
         attributes: Values = {
             names.GENAI_OPERATION_NAME: record.operation,
             names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
             names.GENAI_REQUEST_MODEL: self._model_name,
             names.GENAI_RESPONSE_MODEL: self._model_name,
-            names.GENAI_LATENCY_E2E: record.seconds,
             names.ATTR_REQUEST_ID: record.request_id,
-            names.ATTR_STATUS: record.status,
-            names.ATTR_KEPT_FOR: kept_for,
         }
+        if kept_for is None:
+            attributes[names.ATTR_IS_RUNNING] = True
+        else:
+            attributes |= {
+                names.GENAI_LATENCY_E2E: record.seconds,
+                names.ATTR_STATUS: record.status,
+                names.ATTR_KEPT_FOR: kept_for.value,
+            }
         if record.directory_state:
             attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
         if record.tenant.tenant_id:
@@ -173,10 +211,10 @@ class RequestSpans:
         return attributes
 
 
-def stretches_of(timeline: Timeline) -> Iterator[tuple[Stretch, int]]:
-    """Each part, and when it ended."""
+def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
+    """Each part, and when it ended; one that has not ended lasts until the given time."""
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
-    yield timeline.stretches[-1], timeline.ended or timeline.now()
+    yield timeline.stretches[-1], timeline.ended or until
 
 
 def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
@@ -184,14 +222,6 @@ def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
     if generation is None or generation.mailbox is None or generation.is_replay:
         return ()
     return generation.mailbox.traces
-
-
-def _sequence_details(trace: SequenceTrace, stretch: Stretch) -> Values:
-    details: Values = dict(stretch.details or {})
-    details[names.ATTR_SEQUENCE] = trace.index
-    if stretch.outcome:
-        details[names.ATTR_OUTCOME] = stretch.outcome
-    return details
 
 
 def _asked(generation: Generation, is_stream: bool) -> Values:

@@ -114,6 +114,15 @@ class SchedulerLink:
         )
         return response
 
+    async def running_spans(
+        self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
+    ) -> scheduler_pb2.GetRunningSpansResponse:
+        """The spans so far of requests that have not ended. Raises AioRpcError."""
+        response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
+            request, timeout=timeout_seconds
+        )
+        return response
+
     async def run(self, replica: Replica) -> None:
         """Keeps a session open until cancelled, and passes what comes to `replica`."""
         backoff = _FIRST_BACKOFF_SECONDS

@@ -37,7 +37,9 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request, once that has ended."""
+    """The span of the client's request, once that has ended, or of one that runs."""
+    is_running: bool = False
+    """Whether it was made of a request that runs: nothing of it is in the store."""
 
     @property
     def request_id(self) -> str:
@@ -101,7 +103,7 @@ class TraceStore:
         trace_id = name.lower()
         if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
             return found
-        return next((one for one in self.requests() if _is_called(one.request_id, name)), None)
+        return next((one for one in self.requests() if is_called(one.request_id, name)), None)
 
     def requests(self) -> Iterator[StoredTrace]:
         """Traces of requests that have ended, the last one first."""
@@ -118,7 +120,8 @@ class TraceStore:
         self.num_dropped_spans += len(trace.spans)
 
 
-def _is_called(request_id: str, name: str) -> bool:
+def is_called(request_id: str, name: str) -> bool:
+    """Whether the name is a request's id, the client's own one for it, or that of a sequence."""
     if not request_id:
         return False
     return request_id == name or request_id.endswith(f"-{name}") or name.startswith(request_id)

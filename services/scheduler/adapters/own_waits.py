@@ -66,6 +66,14 @@ class OwnWaits:
             self._close(request, reason, now)
         return self._waits.pop(request, ())
 
+    def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
+        """The waits of a request that may go on to wait, in order."""
+        waits = tuple(self._waits.get(request, ()))
+        reason, begin = self._last.get(request), self._begins.get(request)
+        if reason is None or begin is None:
+            return waits
+        return (*waits, OwnWait(begin, now, reason))
+
     def _close(self, request: Request, reason: WaitReason, now: int) -> None:
         begin = self._begins.pop(request, None)
         if begin is not None:

@@ -1,7 +1,8 @@
 """Timelines of requests as spans: a request, its phases, and the parts of these.
 
 Phases and parts cover what they are in without a gap, so that durations add up. Spans are made when
-a request has ended, since only then it is known what belongs in them.
+a request has ended, since only then it is known what belongs in them; of one that runs they can be
+asked for, as they are so far.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -74,7 +75,7 @@ def is_defect(request: Request) -> bool:
 
 
 class RequestSpans:
-    """Records the spans of requests that have ended."""
+    """Records the spans of requests: of those that have ended, and of others so far."""
 
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
         self._tracing = tracing
@@ -88,8 +89,11 @@ class RequestSpans:
         parent: SpanContext,
         *,
         failed: bool = False,
+        is_running: bool = False,
     ) -> None:
-        """Records `scheduler.request` as `context` under `parent`, and all that is in it."""
+        """Records `scheduler.request` as `context` under `parent`, and all that is in it. Where the
+        request still runs, that span and its last phase say so.
+        """
         status = Status(StatusCode.ERROR) if failed else Status()
         end = timeline.current.end
         self._tracing.record(
@@ -98,17 +102,20 @@ class RequestSpans:
             parent,
             timeline.queued,
             end,
-            attributes=attributes,
+            attributes=attributes | _running(is_running),
             status=status,
         )
         has_run = False
         for phase in timeline.phases:
-            self._record_phase(phase, context, is_again=has_run)
+            marks = _running(is_running and phase is timeline.current)
+            self._record_phase(phase, context, marks, is_again=has_run)
             has_run = has_run or phase.kind is PhaseKind.PREFILL
 
-    def _record_phase(self, phase: Phase, parent: SpanContext, *, is_again: bool) -> None:
+    def _record_phase(
+        self, phase: Phase, parent: SpanContext, marks: Attributes, *, is_again: bool
+    ) -> None:
         context = child_of(parent)
-        attributes = _phase_attributes(phase)
+        attributes = _phase_attributes(phase) | marks
         if phase.kind is PhaseKind.PREFILL and is_again:
             attributes[names.ATTR_IS_RECOMPUTED] = True
         links: list[Link] = []
@@ -185,6 +192,10 @@ class RequestSpans:
             chosen = (*steps[:half], *steps[-half:])
         found = map(self._step_link, chosen)
         return [link for link in found if link is not None], num_left_out
+
+
+def _running(is_running: bool) -> Attributes:
+    return {names.ATTR_IS_RUNNING: True} if is_running else {}
 
 
 def _phase_attributes(phase: Phase) -> Attributes:

@@ -5,14 +5,16 @@ looked at; they take differences of sums over steps when their phase ends.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from services.common import names
-from services.scheduler.adapters.own_waits import OwnWaits, overlay
+from services.scheduler.adapters.own_waits import OwnWait, OwnWaits
+from services.scheduler.adapters.phase_ends import PhaseEnds, Tracked
 from services.scheduler.adapters.step_spans import StepSpan
 from services.scheduler.adapters.step_sums import StepSums
-from services.scheduler.adapters.wait_reasons import ReasonChange, WaitReasons, WaitStart
+from services.scheduler.adapters.wait_reasons import WaitReasons
 from services.scheduler.core.output import (
     EngineCoreOutputs,
     Preemption,
@@ -30,16 +32,6 @@ from services.scheduler.core.timeline import (
 )
 
 _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """A request and its timeline."""
-
-    request: Request
-    timeline: Timeline
-    waiting: WaitStart | None
-    """While it waits: since when."""
 
 
 @dataclass(slots=True)
@@ -75,6 +67,7 @@ class RequestTimelines:
     def __init__(self, reasons: WaitReasons) -> None:
         self.sums = StepSums()
         self._reasons = reasons
+        self._ends = PhaseEnds(self.sums, reasons)
         self._live: dict[Request, Tracked] = {}
         self._running: dict[Request, Tracked] = {}
         self._prefilling: dict[Request, Tracked] = {}
@@ -196,6 +189,19 @@ class RequestTimelines:
                 of_turn[turn] = of_turn.pop(session)
         return self.end(turn, now)
 
+    def so_far(self, request: Request, now: int) -> Timeline | None:
+        """A copy of the timeline of a request that has not ended, as if it ended now; None of any
+        other.
+        """
+        tracked = self._live.get(request)
+        if tracked is None:
+            return None
+        copied = replace(tracked, timeline=deepcopy(tracked.timeline))
+        own = self._own_waits.so_far(request, now)
+        self._ends.fill_in(copied, self._end_of_phase(tracked, now), now, own)
+        copied.timeline.finish(now)
+        return copied.timeline
+
     def paused(self, now: int) -> None:
         """No step is planned from here on."""
         self._own_waits.interrupted(now)
@@ -292,49 +298,16 @@ class RequestTimelines:
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
         """Fills in what is known at the end of a phase, and adds the pause that it was in."""
-        timeline = tracked.timeline
+        own: Sequence[OwnWait] = ()
+        end = self._end_of_phase(tracked, now)
+        if tracked.timeline.current.kind is PhaseKind.PREFILL:
+            self._prefilling.pop(tracked.request, None)
+        elif tracked.waiting is not None:
+            own = self._own_waits.forget(tracked.request, now)
+        self._ends.fill_in(tracked, end, now, own)
+        tracked.waiting = None
+
+    def _end_of_phase(self, tracked: Tracked, now: int) -> int:
+        """Now, or since when the request holds its blocks in a pause."""
         paused = self._paused_at if tracked.request in self._running else None
-        end = now if paused is None else min(now, max(paused, self.sums.last_done_nanos))
-        match timeline.current.kind:
-            case PhaseKind.DECODE:
-                self._close_decode(tracked)
-            case PhaseKind.PREFILL:
-                self._close_prefill(tracked, end)
-            case _ if tracked.waiting is not None:
-                starts = _reason_starts(self._reasons, tracked.waiting)
-                own = self._own_waits.forget(tracked.request, now)
-                timeline.wait(overlay(starts, own), now)
-                tracked.waiting = None
-        if end < now:
-            timeline.enter(PhaseKind.PAUSE, end)
-
-    def _close_decode(self, tracked: Tracked) -> None:
-        phase, sums = tracked.timeline.current, self.sums
-        phase.totals = sums.totals.minus(phase.totals)
-        phase.last_step = sums.last_step
-        phase.max_requests = sums.max_requests_since(phase.first_step)
-        phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
-
-    def _close_prefill(self, tracked: Tracked, end: int) -> None:
-        """The chunk in flight, if there is one, is cut short."""
-        self._prefilling.pop(tracked.request, None)
-        timeline, last_step = tracked.timeline, self.sums.last_step
-        timeline.current.last_step = last_step
-        if end > timeline.covered_until:
-            start = min(self.sums.last_done_nanos, end)
-            cut = Chunk(start, end, last_step + 1, last_step + 1, 0, 0, 0, 0, 0)
-            timeline.add_chunk(cut, names.WAIT_STEP_AHEAD)
-
-
-def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[tuple[int, str]]:
-    """Why a request waited, each reason with its beginning. Until a step was planned in which it
-    was not admitted, it waits for the next step.
-    """
-    changes: list[ReasonChange] = reasons.changes_since(waiting)
-    starts = [(change.unix_nanos, change.reason.value) for change in changes]
-    if changes and changes[0].unix_nanos == waiting.unix_nanos:
-        return starts
-    first, steps = names.WAIT_NEXT_STEP, reasons.steps_since(waiting)
-    if steps and reasons.has_forgotten(waiting):
-        first = max(steps, key=steps.__getitem__).value
-    return [(waiting.unix_nanos, first), *starts]
+        return now if paused is None else min(now, max(paused, self.sums.last_done_nanos))

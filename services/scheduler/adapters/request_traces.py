@@ -30,6 +30,7 @@ class RequestTraces:
     """The requests of a replica as far as they are traced."""
 
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
+        self._step_link = step_link
         self._is_enabled = tracing.enabled
         self._spans = RequestSpans(tracing, step_link)
         self._sampled: dict[Request, _Sampled] = {}
@@ -84,6 +85,22 @@ class RequestTraces:
             self._spans.record(
                 trace.timeline, trace.attributes, child_of(parent), parent, failed=trace.failed
             )
+
+    def so_far(
+        self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
+    ) -> None:
+        """Records the spans of a request that runs, with another tracing; below `parent`, unless it
+        is sampled.
+        """
+        sampled = self._sampled.get(request)
+        context = child_of(parent) if sampled is None else sampled.context
+        RequestSpans(tracing, self._step_link).record(
+            timeline,
+            request_attributes(request),
+            context,
+            parent if sampled is None else sampled.parent,
+            is_running=True,
+        )
 
     def _sample(self, request: Request, parent: SpanContext | None) -> None:
         if parent is not None:

@@ -10,12 +10,17 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.finish_reason import FinishReason
+from services.common.span_collector import SpanCollector
+from services.common.span_exporter import encoded_spans
 from services.scheduler.adapters.activity import MAX_CELLS, Activity
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.core.engine_core import EngineCore
+
+MAX_RUNNING_REQUESTS = 64
+"""Of which spans are asked for at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self._statistics = statistics
         self._activity = activity
         self._opened = opened
+        self._spans_so_far = SpanCollector("scheduler")
 
     async def Session(
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
@@ -85,6 +91,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         message = await self._activity.message(request)
         message.stats.drained = self._submitter.is_drained
         return message
+
+    async def GetRunningSpans(
+        self, request: scheduler_pb2.GetRunningSpansRequest, context: _Context
+    ) -> scheduler_pb2.GetRunningSpansResponse:
+        """See the contract."""
+        if len(request.requests) > MAX_RUNNING_REQUESTS:
+            raise InvalidArgument(
+                f"requests must be at most {MAX_RUNNING_REQUESTS}", field="requests"
+            )
+        for one in request.requests:
+            self._tracer.so_far(one.request_id, one.traceparent, self._spans_so_far.tracing)
+        encoded = await asyncio.to_thread(encoded_spans, self._spans_so_far.take())
+        return scheduler_pb2.GetRunningSpansResponse(otlp=encoded.SerializeToString())
 
     async def _read(
         self, session: GatewaySession, messages: AsyncIterator[scheduler_pb2.SessionRequest]

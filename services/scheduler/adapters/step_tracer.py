@@ -175,6 +175,22 @@ class StepTracer:
         if parent is not None:
             self._traces.keep(request_id, parent, self._timelines.requests)
 
+    def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
+        """Has the spans of a request recorded that has not ended, with another tracing and under
+        the span that `traceparent` names. Does nothing if there is no such request, or span.
+        """
+        parent = sampled_parent(traceparent)
+        if parent is None:
+            return
+        self._count_done_steps()
+        now = self._unix_nanos()
+        for request in self._timelines.requests:
+            if request.request_id == request_id:
+                timeline = self._timelines.so_far(request, now)
+                if timeline is not None:
+                    self._traces.so_far(request, timeline, parent, tracing)
+                return
+
     def _drop_steps(self) -> None:
         for number, step in self._steps.items():
             if step.span is not None:

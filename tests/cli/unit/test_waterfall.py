@@ -15,11 +15,14 @@ def span(name: str, depth: int, start: float, seconds: float, **given: Any) -> d
     return {"name": name, "depth": depth, "start": start, "seconds": seconds} | fields | given
 
 
-def trace(*spans: dict[str, Any], is_complete: bool = True) -> dict[str, Any]:
+def trace(
+    *spans: dict[str, Any], is_complete: bool = True, is_running: bool = False
+) -> dict[str, Any]:
     return {
         "trace_id": TRACE_ID,
         "request_id": "cmpl-1",
         "is_complete": is_complete,
+        "is_running": is_running,
         "spans": list(spans),
     }
 
@@ -65,9 +68,11 @@ def test_what_the_name_says_is_not_said_again() -> None:
     assert len(waterfall(trace(wait), 60)) == 3
 
 
-def test_a_trace_that_goes_on_says_so() -> None:
+def test_a_trace_that_is_not_complete_says_why() -> None:
     (first, *_) = waterfall(trace(span("queue", 0, 0.0, 0.1), is_complete=False), 120)
-    assert "not complete" in first.plain
+    assert "not complete: spans are still to come" in first.plain
+    so_far = trace(span("queue", 0, 0.0, 0.1), is_complete=False, is_running=True)
+    assert "running: these are its spans so far" in waterfall(so_far, 120)[0].plain
     assert waterfall(trace(), 80)[0].plain.startswith("cmpl-1  0 s")
 
 
@@ -89,11 +94,13 @@ def test_requests_in_a_table() -> None:
         "started_unix_seconds": 100.0,
         "seconds": 1.5,
         "error": None,
+        "is_running": False,
         "attributes": attributes,
     }
     failed = fine | {"request_id": "", "error": "the queue is full", "attributes": {}}
-    assert listing([fine, failed], "newest", 103.0) == [
+    assert listing([fine | {"is_running": True}, fine, failed], "newest", 103.0) == [
         "   AGE    TOOK    FIRST   TOKENS  REQUEST                           STATUS",
+        "3.00 s  1.50 s  20.0 ms  12 + 34  cmpl-1                            running",
         "3.00 s  1.50 s  20.0 ms  12 + 34  cmpl-1                            ok",
         f"3.00 s  1.50 s        -    - + -  {TRACE_ID}  the queue is full",
     ]

@@ -12,6 +12,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.api_keys import TenantRecord
 from services.common.telemetry import parse_traceparent
+from services.gateway.adapters.request_spans import MAX_SPANS
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, bearer
 from tests.gateway.serving import serving, until
@@ -294,15 +295,35 @@ async def test_a_request_that_takes_long_is_traced_though_it_was_not_sampled(mod
         await until(lambda: len(scheduler.keeps) == 1)
 
 
-async def test_the_spans_of_a_request_with_many_answers_are_bounded(model: Path) -> None:
+async def test_the_spans_of_a_request_with_many_answers_are_all_there(model: Path) -> None:
     tracer = Tracer()
     async with serving(model, FakeScheduler(), tracing=tracer.tracing) as served:
-        body = {"prompt": "a", "n": 200, "max_tokens": 1}
+        body = {"prompt": "a", "n": 256, "max_tokens": 1}
         await served.http.post("/v1/completions", json=body)
         trace = await tracer.trace()
-        assert 200 < len(trace.spans) <= 270
+        assert len(trace.named("gateway.engine")) == 256
+        assert "stepwell.num_dropped_spans" not in trace.root.attributes
+        assert_adds_up(trace, start_millis=10_000)
+
+
+async def test_the_spans_of_a_request_with_more_answers_are_bounded(model: Path) -> None:
+    """Each of its sequences has its share; what that leaves out is counted, and its time is in what
+    it keeps.
+    """
+    tracer = Tracer()
+    settings = {"max_choices_per_request": 700}
+    async with serving(model, FakeScheduler(), tracing=tracer.tracing, **settings) as served:
+        body = {"prompt": "a", "n": 700, "max_tokens": 1}
+        await served.http.post("/v1/completions", json=body)
+        trace = await tracer.trace()
+        assert len(trace.spans) <= MAX_SPANS
+        sequences = trace.below(trace.only("gateway.generate"))
+        assert {one.attributes["stepwell.sequence"] for one in sequences} == set(range(700))
+        cut = [one.attributes.get("stepwell.num_dropped_spans", 0) for one in sequences]
         num_left_out = trace.root.attributes["stepwell.num_dropped_spans"]
-        assert len(trace.below(trace.only("gateway.generate"))) + num_left_out == 400
+        assert num_left_out == sum(cut) > 0
+        assert len(sequences) + num_left_out == 1400
+        assert_adds_up(trace, start_millis=10_000)
         metrics = (await served.http.get("/metrics")).text
         assert f'stepwell_trace_spans_cut_total{{model_name="tiny"}} {num_left_out}.0' in metrics
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common import names
 from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.scheduler.serving_replica import (
     Gateway,
@@ -136,3 +138,30 @@ async def test_while_the_pool_is_away_there_is_no_map(replica: Replica) -> None:
     activity = await look(replica)
     assert not activity.HasField("blocks")
     assert activity.stats.num_usable_blocks == 63
+
+
+async def test_spans_of_requests_that_run_are_asked_for_by_their_ids(
+    replica: Replica, gateway: Gateway
+) -> None:
+    await hold_three(replica, gateway)
+    asked = [
+        scheduler_pb2.RunningRequest(
+            request_id=f"request-{handle}", traceparent=f"00-{TRACE}-{handle:016x}-01"
+        )
+        for handle in (1, 2, 77)
+    ]
+    answer = await replica.stub.GetRunningSpans(
+        scheduler_pb2.GetRunningSpansRequest(requests=asked)
+    )
+    message = ExportTraceServiceRequest.FromString(answer.otlp)
+    (resource,) = message.resource_spans
+    spans = [span for scope in resource.scope_spans for span in scope.spans]
+    roots = [span for span in spans if span.name == names.SPAN_REQUEST]
+    assert [int.from_bytes(span.parent_span_id, "big") for span in roots] == [1, 2]
+    phases = {span.name for span in spans if span.parent_span_id == roots[1].span_id}
+    assert phases == {names.SPAN_REQUEST_QUEUE}
+    too_many = scheduler_pb2.GetRunningSpansRequest(requests=asked[:1] * 65)
+    with pytest.raises(grpc.aio.AioRpcError, match="requests must be at most 64"):
+        await replica.stub.GetRunningSpans(too_many)
+    replica.worker.going.set()
+    await gateway.finish(0, 1, 2)

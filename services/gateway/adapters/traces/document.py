@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 
 def summary(trace: StoredTrace) -> Document:
-    """A request that has ended, in a line."""
+    """A request that has ended, or one that runs, in a line."""
     assert trace.root is not None
     root = trace_pb2.Span.FromString(trace.root.encoded)
     return {
@@ -26,6 +26,7 @@ def summary(trace: StoredTrace) -> Document:
         "started_unix_seconds": root.start_time_unix_nano / 1e9,
         "seconds": _seconds(root.start_time_unix_nano, root.end_time_unix_nano),
         "error": _error(root),
+        "is_running": trace.is_running,
         "num_spans": len(trace.spans),
         "attributes": _attributes(root.attributes),
     }
@@ -40,7 +41,8 @@ def document(trace: StoredTrace) -> Document:
     return {
         "trace_id": trace.trace_id,
         "request_id": trace.request_id,
-        "is_complete": trace.root is not None,
+        "is_complete": trace.root is not None and not trace.is_running,
+        "is_running": trace.is_running,
         "started_unix_seconds": start / 1e9,
         "spans": [_span(service, span, depth, start) for service, span, depth in in_tree(spans)],
     }

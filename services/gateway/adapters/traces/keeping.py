@@ -1,6 +1,6 @@
 """Puts spans into the store: those of other services by OTLP, and the gateway's own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -48,18 +48,28 @@ def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
     """Puts spans into the store; `is_own` are those of this gateway."""
+    for trace_id, span in stored_spans(resource_spans, is_own=is_own):
+        store.add(trace_id, span)
+
+
+def stored_spans(
+    resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
+) -> Iterator[tuple[str, StoredSpan]]:
+    """Each span with the id of its trace; `is_own` are those of this gateway."""
     for group in resource_spans:
         service = text_of(group.resource.attributes, _SERVICE_NAME)
         for scope in group.scope_spans:
             for span in scope.spans:
-                store.add(span.trace_id.hex(), _stored(service, span, is_own=is_own))
+                yield span.trace_id.hex(), _stored(service, span, is_own=is_own)
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
     """A request is a span by which this gateway served a client."""
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
-        request_id = text_of(span.attributes, names.GENAI_RESPONSE_ID)
+        request_id = text_of(span.attributes, names.GENAI_RESPONSE_ID) or text_of(
+            span.attributes, names.ATTR_REQUEST_ID
+        )
         tenant_id = text_of(span.attributes, names.ATTR_TENANT)
         return StoredSpan(service, encoded, SpanRole.REQUEST, request_id, tenant_id)
     is_root = not is_own and not span.parent_span_id

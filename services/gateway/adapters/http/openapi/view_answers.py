@@ -6,7 +6,9 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 
 class TraceSummary(Answer):
-    """A request that has ended; `error` is null if nothing went wrong."""
+    """A request that has ended, or one that runs and took `seconds` so far; `error` is null if
+    nothing went wrong. `num_spans` is 1 of one that runs.
+    """
 
     trace_id: str
     request_id: str
@@ -14,12 +16,13 @@ class TraceSummary(Answer):
     started_unix_seconds: float
     seconds: float
     error: str | None
+    is_running: bool
     num_spans: int
     attributes: dict[str, Any]
 
 
 class Traces(Answer):
-    """An answer of /traces: requests, and how many there are."""
+    """An answer of /traces: requests, and of how many that have ended a trace is kept."""
 
     are_kept: bool
     num_kept: int
@@ -51,11 +54,14 @@ class TraceSpan(Answer):
 
 
 class Trace(Answer):
-    """An answer of /traces/{name}: spans, each before its children."""
+    """An answer of /traces/{name}: spans, each before its children. While the request runs, its
+    spans are those so far, and those that have not ended have the attribute stepwell.is_running.
+    """
 
     trace_id: str
     request_id: str
     is_complete: bool
+    is_running: bool
     started_unix_seconds: float
     spans: list[TraceSpan]
 

@@ -109,8 +109,9 @@ function choose(address) {
 }
 
 function open(request) {
-  if (request.trace_id) traces.openSoon(request.trace_id);
-  else problem(`${nameOf(request)} is not traced: a few requests of each minute are`);
+  const name = request.trace_id || request.request_id;
+  if (name) traces.openSoon(name);
+  else problem(`${nameOf(request)} is not yours to see`);
 }
 
 function failed(error) {

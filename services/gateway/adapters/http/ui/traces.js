@@ -25,15 +25,18 @@ export class Traces {
     byId("trace-rows").replaceChildren(...traces.map((trace) => this.#row(trace)));
   }
 
-  /** Shows a trace; one that has just ended is asked for again until its spans are there. */
+  /** Shows a trace; that of a request that runs, or has just ended, is asked for again. */
   async open(name, attempts = 1) {
     try {
       let trace = await this.#find(name, attempts);
       show(trace);
-      for (let left = attempts; left > 1 && byId("waterfall").open; left--) {
+      for (let left = attempts; (trace.is_running || left > 1) && byId("waterfall").open; ) {
         await pause(BETWEEN_ATTEMPTS);
-        const again = await get(`traces/${encodeURIComponent(name)}`);
-        if (again.spans.length !== trace.spans.length) show((trace = again));
+        const again = await this.#again(trace);
+        if (again.is_running || again.has_ended || again.spans.length !== trace.spans.length) show(again);
+        if (again.has_ended) return;
+        left = trace.is_running ? FEW_ATTEMPTS : left - 1;
+        trace = again;
       }
     } catch (error) {
       this.problem(error.message);
@@ -42,6 +45,16 @@ export class Traces {
 
   openSoon(name) {
     return this.open(name, FEW_ATTEMPTS);
+  }
+
+  /** The same trace later. One that ran and is not kept is what it was. */
+  async #again(trace) {
+    try {
+      return await get(`traces/${trace.trace_id}`);
+    } catch (error) {
+      if (error.status !== 404 || !trace.is_running) throw error;
+      return { ...trace, is_running: false, has_ended: true };
+    }
   }
 
   async #find(name, attempts) {
@@ -63,7 +76,7 @@ export class Traces {
       { type: "button", title: trace.trace_id },
       element("span", { class: "took", textContent: seconds(trace.seconds) }),
       element("span", { class: "name", textContent: trace.request_id || trace.trace_id }),
-      element("span", { class: trace.error ? "failed" : "", textContent: trace.error ? "failed" : tokens.join(" + ") }),
+      element("span", { class: trace.error ? "failed" : "", textContent: outcome(trace, tokens.join(" + ")) }),
     );
     button.addEventListener("click", () => this.open(trace.trace_id));
     return element("li", {}, button);
@@ -72,17 +85,31 @@ export class Traces {
 
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
 
+function outcome(trace, tokens) {
+  if (trace.is_running) return "running";
+  return trace.error ? "failed" : tokens;
+}
+
+function state(trace) {
+  if (trace.has_ended) return "; it has ended since, and tracing is off";
+  if (trace.is_running) return "; it runs, and these are its spans so far";
+  return trace.is_complete ? "" : "; spans are still to come";
+}
+
+/** The same for a span of a request that runs whenever it is asked for, though its id is not. */
+const keyOf = (span) => `${span.name}@${span.start}`;
+
 function show(trace) {
   const total = Math.max(1e-6, ...trace.spans.map((span) => span.start + span.seconds));
   const opened = new Set([...document.querySelectorAll(".span dl")].map((list) => list.dataset.span));
   byId("waterfall-title").textContent = trace.request_id || "Request";
   byId("waterfall-says").replaceChildren(
-    `${seconds(total)}, trace ${trace.trace_id}${trace.is_complete ? "" : "; it goes on, or spans are still to come"}`,
+    `${seconds(total)}, trace ${trace.trace_id}${state(trace)}`,
     ...legend(trace.spans),
   );
   const rows = trace.spans.map((span) => row(span, total));
   byId("waterfall-rows").replaceChildren(...rows);
-  trace.spans.forEach((span, index) => opened.has(span.span_id) && toggle(rows[index], span));
+  trace.spans.forEach((span, index) => opened.has(keyOf(span)) && toggle(rows[index], span));
   if (!byId("waterfall").open) byId("waterfall").showModal();
 }
 
@@ -152,7 +179,7 @@ function toggle(made, span) {
     return;
   }
   const attributes = element("dl");
-  attributes.dataset.span = span.span_id;
+  attributes.dataset.span = keyOf(span);
   const rows = { service: span.service, start: seconds(span.start), links: span.num_links, ...span.attributes };
   for (const [name, value] of Object.entries(rows)) {
     attributes.append(element("dt", { textContent: name }), element("dd", { textContent: shown(value) }));

@@ -1,0 +1,121 @@
+"""The traces of requests that have not ended, as they are so far: of the gateway's own records, and
+of what schedulers say of the sequences that are at them.
+"""
+
+import asyncio
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import islice
+
+import grpc
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.span_collector import SpanCollector
+from services.common.span_exporter import encoded_spans
+from services.common.telemetry import numbered_span_id, traceparent_text
+from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.request_spans import RequestSpans, traces_of
+from services.gateway.adapters.scheduler_links import SchedulerLinks
+from services.gateway.adapters.traces.keeping import stored_spans
+from services.gateway.core.timeline import Part
+from services.gateway.core.trace_store import SpanRole, StoredTrace, is_called
+
+MAX_SEQUENCES = 64
+"""Of a request at one scheduler; what others of it are at there is not asked for."""
+_TIMEOUT_SECONDS = 1.0
+
+
+class Order(enum.Enum):
+    NEWEST = "newest"
+    OLDEST = "oldest"
+
+
+class RunningTraces:
+    """Makes traces of the calls that generate and are not over."""
+
+    def __init__(
+        self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
+    ) -> None:
+        """`records` are the calls that are not over, the oldest first."""
+        self._records = records
+        self._links = links
+        self._model_name = model_name
+        self._spans = SpanCollector("gateway")
+
+    def requests(
+        self, may_see: Callable[[str], bool], limit: int, order: Order
+    ) -> list[StoredTrace]:
+        """Each with the span of the client's request alone; `may_see` is asked with its tenant."""
+        records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
+        if order is Order.NEWEST:
+            records.reverse()
+        return [self._made(record, is_whole=False) for record in islice(records, limit)]
+
+    async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
+        """The trace of that id, or the newest one of the request of that id, by the same rules as
+        the store's. It is kept when the request has ended. None also if its tenant's may not be
+        seen.
+        """
+        for record in reversed(self._generating()):
+            if record.trace_id == name.lower() or is_called(record.answer_id, name):
+                if not may_see(record.tenant.tenant_id):
+                    return None
+                record.is_watched = True
+                return await self._whole(record)
+        return None
+
+    def _generating(self) -> list[RequestRecord]:
+        return [record for record in self._records.values() if record.operation]
+
+    def _made(self, record: RequestRecord, *, is_whole: bool) -> StoredTrace:
+        """Of the gateway's own spans, or of the first one alone."""
+        spans = RequestSpans(record, self._spans.tracing, self._model_name)
+        (spans.make if is_whole else spans.make_root)(None)
+        trace = StoredTrace(record.trace_id, is_running=True)
+        _add(trace, encoded_spans(self._spans.take()), is_own=True)
+        return trace
+
+    async def _whole(self, record: RequestRecord) -> StoredTrace:
+        trace, asked = self._made(record, is_whole=True), _asked(record)
+        answers = await asyncio.gather(*(self._ask(*one) for one in asked.items()))
+        for answer in answers:
+            _add(trace, answer, is_own=False)
+        return trace
+
+    async def _ask(
+        self, address: str, request: scheduler_pb2.GetRunningSpansRequest
+    ) -> ExportTraceServiceRequest:
+        """Empty while the scheduler does not answer."""
+        try:
+            answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
+        except (KeyError, grpc.aio.AioRpcError):
+            return ExportTraceServiceRequest()
+        return ExportTraceServiceRequest.FromString(answer.otlp)
+
+
+def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
+    """By address, the sequences that are at a scheduler, and the spans that they are below."""
+    asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
+        scheduler_pb2.GetRunningSpansRequest
+    )
+    for trace in traces_of(record.generation):
+        if trace.timeline.ended is not None or trace.timeline.part is not Part.ENGINE:
+            continue
+        address = next((one for one, at in trace.stays.items() if at == trace.span_number), None)
+        if address is None or len(asked[address].requests) == MAX_SEQUENCES:
+            continue
+        span_id = numbered_span_id(record.generate_span_id, trace.span_number)
+        asked[address].requests.add(
+            request_id=trace.request_id,
+            traceparent=traceparent_text(record.origin.trace_id, span_id),
+        )
+    return asked
+
+
+def _add(trace: StoredTrace, message: ExportTraceServiceRequest, *, is_own: bool) -> None:
+    for _, span in stored_spans(message.resource_spans, is_own=is_own):
+        trace.spans.append(span)
+        if span.role is SpanRole.REQUEST:
+            trace.root = span
