@@ -94,6 +94,8 @@ class FakeScheduler(
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
+    # How many of them came in each message of several.
+    added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Of these, those whose text a stop string ended.
     stopped: list[str] = field(default_factory=list)
@@ -342,21 +344,11 @@ class _Session:
     def _hear(self, request: scheduler_pb2.SessionRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "add":
-            add = request.add
-            self._scheduler.adds.append(add)
-            rejection = self._scheduler.rejection
-            if self._scheduler.num_running == self._scheduler.max_requests:
-                rejection = FULL
-            if rejection is not None:
-                rejected = scheduler_pb2.Rejection()
-                rejected.CopyFrom(rejection)
-                rejected.handle = add.handle
-                self._rejected.append(rejected)
-                return
-            assert add.handle not in self.sequences
-            self.sequences[add.handle] = Sequence(
-                add, unpack_token_ids(add.prompt_token_ids), unpack_token_ids(add.output_token_ids)
-            )
+            self._add(request.add)
+        elif kind == "adds":
+            self._scheduler.added_together.append(len(request.adds.requests))
+            for add in request.adds.requests:
+                self._add(add)
         elif kind == "abort":
             for handle in request.abort.handles:
                 sequence = self.sequences.pop(handle, None)
@@ -366,6 +358,22 @@ class _Session:
                         self._scheduler.stopped.append(sequence.add.request_id)
         elif kind == "keep":
             self._scheduler.keeps.append(request.keep)
+
+    def _add(self, add: scheduler_pb2.AddRequest) -> None:
+        self._scheduler.adds.append(add)
+        rejection = self._scheduler.rejection
+        if self._scheduler.num_running == self._scheduler.max_requests:
+            rejection = FULL
+        if rejection is not None:
+            rejected = scheduler_pb2.Rejection()
+            rejected.CopyFrom(rejection)
+            rejected.handle = add.handle
+            self._rejected.append(rejected)
+            return
+        assert add.handle not in self.sequences
+        self.sequences[add.handle] = Sequence(
+            add, unpack_token_ids(add.prompt_token_ids), unpack_token_ids(add.output_token_ids)
+        )
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
         """States, as soon as they change and as heartbeats, and a message for each step."""

@@ -1,7 +1,7 @@
 """The session with one scheduler: a stream of requests and of what becomes of them."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
 
+_Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
+"""A message, or a sequence to send with its handle."""
+
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
@@ -40,6 +43,8 @@ _CHECKS_PER_TIMEOUT = 8
 # reads more slowly than steps are run is some steps behind. It would be hundreds behind, each with
 # a message of its own to be read, if they could wait in the transport.
 _UNREAD_BYTES = 512
+# Of one message, where several sequences are sent together.
+_ADDED_BYTES = 64 * 1024
 # For calls of GetStats that are going on when the link is closed.
 _LAST_CALLS_SECONDS = 1.0
 
@@ -62,9 +67,9 @@ class SchedulerLink:
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
-        # Messages, and sequences to send with their handles. The message of a sequence is made when
-        # it is written: those of one request may be hundreds, each with the whole prompt.
-        self._outbox: list[scheduler_pb2.SessionRequest | tuple[int, Inflight]] = []
+        # The message of a sequence is made when it is written: those of one request may be
+        # hundreds, each with the whole prompt.
+        self._outbox: list[_Mail] = []
         self._has_mail = asyncio.Event()
 
     def add(self, handle: int, inflight: Inflight) -> None:
@@ -207,18 +212,41 @@ class SchedulerLink:
                 await self._has_mail.wait()
                 self._has_mail.clear()
                 outbox, self._outbox = self._outbox, []
-                for mail in outbox:
-                    if isinstance(mail, tuple):
-                        add = inflight_to_proto(*mail, asyncio.get_running_loop().time())
-                        await call.write(scheduler_pb2.SessionRequest(add=add))
-                    else:
-                        await call.write(mail)
+                for message in _messages(outbox):
+                    await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader sees the same end of the call, and its reason.
 
-    def _post(self, mail: scheduler_pb2.SessionRequest | tuple[int, Inflight]) -> None:
+    def _post(self, mail: _Mail) -> None:
         self._outbox.append(mail)
         self._has_mail.set()
+
+
+def _messages(outbox: Sequence[_Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
+    """What to write, in order. Sequences that follow each other go together: each message waits for
+    the one before, for as long as the event loop takes to turn a few times.
+    """
+    adds: list[scheduler_pb2.AddRequest] = []
+    num_bytes, now = 0, asyncio.get_running_loop().time()
+    for mail in outbox:
+        add = inflight_to_proto(*mail, now) if isinstance(mail, tuple) else None
+        more_bytes = 0 if add is None else add.ByteSize()
+        if adds and (add is None or num_bytes + more_bytes > _ADDED_BYTES):
+            yield _message_of(adds)
+            adds, num_bytes = [], 0
+        if add is not None:
+            adds.append(add)
+            num_bytes += more_bytes
+        elif not isinstance(mail, tuple):
+            yield mail
+    if adds:
+        yield _message_of(adds)
+
+
+def _message_of(adds: Sequence[scheduler_pb2.AddRequest]) -> scheduler_pb2.SessionRequest:
+    if len(adds) == 1:
+        return scheduler_pb2.SessionRequest(add=adds[0])
+    return scheduler_pb2.SessionRequest(adds=scheduler_pb2.AddRequests(requests=adds))
 
 
 def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:

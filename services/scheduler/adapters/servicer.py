@@ -112,6 +112,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             match message.WhichOneof("message"):
                 case "add":
                     await self._add(session, message.add)
+                case "adds":
+                    for add in message.adds.requests:
+                        await self._add(session, add)
                 case "chunk":
                     try:
                         self._submitter.submit_chunk(session, message.chunk)
@@ -124,7 +127,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     self._tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
-                        "an open session takes add, chunk, abort and keep, "
+                        "an open session takes add, adds, chunk, abort and keep, "
                         f"not {kind or 'an empty message'}"
                     )
 

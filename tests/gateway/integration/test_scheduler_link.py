@@ -1,4 +1,4 @@
-"""The session with a scheduler: how far behind its steps a slow gateway may be."""
+"""The session with a scheduler: what goes together, and how far behind a slow gateway may be."""
 
 import asyncio
 import threading
@@ -15,6 +15,8 @@ from services.common.queue_state import QueueState
 from services.gateway.adapters.scheduler_link import SchedulerLink
 from services.gateway.core.replica import Replica
 from tests.gateway.fake_fleet import ManualClock
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import serving as serving_gateway
 
 SECONDS = 60
 NUM_RUNNING = 32
@@ -93,3 +95,26 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
         finally:
             session.cancel()
             await asyncio.wait({session})
+
+
+async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
+    """Each message waits for the one before it."""
+    scheduler = FakeScheduler()
+    async with serving_gateway(model, scheduler) as served:
+        body = {"prompt": [10, 11], "max_tokens": 1, "n": 8, "seed": 1}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 8
+    assert scheduler.added_together == [8]
+    assert [add.handle for add in scheduler.adds] == list(range(1, 9))
+
+
+async def test_long_sequences_go_in_several_messages(model: Path) -> None:
+    scheduler = FakeScheduler()
+    async with serving_gateway(model, scheduler) as served:
+        body = {"prompt": [10] * 400, "max_tokens": 1, "n": 64}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+    assert len(scheduler.adds) == 64
+    assert sum(scheduler.added_together) >= 63, "the last one may be alone"
+    assert max(scheduler.added_together) * 4 * 400 <= 64 * 1024

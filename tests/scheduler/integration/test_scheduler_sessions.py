@@ -11,7 +11,15 @@ from services.common.channel import open_channel
 from services.common.errors import InvalidArgument
 from tests.scheduler.fake_worker import BLOCK_SIZE, EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
-from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import (
+    Gateway,
+    Heard,
+    Replica,
+    add_request,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
 from tests.scheduler.story import prompt
 
 
@@ -86,6 +94,20 @@ async def test_a_handle_is_free_again_when_its_request_has_ended(gateway: Gatewa
         await gateway.add(1, prompt(5), sampling=sampling(2))
         await gateway.finish(1)
         assert gateway.heard[1].tokens == continuation(prompt(5), 2)
+
+
+async def test_of_several_requests_in_a_message_each_is_served_or_refused(gateway: Gateway) -> None:
+    prompts = {1: prompt(5), 2: [5, VOCAB_SIZE], 3: prompt(7)}
+    requests = [add_request(handle, tokens) for handle, tokens in prompts.items()]
+    gateway.heard.update({handle: Heard() for handle in prompts})
+    await gateway.say(adds=scheduler_pb2.AddRequests(requests=requests))
+    for handle in prompts:
+        await gateway.finish(handle)
+    assert gateway.heard[2].rejected is not None
+    for handle in (1, 3):
+        tokens = gateway.heard[handle].tokens
+        assert tokens
+        assert tokens == continuation(prompts[handle], len(tokens))
 
 
 async def test_a_handle_in_use_is_refused(replica: Replica, gateway: Gateway) -> None:
