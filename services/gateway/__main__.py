@@ -37,7 +37,7 @@ PUBLIC_TLS = TlsFields(
 )
 """TLS with clients."""
 # By so many the containers grow in number before the young ones are searched for cycles.
-_NEW_OBJECTS_BEFORE_COLLECTION = 10_000
+_NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 # How long the last answers may take to be sent, once no request runs any more.
 _LAST_ANSWERS_SECONDS = 1.0
 

@@ -49,6 +49,13 @@ class ManualClock:
         self._timers.append(timer)
         return timer
 
+    def next_call(self) -> None:
+        """Lets time pass until the next call, and makes it."""
+        first = min(self._timers, key=lambda timer: timer.when)
+        self._timers.remove(first)
+        self._now = max(self._now, first.when)
+        first.callback()
+
     def advance(self, seconds: float) -> None:
         """Lets time pass, and makes the calls that are due, in their order."""
         end = self._now + seconds

@@ -339,6 +339,41 @@ async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
     assert world.fleet.num_waiting == 0
 
 
+def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
+    """How many wait after each of so many calls of the clock."""
+    numbers = []
+    for _ in range(num_calls):
+        world.clock.next_call()
+        numbers.append(world.fleet.num_waiting)
+    return numbers
+
+
+def test_of_those_that_are_too_late_together_two_end_in_a_turn() -> None:
+    world = connected(num_places=1)
+    for _ in range(2):
+        world.start(tenant=A)
+    for _ in range(5):
+        world.start(tenant=A, deadline=5.0)
+    while world.fleet.num_waiting == 5:
+        world.clock.next_call()
+    assert [world.fleet.num_waiting, *numbers_waiting(world, 2)] == [3, 1, 0]
+
+
+def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> None:
+    world = connected(num_places=1)
+    moving(world, seconds_per_request=0.1, service_seconds=0.5)
+    first, _ = (world.start(tenant=A) for _ in range(2))
+    for _ in range(3):
+        world.start(tenant=A, deadline=10.0)
+    last = world.start(tenant=A)
+    world.clock.advance(5.5)
+    slower = QueueState(0, 1024, 60.0, seconds_per_request=4.0, service_seconds=4.6, num_running=2)
+    world.replicas["a"].queue = slower
+    finish(world, first.inflights[0])
+    assert [world.fleet.num_waiting, *numbers_waiting(world, 1)] == [2, 0]
+    assert last.routes, "the place was not lost to those that were too late"
+
+
 async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent() -> None:
     """When it came, sequences ran for less than a second; now they run for four."""
     world = connected(num_places=1)

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.common import names
-from services.common.errors import DeadlineExceeded, ResourceExhausted, StepwellError
-from services.common.queue_state import RETRY_AFTER_SECONDS
 from services.gateway.core.admission.arrivals import Arrivals
 from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.fair_queue import FairQueue, Order
@@ -14,10 +12,11 @@ from services.gateway.core.admission.queue_bounds import (
     QueueBounds,
     TenantQueueFull,
     expected_wait,
+    too_late,
 )
 from services.gateway.core.admission.service_charge import ServiceCharge, charge_for
 from services.gateway.core.admission.service_time import ServiceTime
-from services.gateway.core.admission.wait import Wait, WaitReason
+from services.gateway.core.admission.wait import Wait, WaitReason, wait_reason
 from services.gateway.core.inflight import Inflight, ended
 from services.gateway.core.ports import Clock
 from services.gateway.core.route import Route
@@ -29,6 +28,10 @@ _SHARE_OF_NEWEST = 0.1
 """In the mean length of a tenant's answers."""
 _SWEEP_SECONDS = 0.1
 """How often sequences are looked for that have waited too long."""
+_ENDED_AT_A_TIME = 2
+"""Of those, in one turn of the event loop, in which their clients are answered: the requests that
+came together in the first moment of a flood are too late together.
+"""
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class Admission:
             return
         use, capacity, now = self.places.of(tenant), self._capacity(), self._clock.time()
         use.asked_at = now
-        waiter = _Waiter(inflight, _reason(num_ahead, capacity), num_ahead, now)
+        waiter = _Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
         self._enqueue(waiter, self._credit(use, capacity))
         self.admit()
         waiter.has_to_wait = inflight in self._waiters
@@ -145,15 +148,19 @@ class Admission:
 
     def admit(self) -> None:
         """Sends the sequences that may go now."""
-        while self._waiters:
+        num_late = 0
+        while self._waiters and num_late < _ENDED_AT_A_TIME:
             waiter = self._queue.take(self._may_go(self._divided()))
             if waiter is None:
                 return
             self._remove(waiter)
             if self._is_too_late(waiter, self._capacity()):
-                waiter.inflight.failed(_too_late(waiter.inflight))
+                waiter.inflight.failed(too_late(waiter.inflight.request.deadline))
+                num_late += 1
             else:
                 self._let_through(waiter)
+        if self._waiters:
+            self._clock.call_at(self._clock.time(), self.admit)
 
     def sent(self, inflight: Inflight, route: Route) -> None:
         """A sequence was sent to a replica: it has a place there, and its tenant is charged."""
@@ -262,21 +269,22 @@ class Admission:
 
     # What waits too long.
 
-    def _sweep_later(self) -> None:
+    def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
         if self._waiters and not self._is_sweeping:
             self._is_sweeping = True
-            self._clock.call_at(self._clock.time() + _SWEEP_SECONDS, self._sweep)
+            self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends the sequences that can no longer start in time."""
+        """Ends sequences that can no longer start in time, and goes on soon if there were many."""
         self._is_sweeping = False
         capacity = self._capacity()
-        for waiter in list(self._waiters.values()):
-            if self._is_too_late(waiter, capacity):
-                self.discard(waiter.inflight)
-                waiter.inflight.failed(_too_late(waiter.inflight))
+        waiters = self._waiters.values()
+        late = [waiter for waiter in waiters if self._is_too_late(waiter, capacity)]
+        for waiter in late[:_ENDED_AT_A_TIME]:
+            self.discard(waiter.inflight)
+            waiter.inflight.failed(too_late(waiter.inflight.request.deadline))
         self.admit()
-        self._sweep_later()
+        self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
         """Whether a sequence has waited for longer than it may."""
@@ -307,20 +315,3 @@ def _note_time(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, no
     has_ended = inflight.was_stopped or ended(inflight) is not None
     if has_ended or seconds > times.longest_usual > 0:
         times.add(seconds)
-
-
-def _reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    if num_ahead:
-        return WaitReason.TURN
-    if capacity is not None and capacity.num_free > 0:
-        return WaitReason.SHARE
-    return WaitReason.NO_PLACE
-
-
-def _too_late(inflight: Inflight) -> StepwellError:
-    message = "the request was not sent to a replica within the time that it may wait"
-    if inflight.request.deadline is not None:
-        return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")
-    return ResourceExhausted(
-        message, reason="QUEUE_TIMEOUT", retry_after_seconds=RETRY_AFTER_SECONDS
-    )

@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from services.common.errors import DeadlineExceeded, QuotaExceeded
+from services.common.errors import (
+    DeadlineExceeded,
+    QuotaExceeded,
+    ResourceExhausted,
+    StepwellError,
+)
 from services.common.queue_state import RETRY_AFTER_SECONDS, longest_wait
 from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.places import Use
@@ -88,4 +93,16 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
         tenant_id=tenant.tenant_id,
         quota="queue",
         retry_after_seconds=max(RETRY_AFTER_SECONDS, excess_seconds),
+    )
+
+
+def too_late(deadline: float | None) -> StepwellError:
+    """The error of a sequence that has waited for longer than it may; with a deadline it is that
+    which the client set.
+    """
+    message = "the request was not sent to a replica within the time that it may wait"
+    if deadline is not None:
+        return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")
+    return ResourceExhausted(
+        message, reason="QUEUE_TIMEOUT", retry_after_seconds=RETRY_AFTER_SECONDS
     )

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from services.gateway.core.admission.capacity import Capacity
+
 
 class WaitReason(enum.Enum):
     """What a sequence waited for first."""
@@ -32,3 +34,12 @@ class Wait:
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+
+def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
+    """What a new sequence waits for first, with so many of its tenant ahead of it."""
+    if num_ahead:
+        return WaitReason.TURN
+    if capacity is not None and capacity.num_free > 0:
+        return WaitReason.SHARE
+    return WaitReason.NO_PLACE
