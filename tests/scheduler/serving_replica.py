@@ -168,6 +168,8 @@ class Gateway:
         self._news.set()
 
     def _take(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        if deltas.HasField("load"):
+            self.loads.append(deltas.load)
         start = 0
         for handle, count in zip(deltas.handles, deltas.num_tokens, strict=True):
             self.heard[handle].tokens += deltas.token_ids[start : start + count]

@@ -282,3 +282,5 @@ def _apply_ends(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
         replica.turn_ended(turn.handle, turn_end_from_proto(turn))
     for rejected in deltas.rejected:
         replica.rejected(rejected.handle, rejection_from_proto(rejected))
+    if deltas.HasField("load"):
+        replica.load_changed(replica_load_from_proto(deltas.load))

@@ -66,8 +66,8 @@ class _Sent:
 class LoadTracker:
     """Counts what is sent at once, and corrects itself by each report.
 
-    Reports come up to ten times a second. A gateway that counted by them alone would send all
-    requests of such a period to the same replica.
+    Reports come with each step in which requests come or end, or prompts are computed. A gateway
+    that counted by them alone would send all requests of a step to the same replica.
     """
 
     def __init__(self) -> None:

@@ -44,6 +44,7 @@ class Outbox:
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
         self._announced: dict[str | None, scheduler_pb2.SessionResponse] = {}
+        self._load: scheduler_pb2.ReplicaLoad | None = None
         self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
@@ -94,8 +95,15 @@ class Outbox:
         self.flush()
 
     def announce(self, response: scheduler_pb2.SessionResponse) -> None:
-        """State, queue or load of the replica; replaces an earlier one that was not taken."""
+        """State or queue of the replica; replaces an earlier one that was not taken."""
         self._announced[response.WhichOneof("message")] = response
+        self._woken.set()
+
+    def announce_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
+        """How much there is to do; replaces an earlier one that was not taken. It goes with deltas
+        where there are some.
+        """
+        self._load = load
         self._woken.set()
 
     def flush(self) -> None:
@@ -114,11 +122,15 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """A state that was not taken yet, if there is one."""
-        if not self._announced:
+        """A state that was not taken yet, if there is one; the load, if no deltas carry it."""
+        if self._announced:
+            self.num_quiet_calls = 0
+            return self._announced.popitem()[1]
+        if self._load is None or self.has_deltas:
             return None
         self.num_quiet_calls = 0
-        return self._announced.popitem()[1]
+        load, self._load = self._load, None
+        return scheduler_pb2.SessionResponse(load=load)
 
     def take(self) -> scheduler_pb2.StepDeltas:
         """All deltas that were collected."""
@@ -128,6 +140,9 @@ class Outbox:
             self._merge_by_handle()
             handles, token_ids = list(self._untaken), list(self._untaken.values())
             self._untaken = {}
+        if self._load is not None:
+            deltas.load.CopyFrom(self._load)
+            self._load = None
         deltas.step = self._step
         deltas.handles.extend(handles)
         deltas.num_tokens.extend(map(len, token_ids))

@@ -2,17 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Collection
 
 from services.common.queue_state import QueueState
-from services.common.replica_load import ReplicaLoad
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
-from services.scheduler.core.request import Request
 
 PERIOD_SECONDS = 0.1
 """While requests wait or arrive."""
@@ -50,8 +47,13 @@ class QueueWatch:
         self._arrived.set()
         return self._state()
 
+    @property
+    def _num_waiting(self) -> int:
+        """Requests that wait for something of the replica; sessions without input do not."""
+        return self._engine.num_waiting - self._client_sessions.num_between_turns
+
     def _state(self) -> QueueState:
-        num_waiting = self._engine.num_waiting
+        num_waiting = self._num_waiting
         return QueueState(
             num_waiting=num_waiting,
             max_num_waiting=self._max_num_waiting,
@@ -68,24 +70,11 @@ class QueueWatch:
         state = self._state()
         return state.num_waiting * state.seconds_per_request
 
-    def _load(self, requests: Collection[Request]) -> ReplicaLoad:
-        """What there is to do now, and how long it takes."""
-        costs = self._counts.step_costs
-        return ReplicaLoad(
-            num_requests=len(requests),
-            num_uncomputed_tokens=sum(
-                max(0, request.num_prompt_tokens - request.num_computed_tokens)
-                for request in requests
-            ),
-            seconds_per_prompt_token=costs.seconds_per_prompt_token,
-            seconds_per_decode=costs.seconds_per_decode,
-        )
-
     async def run(self) -> None:
         """Looks until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            if not self._engine.num_waiting:
+            if not self._num_waiting:
                 self._arrived.clear()
                 timer = loop.call_later(QUIET_PERIOD_SECONDS - PERIOD_SECONDS, self._arrived.set)
                 await self._arrived.wait()
@@ -102,12 +91,12 @@ class QueueWatch:
             self._sample(now)
         else:
             self._estimate.stand_still()
-        if self._engine.num_waiting:
+        if self._num_waiting:
             self._engine.abort_late(now)
             self._client_sessions.relieve(self._counts.wait_reasons.current, now)
         self._sessions.announce_queue(self._state())
-        requests = self._engine.unfinished
-        self._sessions.announce_load(self._load(requests), requests)
+        costs = self._counts.step_costs
+        self._sessions.announce_load(costs.seconds_per_prompt_token, costs.seconds_per_decode)
 
     def _sample(self, now: float) -> None:
         running = self._engine.scheduler.running
@@ -124,7 +113,7 @@ class QueueWatch:
         self._estimate.sample(
             now,
             num_running=len(running),
-            num_waiting=self._engine.num_waiting,
+            num_waiting=self._num_waiting,
             num_completed=self._sessions.num_completed,
             slowdown=self._counts.step_costs.slowdown(len(running), most),
             num_tokens=self._counts.num_scheduled_tokens,

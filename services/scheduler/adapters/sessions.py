@@ -1,8 +1,7 @@
 """The sessions of gateways: which request came through which session, and what to send to each."""
 
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stepwell.common.v1 import common_pb2
@@ -17,7 +16,7 @@ from services.common.replica_load import ReplicaLoad
 from services.common.replica_load_proto import replica_load_to_proto
 from services.common.status import status_code
 from services.scheduler.adapters.outbox import Outbox
-from services.scheduler.core.output import EngineCoreOutputs
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request, TurnEnd
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,8 @@ class GatewaySession:
 class _Owner:
     session: GatewaySession
     handle: int
+    num_uncomputed_tokens: int = 0
+    """Tokens of its prompt that were not computed after the last step."""
     num_prompt_rows: int = 0
     """Rows of prompt log-probabilities that were sent: a recomputed prompt brings them again."""
 
@@ -84,6 +85,11 @@ class Sessions:
         self._gateways: set[GatewaySession] = set()
         """Of the sessions, those of gateways."""
         self._owners: dict[Request, _Owner] = {}
+        self._num_uncomputed = 0
+        """Tokens of prompts that are still to be computed, as far as steps have told."""
+        self._num_sent = 0, 0
+        """Requests, and those tokens, as they were sent last."""
+        self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
 
@@ -95,6 +101,7 @@ class Sessions:
         """A new session of a gateway."""
         session = self.open_call(gateway_id)
         self._gateways.add(session)
+        self._send_load()
         return session
 
     def open_call(self, name: str) -> GatewaySession:
@@ -109,7 +116,7 @@ class Sessions:
         self._gateways.discard(session)
         unowned = list(session.requests.values())
         for request in unowned:
-            self._owners.pop(request, None)
+            self._pop_owner(request)
         session.requests.clear()
         self._sorted = ()
         return unowned
@@ -135,19 +142,46 @@ class Sessions:
                 queue = queue_state_to_proto(state)
                 session.outbox.announce(scheduler_pb2.SessionResponse(queue=queue))
 
-    def announce_load(self, load: ReplicaLoad, requests: Collection[Request]) -> None:
-        """Sends how much there is to do to every gateway that was not sent the same before.
-        `requests` are those that the load counts.
+    def announce_load(self, seconds_per_prompt_token: float, seconds_per_decode: float) -> None:
+        """Sends how much there is to do to every gateway that was not sent the same before, with
+        how fast it is done. What is to be computed is counted anew: meanwhile it is counted as the
+        steps go, which leave out what is computed again.
         """
-        owners = [self._owners.get(request) for request in requests]
-        num_own = Counter(owner.session for owner in owners if owner is not None)
+        for request, owner in self._owners.items():
+            num_tokens = request.num_prompt_tokens - request.num_computed_tokens
+            owner.num_uncomputed_tokens = max(0, num_tokens)
+        self._num_uncomputed = sum(owner.num_uncomputed_tokens for owner in self._owners.values())
+        self._speeds = seconds_per_prompt_token, seconds_per_decode
+        self._send_load()
+
+    def _send_load(self) -> None:
+        self._num_sent = len(self._owners), self._num_uncomputed
+        load = ReplicaLoad(*self._num_sent, *self._speeds)
         for session in self._gateways:
-            num_others = load.num_requests - num_own[session]
-            theirs = replace(load, num_other_requests=num_others)
+            theirs = replace(load, num_other_requests=load.num_requests - len(session.requests))
             if session.load_announced != theirs:
                 session.load_announced = theirs
-                message = replica_load_to_proto(theirs)
-                session.outbox.announce(scheduler_pb2.SessionResponse(load=message))
+                session.outbox.announce_load(replica_load_to_proto(theirs))
+
+    def _send_load_if_changed(self) -> None:
+        """Compares two numbers in a step that only decodes, and none came or ended before it."""
+        if self._num_sent != (len(self._owners), self._num_uncomputed):
+            self._send_load()
+
+    def _count_computed(self, plan: SchedulerOutput) -> None:
+        """Counts what a step computes of prompts, and what it found of them in the cache."""
+        if plan.num_tokens == len(plan.requests) and not plan.new:
+            return
+        begun = {*plan.new}
+        counts = zip(
+            plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
+        )
+        for request, num_tokens, start in counts:
+            owner = self._owners.get(request) if num_tokens > 1 or request in begun else None
+            if owner is not None and owner.num_uncomputed_tokens:
+                left = max(0, request.num_prompt_tokens - start - num_tokens)
+                self._num_uncomputed += left - owner.num_uncomputed_tokens
+                owner.num_uncomputed_tokens = left
 
     def wake(self) -> None:
         """Has the session of every gateway check whether it should end."""
@@ -157,11 +191,12 @@ class Sessions:
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:
         """Notes the session and the handle of a request."""
         session.requests[handle] = request
-        self._owners[request] = _Owner(session, handle)
+        self._owners[request] = _Owner(session, handle, request.num_prompt_tokens)
+        self._num_uncomputed += request.num_prompt_tokens
 
     def disown(self, session: GatewaySession, handle: int) -> None:
         """Forgets a request that is about to end: the gateway knows that already."""
-        self._owners.pop(session.requests.pop(handle), None)
+        self._pop_owner(session.requests.pop(handle))
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
@@ -202,6 +237,7 @@ class Sessions:
                 owner.session.outbox.pooled(owner.handle, values)
         if update.turns:
             self._deliver_turns(update.turns)
+        self._count_computed(plan)
         self.deliver_ends(update.ended)
         for session in self._sessions:
             session.outbox.flush()
@@ -219,12 +255,19 @@ class Sessions:
             if request.finish_reason is FinishReason.NAN_IN_LOGITS:
                 self.num_corrupted += 1
                 logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
-            owner = self._owners.pop(request, None)
+            owner = self._pop_owner(request)
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)
                 owner.session.requests.pop(owner.handle, None)
                 owner.session.outbox.flush()
                 self._sorted = ()
+        self._send_load_if_changed()
+
+    def _pop_owner(self, request: Request) -> _Owner | None:
+        owner = self._owners.pop(request, None)
+        if owner is not None:
+            self._num_uncomputed -= owner.num_uncomputed_tokens
+        return owner
 
     def _shares_of(self, requests: Sequence[Request]) -> list[_Share]:
         """The requests of a step by session."""

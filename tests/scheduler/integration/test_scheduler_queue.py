@@ -10,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.block_hash import pack_token_ids
 from services.common.errors import ResourceExhausted
 from services.common.status import STATUS_OF
+from services.scheduler.adapters.queue_watch import QueueWatch
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import (
@@ -160,6 +161,36 @@ async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
             await heard.until(lambda heard=heard: heard.loads[-1].num_requests == 0)
             assert heard.loads[-1].num_other_requests == 0
             await heard.until(lambda heard=heard: heard.queues[-1].num_running == 0)
+
+
+async def test_loads_come_with_the_steps_that_change_them(
+    replica: Replica, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else sends them here. A step that only decodes changes none."""
+    monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
+    async with gateway_of(replica) as other:
+        await gateway.add(1, prompt(9), sampling=sampling(60))
+        await other.until(lambda: bool(other.loads))
+        await gateway.finish(1)
+        await other.until(lambda: other.loads[-1].num_requests == 0)
+        seen = [(load.num_requests, load.num_other_requests) for load in other.loads]
+        assert seen == [(1, 1), (0, 0)], "once with the first step, once with the last"
+        seen = [(load.num_requests, load.num_other_requests) for load in gateway.loads]
+        assert seen == [(1, 0), (0, 0)]
+        assert {load.num_uncomputed_tokens for load in gateway.loads} == {0}
+
+
+async def test_a_long_prompt_weighs_less_with_each_of_its_chunks(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
+    await gateway.add(1, prompt(150), sampling=sampling(2))
+    await gateway.finish(1)
+    await gateway.until(lambda: gateway.loads[-1].num_requests == 0)
+    left = [load.num_uncomputed_tokens for load in gateway.loads]
+    assert left == sorted(left, reverse=True)
+    assert left[0] == 150 - 64, "after the first step of 64 tokens"
+    assert left[-1] == 0
 
 
 @pytest.mark.parametrize(("max_num_seqs", "is_blocked"), [(4, True), (1, False)])

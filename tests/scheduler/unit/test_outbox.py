@@ -46,7 +46,14 @@ def update(
     """What a step brought; `logprobs` are those of its first request."""
     new = requests if is_first else []
     starts = [start] * len(requests)
-    plan = SchedulerOutput(step=step, requests=requests, num_computed_tokens=starts, new=new)
+    plan = SchedulerOutput(
+        step=step,
+        requests=requests,
+        num_scheduled_tokens=[1] * len(requests),
+        num_computed_tokens=starts,
+        new=new,
+        num_tokens=len(requests),
+    )
     rows = {} if logprobs is None else {0: logprobs}
     ended = [request for request in requests if request.is_finished]
     num_tokens = sum(map(len, filter(None, token_ids)))
