@@ -141,6 +141,11 @@ class UpSettings:
     kv_cache_memory_bytes: int | None = passed_to(
         "worker", doc="memory of the KV cache", check=at_least(1)
     )
+    kv_offloading_size: float | None = passed_to(
+        "worker",
+        doc="GiB of memory beside the KV cache in which published blocks are kept; on the CPU only",
+        check=at_least(0.0001),
+    )
     num_blocks: int | None = passed_to(
         "worker", doc="blocks of the KV cache, instead of its memory", check=at_least(2)
     )

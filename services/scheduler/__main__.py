@@ -35,7 +35,11 @@ from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.registration import Registration
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
-from services.scheduler.adapters.replica_config import scheduler_config, session_opened_to_proto
+from services.scheduler.adapters.replica_config import (
+    make_connector,
+    scheduler_config,
+    session_opened_to_proto,
+)
 from services.scheduler.adapters.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.request_metrics import RequestMetrics
@@ -45,6 +49,7 @@ from services.scheduler.adapters.statistics import Statistics, StepCounts
 from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.adapters.submitter import RequestSubmitter
+from services.scheduler.adapters.tier_metrics import TierCollector
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
 from services.scheduler.core.engine_core import EngineCore
@@ -99,7 +104,12 @@ async def _serve(
         shape = await _unless_stopped(replica, stop)
         config = scheduler_config(settings, shape)
         pool_port = TracedPool(pool, tracing)
-        with scheduler_with_log(settings.step_log, config, pool_port, shape) as scheduler:
+        connector = make_connector(config, shape)
+        if connector is not None:
+            replica.on_new_workers = connector.reset_cache
+        with scheduler_with_log(
+            settings.step_log, config, pool_port, shape, connector
+        ) as scheduler:
             executor = TracedExecutor(workers, tracing)
             ecosystem.publish_events(lambda: scheduler.waiting, shape)
             node = node_name(owner.name, owner.started_unix_nanos)
@@ -117,7 +127,8 @@ async def _serve(
                 pool_channel,
             )
             shared = [TlsCollector(tls), TracingCollector(tracing)]
-            own = Exposition(SERVICE, (*service.collectors, registration), shared)
+            collectors = (*service.collectors, registration, TierCollector(connector))
+            own = Exposition(SERVICE, collectors, shared)
             labels = {"model_name": shape.description.model_name, "engine": settings.replica}
             metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)
             service.serve_collect(metrics)

@@ -11,7 +11,8 @@ import torch
 
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.attention import AttentionShape
-from services.worker.backends.out_of_memory import memory_for
+from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
+from services.worker.core.errors import NoTier
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import (
@@ -21,6 +22,7 @@ from services.worker.core.kv_cache import (
     size_kv_cache,
 )
 from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
+from services.worker.core.kv_tier import tier_memory
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
@@ -117,6 +119,7 @@ class _Builder:
             every, explain = settings.check_ranks_every_steps, self._group.watch.explain
             lockstep = Lockstep(ranks, every, explain, self._membership.rank)
             parts = replace(parts, lockstep=lockstep, stage=_stage(self._group, loaded))
+        parts = self._with_tier(parts)
         sizing = self._size_kv_cache(parts, groups)
         for line in sizing.explanation.split("; "):
             logger.info("KV cache: %s", line)
@@ -142,6 +145,7 @@ class _Builder:
             world_size=self._membership.size,
             pipeline_parallel_size=self._membership.pipeline_parallel_size,
             pooler=None if parts.pooler is None else parts.pooler.end.pooler,
+            num_tier_blocks=parts.limits.num_tier_blocks,
         )
         return Worker(self._warm_runner(parts), description)
 
@@ -156,6 +160,8 @@ class _Builder:
             raise UnsupportedModel(
                 settings.model / "config.json", "an encoder is not divided among ranks"
             )
+        if settings.kv_offloading_size is not None:
+            raise NoTier("kv_offloading_size: a model that takes whole prompts caches nothing")
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.build_whole import build_whole  # noqa: PLC0415
 
@@ -239,6 +245,41 @@ class _Builder:
             "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),
             "what computes": type(parts.kernels).__name__,
         }
+
+    def _with_tier(self, parts: Parts) -> Parts:
+        """The parts with this rank's share of the memory for offloaded blocks, of which all ranks
+        have equally many, since each keeps its part of the same ones.
+        """
+        size = self._settings.kv_offloading_size
+        if size is None:
+            return parts
+        if not self._platform.has_tier:
+            raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
+        if parts.limits.state_block_sizes:
+            raise NoTier("kv_offloading_size: states of recurrent layers are not offloaded")
+        num_ranks, block = self._membership.size, parts.shape.bytes_per_block
+        num_bytes = int(size * 2**30) // num_ranks
+        num_blocks = num_bytes // block
+        if not num_blocks:
+            raise NoTier(
+                f"kv_offloading_size: {size:g} GiB do not hold a block of {block} bytes on each of "
+                f"{num_ranks} ranks"
+            )
+        available = self._platform.free_memory(parts).of_bytes
+        if num_blocks * block > available:
+            raise NotEnoughMemory(
+                f"kv_offloading_size: {num_blocks * block / 2**20:.1f} MiB are asked for, and "
+                f"there are {available / 2**20:.1f} MiB"
+            )
+        if self._group is not None:
+            num_blocks = self._group.smallest("num_tier_blocks", num_blocks)
+        with memory_for("offloaded blocks", "lower kv_offloading_size"):
+            memory = tier_memory(num_blocks, block)
+        logger.info(
+            "KV tier: %d blocks, %.1f MiB: kv_offloading_size", num_blocks, memory.nbytes / 2**20
+        )
+        limits = replace(parts.limits, num_tier_blocks=num_blocks)
+        return replace(parts, limits=limits, tier_memory=memory)
 
     def _size_kv_cache(self, parts: Parts, groups: tuple[LayerGroup, ...]) -> KVCacheSizing:
         """The sizing for this rank, lowered to the least of all ranks, since they share block

@@ -92,6 +92,12 @@ class WorkerSettings(ServiceSettings):
     kv_cache_memory_bytes: int | None = setting(
         None, doc="memory of the KV cache, instead of a share", check=at_least(1)
     )
+    kv_offloading_size: float | None = setting(
+        None,
+        doc="GiB of memory beside the KV cache, of all ranks together, in which published blocks "
+        "are kept when the cache no longer has them; CPU workers only (default: none)",
+        check=at_least(0.0001),
+    )
     gpu_memory_utilization: float | None = setting(
         None,
         doc="share of memory to use: on CUDA of the GPU's, for weights, activations and KV cache "

@@ -269,7 +269,8 @@ class FakeScheduler(
     async def ResetPrefixCache(  # noqa: N802
         self, request: scheduler_pb2.ResetPrefixCacheRequest, _context: object
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
-        self.operators_calls.append(f"reset, preempt_running={request.preempt_running}")
+        connector = ", reset_connector" if request.reset_connector else ""
+        self.operators_calls.append(f"reset, preempt_running={request.preempt_running}{connector}")
         if self.blocks_in_use and not request.preempt_running:
             raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
         return scheduler_pb2.ResetPrefixCacheResponse()

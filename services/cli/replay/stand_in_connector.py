@@ -116,6 +116,24 @@ class StandInConnector:
         self.sent.append((request, blocks))
         return True
 
+    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
+        """Nothing is stored."""
+
+    def blocks_released(self, request: Request) -> None:
+        """Nothing is kept of it."""
+
+    def build_connector_meta(self, step: int) -> None:
+        """There are no workers to be told anything."""
+
+    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
+        """Nothing depends on it."""
+
+    def reset_cache(self) -> None:
+        """Nothing is stored."""
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
     def has_pending_block_frees(self) -> bool:
         return self.frees_are_awaited and bool(self._sends)
 

@@ -45,6 +45,19 @@ _SCHEDULER = (
         "Generations that were begun because the pool or the workers were lost, or hung.",
         "lost",
     ),
+    gauge(
+        names.METRIC_TIER_BLOCKS,
+        "blocks",
+        "Blocks of the tier of offloaded keys and values, on each rank; 0 without one.",
+    ),
+    gauge(names.METRIC_TIER_BLOCKS_HELD, "blocks", "Of these, blocks that can be loaded."),
+    counter(
+        names.METRIC_TIER_TRANSFERS,
+        "blocks",
+        "Blocks of the tier by what happened: stored, loaded, evicted for others, or invalid: "
+        "missing or damaged when they were to be loaded.",
+        "kind",
+    ),
     gauge(names.METRIC_SESSIONS, "sessions", "Gateways that are connected."),
     gauge(
         names.METRIC_CLIENT_SESSIONS,

@@ -30,6 +30,16 @@ _STATE = (
         "enable_prefix_caching",
     ),
     counter(
+        names.METRIC_EXTERNAL_PREFIX_CACHE_QUERIES,
+        "tokens",
+        "Tokens of admitted requests behind their local hits, which the connector was asked for.",
+    ),
+    counter(
+        names.METRIC_EXTERNAL_PREFIX_CACHE_HITS,
+        "tokens",
+        "Of these, tokens whose keys and values were loaded.",
+    ),
+    counter(
         names.METRIC_NUM_PREEMPTIONS,
         "preemptions",
         "Requests that ran and lost their blocks: to another one, with a pool or worker, or to an "
@@ -56,8 +66,8 @@ _TOKENS = (
     counter(
         names.METRIC_PROMPT_TOKENS_BY_SOURCE,
         "tokens",
-        "The prompt tokens by where their keys and values came from: local_compute or "
-        "local_cache_hit.",
+        "The prompt tokens by where their keys and values came from: local_compute, "
+        "local_cache_hit or external_kv_transfer.",
         "source",
     ),
     counter(names.METRIC_GENERATION_TOKENS, "tokens", "Tokens generated."),

@@ -37,8 +37,12 @@ class SchedulerAdmin:
         stats = await self._answer(self._stub.GetStats(request, timeout=_TIMEOUT_SECONDS))
         return bool(stats.paused)
 
-    async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        request = scheduler_pb2.ResetPrefixCacheRequest(preempt_running=preempt_running)
+    async def reset_prefix_cache(
+        self, *, preempt_running: bool, reset_connector: bool = False
+    ) -> None:
+        request = scheduler_pb2.ResetPrefixCacheRequest(
+            preempt_running=preempt_running, reset_connector=reset_connector
+        )
         await self._answer(self._admin.ResetPrefixCache(request, timeout=_TIMEOUT_SECONDS))
 
     async def drain(self) -> int:

@@ -21,7 +21,9 @@ class ReplicaAdmin(Protocol):
 
     async def is_paused(self) -> bool: ...
 
-    async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
+    async def reset_prefix_cache(
+        self, *, preempt_running: bool, reset_connector: bool = False
+    ) -> None:
         """FailedPrecondition while requests hold blocks, unless they are preempted."""
 
     async def drain(self) -> int:
@@ -83,10 +85,12 @@ class Administration:
         return await self._ask(addresses, is_paused)
 
     async def reset_prefix_cache(
-        self, addresses: Sequence[str], *, preempt_running: bool
+        self, addresses: Sequence[str], *, preempt_running: bool, reset_connector: bool
     ) -> list[Outcome]:
         async def reset(replica: ReplicaAdmin) -> Said:
-            await replica.reset_prefix_cache(preempt_running=preempt_running)
+            await replica.reset_prefix_cache(
+                preempt_running=preempt_running, reset_connector=reset_connector
+            )
             return {}
 
         return await self._ask(addresses, reset)

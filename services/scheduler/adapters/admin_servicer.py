@@ -67,7 +67,9 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
         """See the contract."""
         logger.info("an operator resets the prefix cache")
-        await self._engine.reset_prefix_cache(preempt_running=request.preempt_running)
+        await self._engine.reset_prefix_cache(
+            preempt_running=request.preempt_running, reset_connector=request.reset_connector
+        )
         return scheduler_pb2.ResetPrefixCacheResponse()
 
     async def Drain(

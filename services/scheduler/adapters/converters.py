@@ -12,6 +12,8 @@ from services.common.pool_operations import BlockTables
 from services.common.pooling_proto import pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling_proto import sampling_to_proto
+from services.scheduler.adapters.tier_loads import add_tier_fields
+from services.scheduler.core.kv_connector import NO_RESULTS, KVTransferResults
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.timeline import RequestTimes
@@ -21,7 +23,7 @@ def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
     """The step as a difference to the workers' batch."""
-    return worker_pb2.ExecuteRequest(
+    request = worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
         removed_rows=pack_token_ids(plan.removed_rows),
@@ -35,6 +37,9 @@ def scheduler_output_to_proto(
         copy_sources=pack_token_ids([copy.source for copy in plan.copies]),
         copy_targets=pack_token_ids([copy.target for copy in plan.copies]),
     )
+    if plan.kv_connector_metadata is not None:
+        add_tier_fields(request, plan.kv_connector_metadata)
+    return request
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
@@ -52,14 +57,17 @@ def num_stages(description: worker_pb2.DescribeResponse) -> int:
     return description.pipeline_parallel_size or 1
 
 
-def model_runner_output_from_proto(response: worker_pb2.ExecuteResponse) -> ModelRunnerOutput:
-    """The output of a step."""
+def model_runner_output_from_proto(
+    response: worker_pb2.ExecuteResponse, kv_transfers: KVTransferResults = NO_RESULTS
+) -> ModelRunnerOutput:
+    """The output of a step, and what all ranks have transferred by then."""
     return ModelRunnerOutput(
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
         execute_nanos=response.execute_nanos,
         pooled={item.index: item.values for item in response.pooled},
+        kv_transfers=kv_transfers,
     )
 
 

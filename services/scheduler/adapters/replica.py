@@ -79,6 +79,9 @@ class ReplicaClient:
         self._workers = workers
         self._configure = configure
         self._shape: ReplicaShape | None = None
+        self._incarnations: list[str] = []
+        self.on_new_workers: Callable[[], None] = lambda: None
+        """Called before the first step of workers that are other processes than those before."""
 
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers without limit, and opens them as a new generation. Logs what
@@ -132,6 +135,10 @@ class ReplicaClient:
             seen_generation=max(rank.seen_generation for rank in ranks),
         )
         await self._workers.open(generation)
+        incarnations = [rank.incarnation for rank in ranks]
+        if incarnations != self._incarnations:
+            self._incarnations = incarnations
+            self.on_new_workers()
         self._shape = shape
         logger.info(
             "serving %s: %d blocks of %d tokens, generation %d",
@@ -185,6 +192,10 @@ def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
     if after.pipeline_parallel_size != before.pipeline_parallel_size:
         raise FailedPrecondition(
             "the worker came back with another number of pipeline stages: restart the scheduler"
+        )
+    if after.description.num_tier_blocks != before.description.num_tier_blocks:
+        raise FailedPrecondition(
+            "the worker came back with another kv_offloading_size: restart the scheduler"
         )
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(

@@ -9,6 +9,8 @@ from services.common.pooling_proto import pooler_to_proto
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.offloading_connector import OffloadingConnector
 from services.scheduler.core.policies import find_policy
 from services.scheduler.settings import SchedulerSettings
 
@@ -47,6 +49,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         watermark=settings.watermark,
         groups=shape.groups,
         drop_last_hit_block=built.drop_last_hit_block,
+        kv_role=KVRole.BOTH if built.num_tier_blocks else None,
+        kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
     )
     if whole:  # a longer prompt gets the step for itself, and no part of it
         config = replace(config, long_prefill_token_threshold=0)
@@ -56,9 +60,20 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
             f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
         )
+    if built.num_tier_blocks and not config.enable_prefix_caching:
+        raise FailedPrecondition(
+            "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
+            "prefixes are: set enable_prefix_caching"
+        )
     if conflict := config_conflict(config):
         raise FailedPrecondition(conflict)
     return config
+
+
+def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingConnector | None:
+    """The connector to the workers' tier of offloaded blocks, if they have one."""
+    num_tier_blocks = shape.description.num_tier_blocks
+    return OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
 
 
 def session_opened_to_proto(

@@ -83,6 +83,7 @@ class RequestMetrics(Collector):
         self._num_finished: Counter[str] = Counter(dict.fromkeys(_FINISHED_REASONS, 0))
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
+        self._num_external_tokens = 0
         self._num_generation_tokens = 0
 
     def arrived(self, requests: Sequence[Request]) -> None:
@@ -153,7 +154,8 @@ class RequestMetrics(Collector):
         yield single(names.METRIC_GENERATION_TOKENS, self._num_generation_tokens)
         sources = value_family(names.METRIC_PROMPT_TOKENS_BY_SOURCE)
         sources.add_metric(["local_compute"], num_prompt - num_cached)
-        sources.add_metric(["local_cache_hit"], num_cached)
+        sources.add_metric(["local_cache_hit"], num_cached - self._num_external_tokens)
+        sources.add_metric(["external_kv_transfer"], self._num_external_tokens)
         yield sources
 
     def _observe(self, name: str, value: float) -> None:
@@ -173,7 +175,9 @@ class RequestMetrics(Collector):
             if not times.num_output_before:  # otherwise the replica before has counted them
                 self._observe(names.METRIC_TIME_TO_FIRST_TOKEN, now - times.arrived)
                 self._num_prompt_tokens += request.num_prompt_tokens
-                self._num_cached_tokens += _num_cached(request)
+                num_cached = _num_cached(request)
+                self._num_cached_tokens += num_cached
+                self._num_external_tokens += min(num_cached, request.num_external_tokens)
         times.last_token = now
 
     def _ended(self, request: Request, times: _Times) -> None:

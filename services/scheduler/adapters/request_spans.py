@@ -55,6 +55,8 @@ def request_attributes(request: Request) -> Attributes:
     if request.turn_ended_unix_nanos:
         nanos = max(0, request.queued_unix_nanos - request.turn_ended_unix_nanos)
         attributes[names.ATTR_SESSION_WAIT_SECONDS] = nanos / 1e9
+    if request.num_external_tokens:
+        attributes[names.ATTR_NUM_EXTERNAL_TOKENS] = request.num_external_tokens
     if request.finish_reason is not None:
         attributes[names.ATTR_FINISH_REASON] = request.finish_reason.value
     if request.times is not None:

@@ -23,6 +23,7 @@ from typing import BinaryIO, cast
 from services.common.errors import InvalidArgument
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv_connector import KVConnector
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.recorder import (
     SCHEMA,
@@ -101,19 +102,23 @@ class StepLog:
 
 @contextmanager
 def scheduler_with_log(
-    path: Path | None, config: SchedulerConfig, pool: KVPool, shape: ReplicaShape
+    path: Path | None,
+    config: SchedulerConfig,
+    pool: KVPool,
+    shape: ReplicaShape,
+    connector: KVConnector | None = None,
 ) -> Iterator[Scheduler]:
     """A scheduler, with a log of its steps if there is a path for it.
 
     Raises InvalidArgument if no file can be created there.
     """
     if path is None:
-        yield Scheduler(config, pool)
+        yield Scheduler(config, pool, connector)
         return
     log = StepLog(create_log_file(path))
     try:
         log.write(header(config, shape, time.time_ns()))
-        yield RecordingScheduler(config, pool, log.write)
+        yield RecordingScheduler(config, pool, log.write, connector)
     finally:
         log.close()
 

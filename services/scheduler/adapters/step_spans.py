@@ -34,6 +34,12 @@ class StepSpan:
             names.ATTR_NUM_PREEMPTIONS: len(plan.preemptions),
             names.ATTR_WAIT_REASON: plan.wait_reason.value if plan.wait_reason else "",
         }
+        if plan.kv_connector_metadata is not None:
+            metadata = plan.kv_connector_metadata
+            self._attributes |= {
+                names.ATTR_NUM_STORED_BLOCKS: len(metadata.stores),
+                names.ATTR_NUM_LOADED_BLOCKS: sum(len(load.blocks) for load in metadata.loads),
+            }
         if len(links) > MAX_LINKS:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 

@@ -86,7 +86,7 @@ class StepTracer:
             step.span.planned(plan, self._traces.links(plan.requests))
             if plan.requests:
                 self._sampled_steps.add(plan.step, step.span.context)
-        if plan.requests or plan.removed_rows:
+        if plan.is_sent:
             self._steps[plan.step] = step
         elif step.span is not None:
             step.span.record(self._tracing, now)

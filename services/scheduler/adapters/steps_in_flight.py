@@ -8,6 +8,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.converters import model_runner_output_from_proto
+from services.scheduler.adapters.tier_loads import EndedLoads
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -44,6 +45,8 @@ class SentStep:
             self._response = response
         else:
             self._other_nanos += response.execute_nanos
+        if response.ended_tier_loads:
+            self._steps.ended_loads.note(response)
         if not self._missing:
             self._steps.done(self)
             if self._response is not None and not self.output.done():  # it may be cancelled
@@ -69,7 +72,8 @@ class SentStep:
             whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
             response.execute_nanos = whole * num_stages // num_ranks
         try:
-            self.output.set_result(model_runner_output_from_proto(response))
+            transfers = self._steps.ended_loads.take()
+            self.output.set_result(model_runner_output_from_proto(response, transfers))
         except ValueError as error:  # bytes that are not an array
             self.output.set_exception(error)
 
@@ -83,6 +87,7 @@ class StepsInFlight:
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
         self.ranks = tuple(ranks)
         self.num_stages = 1
+        self.ended_loads = EndedLoads(len(self.ranks))
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
         self._alarm = Alarm(self._overdue)

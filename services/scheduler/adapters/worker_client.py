@@ -137,6 +137,7 @@ class WorkerGroup:
         self._is_open = False
         for rank in self._ranks:
             rank.open()
+        self._steps.ended_loads.forget()
         request = worker_pb2.ExecuteRequest(generation=generation, owner=self._owner)
         await (await self._send(request, 0, self._deadlines.ceiling_seconds))
         self._is_open = True

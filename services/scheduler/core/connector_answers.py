@@ -1,7 +1,12 @@
 """A connector's answers as JSON, for the step log: what the scheduler decides depends on them."""
 
 from services.common.pool_operations import BlockTables
-from services.scheduler.core.kv_connector import ExternalMatch, KVConnector
+from services.scheduler.core.kv_connector import (
+    ExternalMatch,
+    KVConnector,
+    KVConnectorMetadata,
+    KVTransferResults,
+)
 from services.scheduler.core.request import Request
 
 Answer = None | bool | list[int | bool]
@@ -38,6 +43,24 @@ class RecordedConnector:
         is_read = self._connector.request_finished(request, blocks)
         self._answers.append(is_read)
         return is_read
+
+    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
+        self._connector.blocks_filled(request, blocks, num_tokens)
+
+    def blocks_released(self, request: Request) -> None:
+        self._connector.blocks_released(request)
+
+    def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
+        return self._connector.build_connector_meta(step)
+
+    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
+        self._connector.update_connector_output(step, results)
+
+    def reset_cache(self) -> None:
+        self._connector.reset_cache()
+
+    def forget(self) -> None:
+        self._connector.forget()
 
     def has_pending_block_frees(self) -> bool:
         are_pending = self._connector.has_pending_block_frees()

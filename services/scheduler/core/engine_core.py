@@ -218,9 +218,12 @@ class EngineCore:
         self._observer.resumed()
         self._wake.set()
 
-    async def reset_prefix_cache(self, *, preempt_running: bool) -> None:
-        """Forgets every cached prefix. Raises FailedPrecondition while requests hold blocks, and
-        Unavailable while pool or workers are away.
+    async def reset_prefix_cache(
+        self, *, preempt_running: bool, reset_connector: bool = False
+    ) -> None:
+        """Forgets every cached prefix, and, if that is asked for, what a connector has stored.
+        Raises FailedPrecondition while requests hold blocks, and Unavailable while pool or workers
+        are away.
         """
         async with self.standstill():
             if self.state is EngineState.RECOVERING:
@@ -230,6 +233,8 @@ class EngineCore:
                 self._observer.preempted(preempted, PreemptionCause.RESET)
             if not await self.scheduler.reset_prefix_cache():
                 raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+            if reset_connector:
+                self.scheduler.reset_connector()
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
@@ -259,7 +264,7 @@ class EngineCore:
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
             planned = bool(plan.requests)
-            if planned or plan.removed_rows or plan.loads or self.scheduler.has_transfers:
+            if plan.is_sent:
                 self._unsent = plan
                 answer = await self._executor.submit(plan, traceparent)
                 self._in_flight.append((plan, answer))

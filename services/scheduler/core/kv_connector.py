@@ -13,6 +13,7 @@ from typing import Protocol
 from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.request import Request
+from services.scheduler.core.tier_index import TierBlockId
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,33 @@ class KVTransferResults:
 NO_RESULTS = KVTransferResults()
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class BlockTransfer:
+    """A block of the KV cache, one of the workers' tier, and the key of what they hold."""
+
+    block: BlockId
+    tier_block: TierBlockId
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorLoad:
+    """The blocks that one request loads."""
+
+    request: RequestKey
+    blocks: Sequence[BlockTransfer]
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnectorMetadata:
+    """What a step tells the workers' side: stores are made before the step writes anything, loads
+    begin then and may go on while later steps run.
+    """
+
+    stores: Sequence[BlockTransfer]
+    loads: Sequence[ConnectorLoad]
+
+
 class KVConnector(Protocol):
     """Knows what is stored elsewhere. Never blocks."""
 
@@ -68,6 +96,28 @@ class KVConnector(Protocol):
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
         """A request has its blocks, and so many tokens are loaded into them from this step on."""
+
+    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
+        """The first `num_tokens` of a request are known, and computed by steps that were planned
+        before. Called when another block is full, and before the request gives its blocks back.
+        """
+
+    def blocks_released(self, request: Request) -> None:
+        """A request holds no blocks any more: it was preempted, or it ended."""
+
+    def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
+        """What this step, which is planned, tells the workers' side; None if that is nothing."""
+
+    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
+        """A step has run, and this was reported with its output."""
+
+    def reset_cache(self) -> None:
+        """Forgets what is stored elsewhere. No request holds blocks, and no load is under way."""
+
+    def forget(self) -> None:
+        """The pool's generation is over: no request holds blocks, no transfer is under way, and
+        steps in flight may not have run.
+        """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:
         """A request ended, and these blocks hold what was computed of it. Returns whether they are

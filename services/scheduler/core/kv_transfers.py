@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.ids import NULL_BLOCK, BlockId, RequestKey
-from services.common.kv_cache_groups import KVCacheGroup
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
@@ -17,6 +16,7 @@ from services.scheduler.core.kv_connector import (
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.reserved_blocks import ReservedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,7 @@ class KVTransfers:
         self, config: SchedulerConfig, connector: KVConnector, kv_cache_manager: KVCacheManager
     ) -> None:
         self.connector = connector
-        self._most_counted = {
-            group: group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
-            for group in config.all_groups
-        }
-        """Blocks of a group that are counted of one request, at most; None: all."""
+        self._reserved = ReservedBlocks(config)
         self.loads: list[KVLoad] = []
         """Loads that begin in the step that is planned."""
         self.deferred_frees: deque[DeferredFree] = deque()
@@ -55,10 +51,14 @@ class KVTransfers:
         self._block_tables: dict[Request, BlockTables] = {}
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load, until they are looked at after its end."""
+        self._num_local: dict[Request, int] = {}
+        """Tokens of their local hits."""
         self._finished_recving: set[Request] = set()
         self._failed_recving: set[Request] = set()
         self._leaving: dict[RequestKey, BlockTables] = {}
         """Requests that ended and whose blocks a transfer still uses."""
+        self._filled: list[Request] = []
+        """Requests of which the last steps filled a block."""
         self._prefills: set[Request] = set()
         """Requests that load or have computed a part of their tokens: blocks are kept free for the
         rest.
@@ -81,43 +81,33 @@ class KVTransfers:
 
     # While a step is planned
 
+    def begin_step(self) -> None:
+        """A step is about to be planned: offers the connector the blocks that earlier ones filled.
+        Those whose tokens are not known yet are offered before a later step.
+        """
+        filled, self._filled = self._filled, []
+        size = self._config.block_size
+        for request in filled:
+            if request in self._block_tables:
+                self._offer(request)
+                if request.num_computed_tokens // size > request.num_tokens // size:
+                    self._filled.append(request)
+
+    def _offer(self, request: Request) -> None:
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        self.connector.blocks_filled(request, self._block_tables[request], num_tokens)
+
     def num_reserved_blocks(self, appended_blocks: Mapping[Request, BlockTables]) -> int:
         """Blocks that a load must leave free: those that prefills in progress still lack, since a
         load cannot be preempted to make room for them, and those of its own first drafts.
         `appended_blocks` are what the step that is planned gave running requests.
         """
-        config = self._config
-        num_step_tokens = 0
-        if config.num_speculative_tokens:
-            num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
-        num_blocks = sum(-(-num_step_tokens // group.block_size) for group in config.all_groups)
-        for request in self._prefills:
-            num_tokens = min(request.num_tokens, config.max_model_len)
-            tables, appended = self._block_tables.get(request), appended_blocks.get(request)
-            for index, group in enumerate(config.all_groups):
-                num_held = None if tables is None else len(tables[index])
-                if num_held is not None and appended is not None:
-                    num_held += len(appended[index])
-                num_blocks += self._num_lacking(group, num_held, num_tokens, num_step_tokens)
-        return num_blocks
-
-    def _num_lacking(
-        self, group: KVCacheGroup, num_held: int | None, num_tokens: int, num_step_tokens: int
-    ) -> int:
-        """Blocks that a request still needs in one group for so many tokens, and those of its next
-        step; of windows no more than an admission counts, of states one. `num_held` is the length
-        of its table, None if it has none.
-        """
-        size, num_drafts = group.block_size, group.num_speculative_blocks
-        if group.aligns_states:
-            num_states = 1 if num_held is not None else 1 + num_drafts
-            num_wanted = -(-num_tokens // size) + num_drafts - (num_held or 0)
-            return max(0, min(num_wanted, num_states))
-        num_wanted = -(-(num_tokens + num_step_tokens) // size) + num_drafts
-        most = self._most_counted[group]
-        if most is not None:
-            num_wanted = min(num_wanted, most)
-        return max(0, num_wanted - (num_held or 0))
+        return self._reserved.num_of_drafts + sum(
+            self._reserved.lacking(
+                request, self._block_tables.get(request), appended_blocks.get(request)
+            )
+            for request in self._prefills
+        )
 
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
@@ -133,6 +123,7 @@ class KVTransfers:
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._prefills.add(request)
+        self._num_local[request] = request.num_computed_tokens - num_external_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         self._begin(request, num_external_tokens, is_async=True)
 
@@ -146,6 +137,8 @@ class KVTransfers:
         self._failed_recving.discard(request)
         del self._loading[request.key]
         request.stop_loading()
+        num_local = self._num_local.pop(request)
+        request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
             self._kv_cache_manager.publish_loaded(request)
             # The next token is sampled from the last one that is known, so that is computed again.
@@ -163,6 +156,16 @@ class KVTransfers:
         for request, appended in plan.appended_blocks.items():
             for table, blocks in zip(self._block_tables[request], appended, strict=True):
                 table.extend(blocks)
+        size = self._config.block_size
+        self._filled += [
+            request
+            for request, start, num_tokens in zip(
+                plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+            )
+            if start % size + num_tokens >= size
+        ]
+        plan.kv_connector_metadata = self.connector.build_connector_meta(plan.step)
+        plan.awaits_transfers = self.is_busy
         scheduled = self._prefills.intersection(plan.requests)
         self._prefills -= {request for request in scheduled if not request.is_prefill_chunk}
 
@@ -173,7 +176,10 @@ class KVTransfers:
     # When a request gives its blocks back
 
     def preempted(self, request: Request) -> None:
-        """A request that ran holds no blocks any more."""
+        """A request that ran gives its blocks back."""
+        if request in self._block_tables and request.key not in self._loading:
+            self._offer(request)
+        self.connector.blocks_released(request)
         self._block_tables.pop(request, None)
         self._prefills.discard(request)
 
@@ -181,12 +187,15 @@ class KVTransfers:
         """Releases the blocks of a request that ended, as soon as no transfer and no step in flight
         uses them.
         """
+        if request in self._block_tables and request.key not in self._loading:
+            self._offer(request)
         blocks = self._block_tables.pop(request, None)
         if blocks is not None and not self._config.only_grows:
             self._remove_skipped_blocks(request, blocks, in_flight)
         self._prefills.discard(request)
         is_loading = request.key in self._loading and request not in self._finished_recving
         self._loading.pop(request.key, None)
+        self._num_local.pop(request, None)
         self._finished_recving.discard(request)
         self._failed_recving.discard(request)
         if blocks is None:
@@ -205,8 +214,9 @@ class KVTransfers:
 
     # When a step's output has come
 
-    def processed(self, plan: SchedulerOutput) -> None:
-        """Releases blocks that the step was the last to write."""
+    def processed(self, plan: SchedulerOutput, results: KVTransferResults) -> None:
+        """Passes on what was reported, and releases blocks that the step was the last to write."""
+        self.connector.update_connector_output(plan.step, results)
         while self.deferred_frees and self.deferred_frees[0].fence <= plan.step:
             self._kv_cache_manager.release_key(self.deferred_frees.popleft().request)
 
@@ -224,7 +234,11 @@ class KVTransfers:
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed = set[Request]()
-        for key in results.failed_recving:
+        invalid = frozenset(results.invalid_block_ids)
+        failed_recving = [*results.failed_recving]
+        if invalid and len(self._config.all_groups) > 1:
+            failed_recving += self._loading_into(invalid)
+        for key in failed_recving:
             if (request := self._loading.get(key)) is not None:
                 if recomputes:
                     request.num_computed_tokens = 0
@@ -232,9 +246,8 @@ class KVTransfers:
                 failed.add(request)
         if recomputes:
             failed.clear()
-        if not results.invalid_block_ids:
+        if not invalid or len(self._config.all_groups) > 1:
             return failed
-        invalid = frozenset(results.invalid_block_ids)
         loading = [request for request in waiting if request.key in self._loading]
         failed_loads, _ = self._set_back(loading, invalid, {})
         scheduled = Counter[Request]()
@@ -262,12 +275,23 @@ class KVTransfers:
         """Starts over: pool and workers are lost, and with them all transfers."""
         for request in self._loading.values():
             request.stop_loading()
-        self.loads = []
-        for state in (self._block_tables, self._loading, self._leaving):
+        self.connector.forget()
+        self.loads, self._filled = [], []
+        for state in (self._block_tables, self._loading, self._leaving, self._num_local):
             state.clear()
         for requests in (self._finished_recving, self._failed_recving, self._prefills):
             requests.clear()
         self.deferred_frees.clear()
+
+    def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
+        """Requests whose loads were to fill one of these blocks. With several groups nothing of
+        such a load is used: a window or a state cannot be cut.
+        """
+        return [
+            key
+            for key, request in self._loading.items()
+            if any(not table.isdisjoint(invalid) for table in map(set, self._block_tables[request]))
+        ]
 
     def _note_table(self, request: Request, blocks: BlockTables) -> None:
         self._block_tables[request] = tuple(map(list, blocks))
@@ -313,8 +337,6 @@ class KVTransfers:
         recomputed = set[BlockId]()
         stale: list[BlockId] = []
         size = self._config.block_size
-        if len(self._config.all_groups) > 1:
-            raise ValueError("with several groups a connector reports failed_recving, not blocks")
         for request in requests:
             (blocks,) = self._block_tables[request]
             num_computed = request.num_computed_tokens - scheduled.get(request, 0)

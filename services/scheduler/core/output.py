@@ -7,7 +7,12 @@ from enum import Enum
 from services.common.finish_reason import FinishReason
 from services.common.ids import BlockId
 from services.common.pool_operations import BlockCopy, BlockTables
-from services.scheduler.core.kv_connector import NO_RESULTS, KVLoad, KVTransferResults
+from services.scheduler.core.kv_connector import (
+    NO_RESULTS,
+    KVConnectorMetadata,
+    KVLoad,
+    KVTransferResults,
+)
 from services.scheduler.core.request import Request, TurnEnd
 
 
@@ -127,11 +132,23 @@ class SchedulerOutput:
     """Blocks that they copy then, in order."""
     loads: list[KVLoad] = field(default_factory=list)
     """What the workers load from elsewhere, beginning with this step."""
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    """What the connector tells its workers' side."""
+    awaits_transfers: bool = False
+    """Whether a transfer is under way, of whose end the step's output may tell."""
     dropped: set[Request] = field(default_factory=set)
     """Requests whose tokens of this step are not taken: what it computes of them is void."""
 
     num_tokens: int = 0
     """Tokens that the step computes, of all requests."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the workers are told of the step: it computes or tells them anything, or waits to
+        hear of a transfer.
+        """
+        tells = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
+        return bool(self.requests or tells)
 
     @property
     def preempted(self) -> list[Request]:

@@ -150,6 +150,8 @@ class Request(ComputedTokens):
     """The step that was to give it a token when it was preempted last; None if there was none."""
     num_cached_tokens: int | None = None
     """Prefix hit when it was first scheduled, of a session in its present turn; None before."""
+    num_external_tokens: int = 0
+    """Tokens that its last load brought from elsewhere."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its full blocks, as far as they were computed."""

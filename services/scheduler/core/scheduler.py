@@ -218,6 +218,8 @@ class Scheduler:
             )
         if self._kv_cache_manager.needs_steps:
             self._kv_cache_manager.begin_step()
+        if self.transfers is not None:
+            self.transfers.begin_step()
         await self._running_scheduler.schedule(builder, traceparent)
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
         if not builder.plan.preemptions:
@@ -278,6 +280,11 @@ class Scheduler:
     async def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
         return await self._kv_cache_manager.reset_prefix_cache()
+
+    def reset_connector(self) -> None:
+        """Forgets what a connector has stored. No request may hold blocks."""
+        if self.transfers is not None:
+            self.transfers.connector.reset_cache()
 
     def reset_encoder_cache(self) -> None:
         """Forgets the embeddings of all items, as for other weights; the workers are not told."""

@@ -114,7 +114,7 @@ class StepUpdate:
         transfers, steps = self._state.transfers, self._state.steps
         if transfers is None:
             raise AssertionError("there is no connector")
-        transfers.processed(plan)
+        transfers.processed(plan, output.kv_transfers)
         affected = transfers.take_failures(
             output.kv_transfers,
             [plan, *steps.in_flight],

@@ -7,6 +7,7 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.block_hash import HASH_BYTES
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pooling_proto import pooler_to_proto, pooling_from_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
@@ -18,9 +19,14 @@ from services.worker.core.step import (
     NewRequest,
     StepInput,
     StepOutput,
+    TierBlocks,
+    TierLoad,
 )
 from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
+
+KEY_BYTES = HASH_BYTES + 4
+"""Of a block hash and a KV-cache group."""
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
@@ -50,6 +56,13 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         copy_sources=_array(message.copy_sources, "copy_sources"),
         copy_targets=_array(message.copy_targets, "copy_targets"),
         last_token_ids=_array(message.last_token_ids, "last_token_ids"),
+        tier_stores=_tier_blocks(message.tier_stores, "tier_stores")
+        if message.HasField("tier_stores")
+        else None,
+        tier_loads=tuple(
+            TierLoad(load.request, _tier_blocks(load.blocks, "tier_loads.blocks"))
+            for load in message.tier_loads
+        ),
     )
 
 
@@ -74,6 +87,12 @@ def step_output_to_proto(
         pooled=[
             worker_pb2.PooledVector(index=index, values=vector.astype("<f4", copy=False).tobytes())
             for index, vector in output.pooled.items()
+        ],
+        ended_tier_loads=[
+            worker_pb2.EndedTierLoad(
+                request=load.request, invalid_block_ids=_packed(load.invalid_block_ids)
+            )
+            for load in output.ended_tier_loads
         ],
     )
 
@@ -110,6 +129,15 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         else None,
         num_placeholders=message.num_placeholders,
         pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
+    )
+
+
+def _tier_blocks(message: worker_pb2.TierBlocks, field: str) -> TierBlocks:
+    keys = message.keys
+    return TierBlocks(
+        _array(message.block_ids, f"{field}.block_ids"),
+        _array(message.tier_block_ids, f"{field}.tier_block_ids"),
+        tuple(keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)),
     )
 
 

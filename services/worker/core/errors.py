@@ -3,7 +3,8 @@
 InvalidArgument
 └── InvalidStep          a step contradicts the batch or the limits
 StepwellError
-└── KVCacheTooSmall      the memory set aside cannot hold one sequence
+├── KVCacheTooSmall      the memory set aside cannot hold one sequence
+└── NoTier               offloaded blocks cannot be kept
 """
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -19,3 +20,9 @@ class KVCacheTooSmall(StepwellError):
     """The memory set aside for keys and values cannot hold one sequence of the asked length."""
 
     reason = "KV_CACHE_TOO_SMALL"
+
+
+class NoTier(StepwellError):
+    """Offloaded keys and values cannot be kept on this device or in this much memory."""
+
+    reason = "NO_TIER"

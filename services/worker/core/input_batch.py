@@ -22,7 +22,7 @@ class BatchLimits:
 
     `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
     `state_block_sizes`: tokens that a block of each group of recurrent layers stands for; these
-    groups are the last ones.
+    groups are the last ones. `num_tier_blocks`: blocks of the tier of offloaded keys and values.
     """
 
     max_num_seqs: int
@@ -33,6 +33,7 @@ class BatchLimits:
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
     state_block_sizes: tuple[int, ...] = ()
+    num_tier_blocks: int = 0
 
     @property
     def num_groups(self) -> int:

@@ -16,6 +16,7 @@ proposed with certainty.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.errors import InvalidStep
 from services.worker.core.input_batch import BatchLimits, InputBatch
+from services.worker.core.kv_tier import KVTier
 from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.pipeline import PipelineStage
@@ -49,7 +51,7 @@ class ModelRunner:
     `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
     ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
     where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
-    pipeline stage of a larger one, and a StagedModel.
+    pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelRunner:
         pooler: PromptPooler | None = None,
         states: HybridCache | None = None,
         stage: PipelineStage | None = None,
+        tier: KVTier | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -75,6 +78,7 @@ class ModelRunner:
         self._states = states
         self._stage = stage
         self._samples = pooler is None and (stage is None or stage.is_last)
+        self.tier = tier
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
@@ -97,6 +101,8 @@ class ModelRunner:
             self._pooler.clear()
         if self._device_tokens is not None:
             self._device_tokens.reset()
+        if self.tier is not None:
+            self.tier.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
 
     def execute(self, step: StepInput) -> StepOutput:
@@ -111,9 +117,24 @@ class ModelRunner:
         Raises InvalidArgument for an invalid step, with the batch unchanged, and as Lockstep does.
         """
         begin = self._begin if self._stage is None else self._begin_stage
+        if self.tier is not None:
+            begin = partial(self._begin_with, self.tier, begin)
         if self._lockstep is not None:
             return self._lockstep.run(step, begin)
         return begin(step)
+
+    def _begin_with(
+        self,
+        tier: KVTier,
+        begin: Callable[[StepInput], StepOutput | PendingOutput],
+        step: StepInput,
+    ) -> StepOutput | PendingOutput:
+        """Runs one step, and reports which loads from the tier have ended."""
+        output = begin(step)
+        ended = tier.take_ended(is_idle=not len(step.rows))
+        if ended and isinstance(output, StepOutput):
+            return replace(output, ended_tier_loads=ended)
+        return output
 
     def _begin_stage(self, step: StepInput) -> StepOutput | PendingOutput:
         """Runs a pipeline stage's part of a step."""
@@ -137,6 +158,11 @@ class ModelRunner:
             self.reset()
             self._generation = step.generation
         self._update_batch(step)
+        if self.tier is not None:
+            if step.tier_stores is not None:
+                self.tier.store(step.tier_stores)
+            if step.tier_loads:
+                self.tier.begin_loads(step.tier_loads)
         if len(step.block_ids_to_zero):
             self._attention.zero_blocks(step.block_ids_to_zero)
         if self._states is not None:

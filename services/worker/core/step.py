@@ -49,12 +49,40 @@ class AppendedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class TierBlocks:
+    """Blocks of the cache, the tier's blocks with the same contents, and the keys of what they
+    hold: a block hash and the KV-cache group as a big-endian uint32. Parallel.
+    """
+
+    block_ids: Int32Array
+    tier_block_ids: Int32Array
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """A load of one request from the tier into blocks that no step uses before it has ended."""
+
+    request: int
+    blocks: TierBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTierLoad:
+    """A load that has ended, and the blocks of the cache that were not loaded."""
+
+    request: int
+    invalid_block_ids: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """A difference to the batch, and the tokens to compute.
 
     Applied in this order: `removed_rows` are freed, `new_requests` enter, blocks are appended to
-    tables, `block_ids_to_zero` are cleared in all layers, blocks are copied in all layers, one
-    after the other from `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
+    tables, `tier_stores` are copied to the tier, `tier_loads` begin, `block_ids_to_zero` are
+    cleared in all layers, blocks are copied in all layers, one after the other from
+    `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
     `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
     last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
     tokens. `last_token_ids` is parallel too, or empty: the last of each request's scheduled tokens,
@@ -76,6 +104,8 @@ class StepInput:
     copy_sources: Int32Array = field(default_factory=no_ints)
     copy_targets: Int32Array = field(default_factory=no_ints)
     last_token_ids: Int32Array = field(default_factory=no_ints)
+    tier_stores: TierBlocks | None = None
+    tier_loads: tuple[TierLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +125,8 @@ class StepOutput:
     `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
     request. `nan_requests`: indexes of requests whose logits held NaN. `pooled`: vectors, float32,
     of the requests whose prompt the step computed to its end, by index. `waited_nanos`: for how
-    long it waited for the pipeline stage before.
+    long it waited for the pipeline stage before. `ended_tier_loads`: those that ended since the
+    step before.
     """
 
     generation: int
@@ -106,3 +137,4 @@ class StepOutput:
     nan_requests: Int32Array = field(default_factory=no_ints)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     waited_nanos: int = 0
+    ended_tier_loads: tuple[EndedTierLoad, ...] = ()

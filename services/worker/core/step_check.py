@@ -40,9 +40,24 @@ class StepCheck:
             self._check_appended(group, appended)
         self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
         self._check_copies()
+        self._check_tier()
         self._check_scheduled()
         for group in range(self._limits.first_state_group, self._limits.num_groups):
             self._check_states(group)
+
+    def _check_tier(self) -> None:
+        step, stores = self._step, self._step.tier_stores
+        named = [] if stores is None else [("tier_stores", stores)]
+        named += [("tier_loads.blocks", load.blocks) for load in step.tier_loads]
+        last = self._limits.num_tier_blocks - 1
+        for name, blocks in named:
+            self._check_block_ids(blocks.block_ids, f"{name}.block_ids")
+            count, theirs = len(blocks.block_ids), blocks.tier_block_ids
+            parallel = len(theirs) == len(blocks.keys) == count
+            self._require(parallel, name, "lists of different length")
+            wrong = theirs[(theirs < 0) | (theirs > last)]
+            problem = f"block {wrong[:1].tolist()} is not from 0 to {last}"
+            self._require(not len(wrong), f"{name}.tier_block_ids", problem)
 
     def _check_new(self, request: NewRequest) -> None:
         num_rows, longest = self._limits.max_num_seqs, self._limits.max_model_len

@@ -33,7 +33,7 @@ class WorkerDescription:
 
     Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
     `tokenizer_fingerprint` too, or empty where the model has no tokenizer files. `pooler` is None
-    for a model that generates.
+    for a model that generates. `num_tier_blocks`: blocks of offloaded keys and values.
     """
 
     incarnation: str
@@ -56,6 +56,7 @@ class WorkerDescription:
     world_size: int = 1
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
+    num_tier_blocks: int = 0
 
     @property
     def pipeline_stage(self) -> int | None:

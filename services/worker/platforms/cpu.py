@@ -1,10 +1,13 @@
 """A worker on the CPU."""
 
-from services.worker.backends.attention import CPU, AttentionShape
-from services.worker.backends.hybrid_cache import cache_of
+from typing import cast
+
+from services.worker.backends.attention import CPU, AttentionShape, PagedAttention
+from services.worker.backends.hybrid_cache import PagesOfKeys, cache_of
 from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
+from services.worker.core.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
@@ -20,6 +23,7 @@ class CpuPlatform:
     torch_device = CPU
     default_block_size = 16
     default_memory_utilization = 0.7
+    has_tier = True
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -68,8 +72,16 @@ class CpuPlatform:
             pooler=parts.pooler,
             states=states,
             stage=parts.stage,
+            tier=_tier(parts, attention),
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
         """A prompt, a chunk and a decode."""
         return first_shapes(limits)
+
+
+def _tier(parts: Parts, attention: PagedAttention) -> KVTier | None:
+    """The tier of offloaded blocks, if there is memory for one."""
+    if parts.tier_memory is None:
+        return None
+    return KVTier(parts.tier_memory, cast(PagesOfKeys, attention).pages)

@@ -49,6 +49,7 @@ class CudaPlatform:
 
     default_block_size = 64
     default_memory_utilization = 0.9
+    has_tier = False
 
     def __init__(
         self,

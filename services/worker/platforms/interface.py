@@ -9,6 +9,7 @@ from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
+from services.worker.core.kv_tier import Bytes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
@@ -21,7 +22,8 @@ from services.worker.platforms.prompt_shapes import PromptShape
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
-    generates, `stage` for a whole model.
+    generates, `stage` for a whole model. `tier_memory` is that of offloaded blocks, None if there
+    are none.
     """
 
     loaded: LoadedModel
@@ -31,6 +33,7 @@ class Parts:
     lockstep: Lockstep | None = None
     pooler: PromptPooler | None = None
     stage: PipelineStage | None = None
+    tier_memory: Bytes | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
@@ -57,6 +60,10 @@ class Platform(Protocol):
 
     def kernels(self) -> Kernels:
         """The operations to run the model with."""
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether its runners can keep offloaded blocks in a tier."""
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""

@@ -44,6 +44,7 @@ EVERYTHING = {
     "num_threads": 3,
     "kv_cache_memory_bytes": 1_000_000,
     "num_blocks": 50,
+    "kv_offloading_size": 0.5,
     "block_size": 32,
     "mamba_cache_mode": "none",
     "max_model_len": 128,

@@ -109,6 +109,7 @@ async def test_what_one_replica_refuses_is_the_status_and_the_others_still_do_it
         assert second == {"address": idle.address, "ok": True}
         assert idle.operators_calls == ["reset, preempt_running=False"]
         await post(admin, "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        assert idle.operators_calls[1:] == ["reset, preempt_running=True, reset_connector"]
 
 
 async def test_replicas_that_are_away_or_hang_are_reported(model: Path) -> None:

@@ -49,7 +49,7 @@ class PauseQuery(ReplicasQuery):
 
 
 class ResetQuery(ReplicasQuery):
-    """As vLLM's /reset_prefix_cache; there is no external cache to reset."""
+    """As vLLM's /reset_prefix_cache; the external cache is the tier of offloaded blocks."""
 
     reset_running_requests: bool = False
     reset_external: bool = False
@@ -106,7 +106,9 @@ class AdminRoutes:
         """Forgets every cached prefix, which requests that hold blocks prevent unless preempted."""
         query = read_query(request, ResetQuery)
         outcomes = await self._administration.reset_prefix_cache(
-            query.replica, preempt_running=query.reset_running_requests
+            query.replica,
+            preempt_running=query.reset_running_requests,
+            reset_connector=query.reset_external,
         )
         return _answer(outcomes, status="reset")
 

@@ -1,0 +1,161 @@
+"""A tier of offloaded keys and values in the machine's memory, beside the KV cache.
+
+The tier is a number of blocks, each as large as one of the cache. The scheduler decides what is in
+them: a step says which blocks of the cache are copied to which of the tier, and which are loaded
+back. The tier outlives generations: a pool that starts over leaves it as it is.
+
+Stores are made before a step writes anything, so that a block which is about to get another owner
+still holds what earlier steps computed. Loads are made by a thread of their own while steps run,
+into blocks that no step uses before the load has ended.
+
+A block of the tier is kept with the key of what it holds and a checksum of its bytes. A load
+compares both; a block that fails is reported, and its tokens are computed again.
+"""
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from xxhash import xxh3_64_intdigest
+
+from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
+
+Bytes = npt.NDArray[np.uint8]
+
+_IDLE_WAIT_SECONDS = 0.005
+"""How long a step of nothing waits for a load to end, so that steps which only ask for that do not
+take the processor from it. A request that arrives meanwhile waits for it.
+"""
+
+
+def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
+    """Memory for so many blocks, [num_blocks, bytes_per_block]. It is written once, so that it is
+    taken from the machine now and not while requests run.
+    """
+    memory = np.empty((num_blocks, bytes_per_block), np.uint8)
+    memory.fill(0)
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a block of the tier holds."""
+
+    key: bytes
+    checksum: int
+
+
+class KVTier:
+    """Copies blocks between the cache and the tier.
+
+    `memory` uint8 [num_blocks, bytes_per_block]; `pages` are those of a PagedAttention, on the CPU.
+    `store`, `begin_loads` and `reset` are called by the thread that runs steps.
+    """
+
+    def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
+        self.memory = memory
+        self._held: list[_Held | None] = [None] * len(memory)
+        self._views: list[tuple[Bytes, Bytes]] = []
+        """For each page its bytes in the tier, [num_blocks, 2, bytes], and in the cache, [2,
+        num_blocks, bytes].
+        """
+        offset = 0
+        for page in pages:
+            cache = page.flatten(2).view(torch.uint8).numpy()
+            size = cache.shape[2]
+            tier = memory[:, offset : offset + 2 * size].reshape(len(memory), 2, size)
+            self._views.append((tier, cache))
+            offset += 2 * size
+        if offset != memory.shape[1]:
+            raise AssertionError(f"pages of {offset} bytes, and blocks of {memory.shape[1]}")
+        self._loads: queue.SimpleQueue[TierLoad] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._num_loading = 0
+        self._ended: list[EndedTierLoad] = []
+        threading.Thread(target=self._load_all, name="KV tier", daemon=True).start()
+
+    def store(self, blocks: TierBlocks) -> None:
+        """Copies blocks of the cache to the tier."""
+        theirs = blocks.tier_block_ids
+        for cache, tier, count in _runs(blocks.block_ids, theirs):
+            for tier_pages, cache_pages in self._views:
+                source = cache_pages[:, cache : cache + count].swapaxes(0, 1)
+                np.copyto(tier_pages[tier : tier + count], source)
+        for number, key in zip(theirs.tolist(), blocks.keys, strict=True):
+            self._held[number] = _Held(key, xxh3_64_intdigest(self.memory[number]))
+
+    def begin_loads(self, loads: Sequence[TierLoad]) -> None:
+        """Begins to copy blocks of the tier to the cache, one load after the other."""
+        with self._changed:
+            self._num_loading += len(loads)
+        for load in loads:
+            self._loads.put(load)
+
+    def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
+        """The loads that ended since the last call. If the step `is_idle`, waits a moment for one
+        of those that are under way.
+        """
+        if not self._num_loading and not self._ended:
+            return ()
+        with self._changed:
+            if is_idle and not self._ended:
+                self._changed.wait(_IDLE_WAIT_SECONDS)
+            ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def reset(self) -> None:
+        """Returns when no load is under way, and forgets those that ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_loading)
+            self._ended = []
+
+    def _load_all(self) -> None:
+        while True:
+            load = self._loads.get()
+            invalid = self._load(load.blocks)
+            with self._changed:
+                self._num_loading -= 1
+                self._ended.append(EndedTierLoad(load.request, invalid))
+                self._changed.notify_all()
+
+    def _load(self, blocks: TierBlocks) -> Int32Array:
+        """Copies blocks whose key and checksum fit; returns those of the cache that were not."""
+        fits = np.array(
+            [
+                self._fits(number, key)
+                for number, key in zip(blocks.tier_block_ids.tolist(), blocks.keys, strict=True)
+            ],
+            bool,
+        )
+        mine, theirs = blocks.block_ids[fits], blocks.tier_block_ids[fits]
+        for cache, tier, count in _runs(mine, theirs):
+            for tier_pages, cache_pages in self._views:
+                target = cache_pages[:, cache : cache + count].swapaxes(0, 1)
+                np.copyto(target, tier_pages[tier : tier + count])
+        failed: Int32Array = blocks.block_ids[~fits]
+        return failed
+
+    def _fits(self, number: int, key: bytes) -> bool:
+        held = self._held[number]
+        return (
+            held is not None
+            and held.key == key
+            and held.checksum == xxh3_64_intdigest(self.memory[number])
+        )
+
+
+def _runs(block_ids: Int32Array, tier_block_ids: Int32Array) -> list[tuple[int, int, int]]:
+    """Blocks that lie one behind the other on both sides: first on each side, and how many."""
+    if not len(block_ids):
+        return []
+    breaks = np.flatnonzero((np.diff(block_ids) != 1) | (np.diff(tier_block_ids) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(block_ids)]
+    return [
+        (int(block_ids[start]), int(tier_block_ids[start]), end - start)
+        for start, end in zip(starts, ends, strict=True)
+    ]

@@ -1,0 +1,83 @@
+"""Keys and values that outlive the cache, and not the worker: with one rank and with two."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.e2e.tiny import greedy
+from tests.plain_http import http_get, http_post
+
+NUM_TOKENS = 100
+HIT_AT = 20
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Stack]:
+    """With a small cache and room for everything beside it."""
+    size = ("--tensor-parallel-size", str(request.param)) if request.param > 1 else ()
+    flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02", *size)
+    stack = Stack(tiny_model.directory, "--admin-port", "0", *flags)
+    yield stack
+    stack.close()
+
+
+async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
+    """Four greedy answers; the victim is killed once the first is on its way."""
+    hit = False
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal hit
+        if victim is not None and not hit and num_tokens >= HIT_AT:
+            assert num_tokens < NUM_TOKENS
+            hit = True
+            os.kill(stack.pids()[victim], signal.SIGKILL)
+
+    async with connect(stack.grpc) as stub:
+        first, *others = (request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4])
+        return await asyncio.gather(
+            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
+        )
+
+
+def num_loaded(stack: Stack) -> float:
+    """Blocks that were loaded from the tier, by the metrics."""
+    text = http_get(f"{stack.url}/metrics").text
+    (value,) = re.findall(r'^stepwell_kv_tier_transfers_total{.*"loaded".*} (\S+)$', text, re.M)
+    return float(value)
+
+
+async def test_tokens_are_the_same_from_the_tier_and_after_the_loss_of_a_worker(
+    stack: Stack, tiny_model: TinyModel
+) -> None:
+    expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    assert [answer.token_ids for answer in await answers(stack)] == expected
+    assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
+    again = await answers(stack)
+    assert [answer.token_ids for answer in again] == expected
+    assert all(
+        answer.num_cached_tokens >= (len(prompt) - 1) // 16 * 16
+        for answer, prompt in zip(again, PROMPTS[:4], strict=True)
+    )
+    loaded = num_loaded(stack)
+    assert loaded >= 5
+
+    before = stack.pids()
+    victim = sorted(name for name in before if name.startswith("worker"))[-1]
+    assert [answer.token_ids for answer in await answers(stack, victim)] == expected
+    wait_for(lambda: stack.healthy() and stack.pids().get(victim, before[victim]) != before[victim])
+
+    # The tier was lost with the worker, and is filled and read again.
+    assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
+    assert [answer.token_ids for answer in await answers(stack)] == expected
+    assert num_loaded(stack) > loaded
+    status = stack.status()
+    assert (status["num_running"], status["num_waiting"]) == (0, 0)
+    assert status["num_free_blocks"] == status["num_usable_blocks"]
