@@ -261,6 +261,20 @@ class Replica:
             while not condition(await self.stats()):  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.01)
 
+    @asynccontextmanager
+    async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
+        """So many requests that are sent meanwhile are all queued when the next step is planned,
+        whatever the time between their arrivals. None may run before; the worker is held up from
+        here on.
+        """
+        self.worker.going.clear()
+        await self.admin.Pause(
+            scheduler_pb2.PauseRequest(mode=scheduler_pb2.PauseMode.PAUSE_MODE_KEEP)
+        )
+        yield
+        await self.until(lambda stats: stats.num_waiting == num_requests)
+        await self.admin.Resume(scheduler_pb2.ResumeRequest())
+
     async def until_idle(self) -> None:
         """Waits until no request runs or waits: no block and no row of the batch is in use."""
         await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)

@@ -49,17 +49,10 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """Two requests run, held in their first steps, and a third one waits. The first step is planned
-    with all of them in the queue, whatever the time between their arrivals.
-    """
-    replica.worker.going.clear()
-    await replica.admin.Pause(
-        scheduler_pb2.PauseRequest(mode=scheduler_pb2.PauseMode.PAUSE_MODE_KEEP)
-    )
-    for handle in range(3):
-        await gateway.add(handle, prompt(9, 100 * handle), **fields)
-    await replica.until(lambda stats: stats.num_waiting == 3)
-    await replica.admin.Resume(scheduler_pb2.ResumeRequest())
+    """Two requests run, held up in their first steps, and a third one waits."""
+    async with replica.planning_together(3):
+        for handle in range(3):
+            await gateway.add(handle, prompt(9, 100 * handle), **fields)
     await replica.until(lambda stats: (stats.num_running, stats.num_waiting) == (2, 1))
 
 

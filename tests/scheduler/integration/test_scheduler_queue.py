@@ -41,6 +41,14 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
         yield gateway
 
 
+async def hold_two(replica: Replica, gateway: Gateway) -> None:
+    """Two requests run, held up in their first steps: further ones wait."""
+    async with replica.planning_together(2):
+        for handle in range(2):
+            await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
+    await replica.until(lambda stats: stats.num_running == 2)
+
+
 def reason_of(gateway: Gateway, handle: int) -> int | None:
     finished = gateway.heard[handle].finished
     return finished.reason if finished is not None else None
@@ -49,8 +57,8 @@ def reason_of(gateway: Gateway, handle: int) -> int | None:
 async def test_requests_that_wait_too_long_end_and_those_that_run_do_not(
     replica: Replica, gateway: Gateway
 ) -> None:
-    replica.worker.going.clear()
-    for handle in range(4):
+    await hold_two(replica, gateway)
+    for handle in (2, 3):
         await gateway.add(handle, prompt(5, 100 * handle))
     await gateway.finish(2, 3)
     assert [reason_of(gateway, handle) for handle in range(4)] == [None, None, *[QUEUE_TIMEOUT] * 2]
@@ -78,9 +86,8 @@ async def test_a_request_that_came_with_output_is_bound_by_its_client_alone(
     replica: Replica, gateway: Gateway
 ) -> None:
     said = continuation(prompt(5), 8)
-    replica.worker.going.clear()
-    for handle in range(3):
-        await gateway.add(handle, prompt(5, 100 * handle))
+    await hold_two(replica, gateway)
+    await gateway.add(2, prompt(5, 200))
     await gateway.add(3, prompt(5), output_token_ids=pack_token_ids(said[:2]))
     await gateway.add(4, prompt(5), output_token_ids=pack_token_ids(said[:2]), timeout_millis=300)
     await gateway.finish(2, 4)
@@ -206,6 +213,7 @@ async def test_gateways_hear_whether_blocks_are_what_is_missing(
         await gateway.until(
             lambda: any((one.num_running, one.num_waiting) == (1, 1) for one in gateway.queues)
         )
+        await replica.until(lambda _: bool(replica.worker.steps))  # one is held up there
         replica.worker.going.set()
         replica.worker.going.clear()  # one step is done, and a further one is planned
         if is_blocked:
