@@ -2,9 +2,10 @@
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,24 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(story())
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_several_connections_are_accepted_in_a_turn_of_the_event_loop(model: Path) -> None:
+    """On uvloop, on which the gateway runs, a listener accepts one."""
+
+    async def story() -> None:
+        async with serving(model) as served:
+            connections = served.gateway._http.connections
+            address = served.http.base_url
+            num_before, num_turns = len(connections), 0
+            with ExitStack() as opened:
+                for _ in range(64):  # in the kernel's queue: nothing is accepted meanwhile
+                    client = socket.create_connection((address.host, address.port))
+                    opened.enter_context(client)
+                while len(connections) < num_before + 64:
+                    await asyncio.sleep(0)
+                    num_turns += 1
+            assert num_turns < 32
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(story())

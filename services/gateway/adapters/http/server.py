@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
+_ACCEPTED_A_TURN = 8
+"""libuv accepts one connection for each listener in a turn of the event loop. Where turns are long,
+new connections come faster in the first moment of a flood, and others' would wait behind them.
+"""
 _DATE_SECONDS = 1.0
 """How often the Date header of answers is renewed."""
 _CLOSED_POLL_SECONDS = 0.01
@@ -95,7 +99,8 @@ class HttpServer:
         else:
             listener = _bind(address)
             bound = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
-        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_A_TURN - 1))]
+        self._task = asyncio.create_task(self._server.serve(sockets=listeners))
         return bound
 
     def end_idle(self) -> None:
