@@ -9,7 +9,7 @@ from services.gateway.core.client_session import tokens_after
 from services.gateway.core.delta import Delta, parts_of
 from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows, joined
-from services.gateway.core.ports import DeltaSource, Source, Tokenizer
+from services.gateway.core.ports import DeltaSource, KeptSource, Source, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
 
@@ -47,7 +47,7 @@ class Generation:
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
         """Its sequences at the engine; None before `pieces` began."""
-        self.source: Source | None = None
+        self.source: KeptSource | None = None
         """What has its answer; None if an engine is to make it."""
         self.is_replay = False
         """Whether another request began that answer."""

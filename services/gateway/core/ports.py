@@ -3,6 +3,7 @@ Engine are what its parts know of each other: the fleet towards a generation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.gateway.core.admission.arrivals import Arrival
@@ -49,6 +50,23 @@ class Source(Protocol):
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
         """What comes of sequences, from their beginning on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What was made of an answer so far."""
+
+    num_tokens: int
+    """Generated, of all sequences."""
+    num_cached_tokens: tuple[int | None, ...]
+    """Of each sequence's prompt; None of one that was not scheduled."""
+
+
+class KeptSource(Source, Protocol):
+    """A source that may go on when its reader has gone."""
+
+    def when_settled(self, call: Callable[[Made], None]) -> None:
+        """Calls it once: when the answer has ended or stopped, now if it is not being made."""
 
 
 class ResumingEngine(Protocol):

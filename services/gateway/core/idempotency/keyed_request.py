@@ -10,7 +10,7 @@ from services.gateway.core.generation import Generation
 from services.gateway.core.idempotency.reader import Reader
 from services.gateway.core.idempotency.recording import Recording
 from services.gateway.core.identity import Identity
-from services.gateway.core.ports import Timer
+from services.gateway.core.ports import Made, Timer
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import SequenceTrace
@@ -62,6 +62,7 @@ class KeyedRequest:
         self.num_bytes = 0
         """The memory that counts for it."""
         self._on_left = on_left
+        self._on_settled: list[Callable[[Made], None]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -83,6 +84,22 @@ class KeyedRequest:
         reader = Reader(self.recording, self.routes, self.waits, self.traces, self._left)
         self.readers.add(reader)
         return reader
+
+    def when_settled(self, call: Callable[[Made], None]) -> None:
+        if self.maker is None and not self.is_followed:
+            call(self._made())
+        else:
+            self._on_settled.append(call)
+
+    def settled(self) -> None:
+        """The answer is not made or followed here any more, for the time being at least."""
+        calls, self._on_settled = self._on_settled, []
+        for call in calls:
+            call(self._made())
+
+    def _made(self) -> Made:
+        sequences = self.recording.sequences
+        return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
 
     def cut(self, error: StepwellError) -> None:
         """Ends all readers with an error."""

@@ -235,6 +235,7 @@ class KeyedRequests:
     def _settle(self, request: KeyedRequest) -> None:
         """This gateway does not make the answer now: it has ended, or has stopped."""
         self._detached.pop(request, None)
+        request.settled()
         if request.recording.error is not None:
             self._remove(request)
         if self._table.get(request.scope) is not request:

@@ -20,6 +20,7 @@ from services.gateway.core.limits.rule import (
     Standing,
 )
 from services.gateway.core.limits.store import LimitStore
+from services.gateway.core.ports import KeptSource, Made
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
@@ -154,15 +155,41 @@ class Allowance:
         """
         if self._store is None:
             return
+        kept = self._source_that_goes_on()
+        num_used = self._num_reserved if kept is not None else self._num_used()
         holds = self.limits.max_concurrent_requests is not None
         change = Change(
             self._slot,
             num_requests=-1 if was_refused else 0,
-            num_tokens=self._num_used() - self._num_reserved,
+            num_tokens=num_used - self._num_reserved,
             slot_change=SlotChange.RELEASE if holds else SlotChange.KEEP,
             must_fit=False,
         )
         if holds or change.num_requests or change.num_tokens:
+            self._store.give_back(self.limits, change)
+        if kept is not None:
+            kept.when_settled(self._settle)
+
+    def _source_that_goes_on(self) -> KeptSource | None:
+        """What may go on with the answer, for an idempotency key, without this request."""
+        generation = self._generation
+        if generation is None or len(generation.finish_reasons()) == len(generation.choices):
+            return None
+        return generation.source
+
+    def _settle(self, made: Made) -> None:
+        """Gives back what an answer did not use that went on without its client."""
+        if self._store is None or self._generation is None:
+            return
+        num_used = 0
+        if any(num_cached is not None for num_cached in made.num_cached_tokens):
+            usage = self._generation.usage()
+            firsts = made.num_cached_tokens[:: self._generation.request.num_candidates]
+            num_cached = sum(num or 0 for num in firsts)
+            num_used = usage.num_prompt_tokens - num_cached + made.num_tokens
+        if num_used != self._num_reserved:
+            num_tokens = num_used - self._num_reserved
+            change = Change(self._slot, num_tokens=num_tokens, must_fit=False)
             self._store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
@@ -184,9 +211,6 @@ class Allowance:
         generation = self._generation
         if generation is None or not generation.was_taken:
             return 0
-        has_ended = len(generation.finish_reasons()) == len(generation.choices)
-        if generation.source is not None and not has_ended:
-            return self._num_reserved  # with its idempotency key it goes on without its client
         usage = generation.usage()
         return usage.num_prompt_tokens - usage.num_cached_tokens + usage.num_generated_tokens
 
