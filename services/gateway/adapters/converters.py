@@ -93,6 +93,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         num_choices=0 if inflight.was_accepted else request.num_choices,
         pooling=pooling_to_proto(request.pooling),
         resumable=request.session is not None,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )
 
 

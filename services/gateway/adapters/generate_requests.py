@@ -49,6 +49,7 @@ class GenerateRequests:
             skip_special_tokens=not request.keep_special_tokens,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
             tenant=CALL_TENANT.get(),
             session=session,

@@ -207,6 +207,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             sampling=SamplingParams(),
             priority=request.priority,
             cache_salt=request.cache_salt,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
             tenant=CALL_TENANT.get(),
             pooling=PoolingParams(

@@ -40,6 +40,7 @@ class HeldSession:
         """Whether a turn may go on from there: the rest of a request is that of the first turn."""
         return (
             self.num_tokens < len(request.prompt_token_ids)
+            and not request.skip_reading_prefix_cache
             and self.priority == request.priority
             and self.cache_salt == request.cache_salt
         )

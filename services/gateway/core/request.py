@@ -105,6 +105,8 @@ class ClientRequest:
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
+    """Whether the whole prompt is computed, whatever is cached of it."""
     default_max_tokens: int | None = None
     prompt_only: bool = False
     session_id: str = ""
@@ -154,6 +156,8 @@ class EngineRequest:
     """The client's n, in the first sequence of a prompt; 0 in the others."""
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None if it is continued."""
+    skip_reading_prefix_cache: bool = False
+    """Whether its whole prompt is computed, whatever is cached of it."""
     session: "ClientSession | None" = None
     """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
     alone.
@@ -247,6 +251,7 @@ def to_engine_requests(
                     session_id=request.session_id,
                     tenant=request.tenant,
                     num_choices=0 if child else request.n,
+                    skip_reading_prefix_cache=request.skip_reading_prefix_cache,
                     session=request.session,
                     pooling=request.pooling
                     and replace(

@@ -78,9 +78,12 @@ class RequestIntake:
             queued_unix_nanos=time.time_ns(),
             num_choices=message.num_choices,
             pooling=pooling,
-            reads_prefix_cache=sampling.prompt_logprobs is None
-            if self.pooler is None
-            else self.pooler.reads_prefix_cache,
+            reads_prefix_cache=not message.skip_reading_prefix_cache
+            and (
+                sampling.prompt_logprobs is None
+                if self.pooler is None
+                else self.pooler.reads_prefix_cache
+            ),
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:

@@ -36,7 +36,12 @@ class World:
         self.sessions = sessions_of(self.fake.clock)
 
     def turn(
-        self, session: ClientSession, *chunk: int, tenant: Tenant = ANYONE, priority: int = 0
+        self,
+        session: ClientSession,
+        *chunk: int,
+        tenant: Tenant = ANYONE,
+        priority: int = 0,
+        skips_cache: bool = False,
     ) -> Mailbox:
         """Begins a turn."""
         sampling = SamplingParams(max_tokens=3, seed=1)
@@ -50,6 +55,7 @@ class World:
             0,
             session=session,
             tenant=tenant,
+            skip_reading_prefix_cache=skips_cache,
         )
         return self.fake.fleet.start([request])
 
@@ -103,7 +109,7 @@ def test_a_session_that_is_kept_takes_a_place() -> None:
     assert (load.num_requests, load.num_sessions) == (1, 0)
 
 
-@pytest.mark.parametrize("way", ["lost", "refused", "ended", "stalled", "other priority"])
+@pytest.mark.parametrize("way", ["lost", "refused", "ended", "stalled", "other priority", "skips"])
 def test_a_session_that_is_not_kept_goes_on_with_all_its_tokens(way: str) -> None:
     world = World()
     session = world.sessions.open(ANYONE)
@@ -121,12 +127,14 @@ def test_a_session_that_is_not_kept_goes_on_with_all_its_tokens(way: str) -> Non
         case "stalled":
             state = ReplicaState(ready=False)
             replica.state_changed(state)
-    second = world.turn(session, 3, priority=int(way == "other priority"))
+    second = world.turn(
+        session, 3, priority=int(way == "other priority"), skips_cache=way == "skips"
+    )
     (inflight,) = second.inflights
     assert inflight.request.prompt_token_ids == [1, 2, 7, 8, 3]
     assert second.routes[0].reason is not RoutingReason.SESSION
     assert replica.load.num_sessions == 0
-    if way in ("stalled", "other priority"):
+    if way in ("stalled", "other priority", "skips"):
         assert world.fake.links[address].aborted == [1]
 
 

@@ -40,6 +40,7 @@ OTHER_FIELDS = {
     "add_special_tokens",
     "priority",
     "cache_salt",
+    "skip_reading_prefix_cache",
     "return_token_ids",
     "request_id",
     "user",

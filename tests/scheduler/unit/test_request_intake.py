@@ -142,6 +142,11 @@ def test_an_embedded_prompt_that_cannot_be(fields: dict[str, Any], field: str) -
     assert caught.value.field == field
 
 
+def test_a_client_may_want_its_prompt_computed() -> None:
+    request = make_intake().accept(message(skip_reading_prefix_cache=True))
+    assert not request.reads_prefix_cache
+
+
 def test_prompt_logprobs_need_every_position() -> None:
     request = make_intake().accept(message(sampling={"prompt_logprobs": 0}))
     assert not request.reads_prefix_cache

@@ -73,6 +73,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
     prompt_cache_key: str | None = None
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
@@ -211,6 +212,7 @@ class PooledBody(Body):
     use_activation: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
 
     @property

@@ -92,6 +92,7 @@ def _client_request(
         sampling=SamplingParams(),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
         pooling=params,
     )
 

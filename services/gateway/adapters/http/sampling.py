@@ -30,6 +30,7 @@ def client_request(
         skip_special_tokens=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
         session_id=body.prompt_cache_key or "",
     )
 

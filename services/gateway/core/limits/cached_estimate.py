@@ -23,7 +23,7 @@ class CachedEstimate:
     def num_cached_tokens(self, request: EngineRequest) -> int:
         """Tokens of the prompt, less than all of it; 0 where nothing is known."""
         served = next((one.description for one in self._replicas() if one.is_ready), None)
-        if served is None or request.prompt_embeds is not None:
+        if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0
         tokens = request.prompt_token_ids
         keys = self._chain_keys.of(

@@ -110,9 +110,11 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
-        """The keys of the sequence's full blocks. Prompts that are embeddings have none."""
+        """The keys of the sequence's full blocks. Prompts that are embeddings have none, and those
+        that are to be computed in any case need none.
+        """
         served, request = replica.description, inflight.request
-        if served is None or request.prompt_embeds is not None:
+        if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return []
         tokens = request.prompt_token_ids + inflight.output_token_ids
         return self._chain_keys.of(
