@@ -30,6 +30,10 @@ class Stack:
             claim_port(HOST, 0, "--http-port"),
             claim_port(HOST, 0, "--grpc-port"),
             Path(self._directory.name),
+            master_ports=tuple(
+                claim_port(HOST, 0, "--master-port")
+                for _ in range(settings.replicas if settings.num_ranks > 1 else 0)
+            ),
         )
         self._processes: list[list[tuple[str, subprocess.Popen[bytes]]]] = []
 

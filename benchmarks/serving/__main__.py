@@ -1,7 +1,7 @@
 """`make bench`: what serving through separate services costs, and where the cost lies.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
-                                 [--json FILE] [--baseline DIR | --tracing]
+                                 [--json FILE] [--baseline DIR | --tracing | --stages]
 
 For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
 and through everything in one process, in turns: whatever else the machine does meets all of them.
@@ -10,7 +10,8 @@ Tables go to standard output, progress to standard error.
 
 With --baseline the services are compared with those of another checkout instead, each run by its
 own `stepwell up`. With --tracing it is measured only what tracing costs, in longer and more runs:
-off, at a ratio of 1 % and at 100 %, in turns.
+off, at a ratio of 1 % and at 100 %, in turns. With --stages one worker is compared with two
+pipeline stages, each of which computes with one thread.
 """
 
 import json
@@ -68,6 +69,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         metavar="DIR",
         help="compare with the services of another checkout, its gen/ built",
     )
+    only.add_argument(
+        "--stages",
+        action="store_true",
+        help="compare one worker with two pipeline stages, of one thread each",
+    )
     parsed = parser.parse_args(argv)
     schedule = QUICK if parsed.quick else TRACING if parsed.tracing else SCHEDULE
     models = tuple(parsed.model or (DEFAULT_MODELS[:1] if parsed.quick else DEFAULT_MODELS))
@@ -81,6 +87,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         json_file=parsed.json,
         baseline=parsed.baseline,
         only_tracing=parsed.tracing,
+        only_stages=parsed.stages,
     )
 
 

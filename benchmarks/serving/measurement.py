@@ -43,6 +43,7 @@ class Options:
     json_file: Path | None
     baseline: Path | None
     only_tracing: bool = False
+    only_stages: bool = False
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -73,6 +74,9 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
             continue
         if options.only_tracing:
             results["models"][model.name] = await measure_only_tracing(options, model)
+            continue
+        if options.only_stages:
+            results["models"][model.name] = await measure_stages(options, model)
             continue
         found_here = await measure_model(options, model, with_tracing=number == 0)
         results["models"][model.name] = found_here
@@ -172,6 +176,32 @@ async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
             results["tracing"] = await measure_tracing(options, model, stack, traced)
         results["span_work"] = await measure_span_work(options, receiver.endpoint)
     return results
+
+
+async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
+    """One worker beside two pipeline stages, each computing with one thread. A step has room for
+    two prompts, so that requests that come at once are dealt over the steps in flight.
+    """
+    log(f"starting {model.name} in one worker and in two stages")
+    one = replace(
+        _settings(options, model, ratio=0.0),
+        num_threads=1,
+        max_num_batched_tokens=2 * options.schedule.prompt_tokens,
+    )
+    stacks = {
+        "one worker": Stack(one),
+        "two stages": Stack(replace(one, pipeline_parallel_size=2)),
+    }
+    async with AsyncExitStack() as scope:
+        await enter_all(scope, *stacks.values())
+        targets: dict[str, Target] = {name: GrpcTarget(stack) for name, stack in stacks.items()}
+        rows = await compare(targets, options.schedule, vocab_size(model), log)
+    show(
+        f"### {model.name} in one worker and in two stages, of one thread each",
+        tables.serving_table(rows, "one worker"),
+        tables.rounds_text(rows),
+    )
+    return {"stages": [asdict(row) for row in rows]}
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
+from typing import Any
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
@@ -87,6 +88,7 @@ class EngineCore:
         self.losses = Losses()
         self._search = FaultSearch()
         self._depth = scheduler.config.num_steps_in_flight
+        self._has_stages = scheduler.config.pipeline_parallel_size > 1
 
     @property
     def num_waiting(self) -> int:
@@ -274,11 +276,34 @@ class EngineCore:
         elif self._is_paused:
             await self.scheduler.flush()
         if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
-            await self._complete()
+            is_full = not self._has_stages or len(self._in_flight) >= self._depth
+            if is_full or await self._is_answered_first():
+                await self._complete()
         elif failed := self.scheduler.end_failed():
             self._tell_ended(failed)
         elif not planned and self.scheduler.has_requests:
             await asyncio.sleep(RETRY_SECONDS)
+
+    async def _is_answered_first(self) -> bool:
+        """Waits for the answer of the oldest step, or for a change while steps are planned: it may
+        be a request for which a pipeline stage is free. Returns whether the answer is there.
+        """
+        _, answer = self._in_flight[0]
+        self._awaits_answer = True
+        try:
+            while not answer.done():
+                self._wake.clear()
+                if self._changes and not (self._is_paused or self._num_holds):
+                    return False
+                woken = asyncio.ensure_future(self._wake.wait())
+                either: set[asyncio.Future[Any]] = {answer, woken}
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    woken.cancel()
+        finally:
+            self._awaits_answer = False
+        return True
 
     async def _complete(self) -> None:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so

@@ -11,6 +11,21 @@ TARGETS = ["one process", "services, gRPC", "services, HTTP"]
 
 
 @pytest.mark.slow
+def test_two_stages_are_measured_beside_one_worker(tmp_path: Path, servable_model: Path) -> None:
+    figures = tmp_path / "figures.json"
+    flags = ("--quick", "--stages", "--model", servable_model, "--concurrency", 2)
+    done = run_program("serving", *flags, "--json", figures)
+    rows = json.loads(figures.read_text())["models"]["tiny"]["stages"]
+    names = ["one worker", "two stages"]
+    assert [row["target"] for row in rows] == names
+    assert all(row["figures"]["tokens_per_second"] > 0 for row in rows)
+    workers = [sum("worker" in name for name in row["processor_micros"]) for row in rows]
+    assert workers == [1, 2]
+    for name in names:
+        assert f"| 2 | {name} |" in done.stdout
+
+
+@pytest.mark.slow
 def test_quick_measures_everything_and_writes_the_same_as_json(
     tmp_path: Path, servable_model: Path
 ) -> None:

@@ -18,9 +18,12 @@ from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
 
 
-@pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
+@pytest.fixture(
+    params=[{}, {"async_scheduling": True}, {"pipeline_parallel_size": 2}],
+    ids=["one step in flight", "two steps in flight", "two pipeline stages"],
+)
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    async with running(Bench(async_scheduling=request.param)) as bench:
+    async with running(Bench(**request.param)) as bench:
         yield bench
 
 
@@ -57,6 +60,26 @@ async def test_a_request_that_comes_during_a_step_runs_in_a_later_one(bench: Ben
     bench.executor.let_go()
     await bench.until_ended("a", "b")
     assert bench.inbox.tokens["b"] == continuation(prompt(5, 500), 8)
+
+
+async def test_a_request_that_comes_while_a_stage_is_free_runs_at_once() -> None:
+    async with running(Bench(pipeline_parallel_size=2)) as bench:
+        bench.executor.hold()
+        bench.add("a", prompt(5))
+        await eventually(lambda: bench.executor.num_in_flight == 1)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        bench.add("b", prompt(5, 500))
+        await eventually(lambda: bench.executor.num_in_flight == 2)
+        bench.add("c", prompt(5, 900))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert bench.executor.num_in_flight == 2
+        bench.executor.let_go()
+        await bench.until_ended("a", "b", "c")
+        for name, first in (("a", 100), ("b", 500), ("c", 900)):
+            assert bench.inbox.tokens[name] == continuation(prompt(5, first), 8)
+        await bench.until_idle()
 
 
 async def test_an_abort_during_a_step_ends_the_request_with_what_it_has(bench: Bench) -> None:
