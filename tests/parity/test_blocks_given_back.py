@@ -1,0 +1,132 @@
+"""While real workers compute, requests hold the blocks that vLLM would have them hold in each step.
+
+The rule, as the recorded decisions of tests/conformance show it: when a request is scheduled, and
+before it is given blocks, a sliding window lets go of whole blocks below computed - window + 1, and
+states of all before the block of the last token, where tokens in flight do not count as computed.
+A step adds blocks up to its last token; of states only the one of that token.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.common.kv_cache_groups import AttentionType
+from services.worker.build import build_worker
+from services.worker.core.kv_groups import LayerGroup
+from services.worker.settings import WorkerSettings
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.serving_worker import ServingWorker
+
+BLOCK_SIZE = 4
+PROMPT_LENGTHS = (45, 30, 7)
+MAX_TOKENS = 40
+
+KINDS = {
+    # By kind: how many groups there are of each type of attention.
+    "mistral_window": {AttentionType.SLIDING_WINDOW: 1},
+    "qwen2_window": {AttentionType.FULL: 1, AttentionType.SLIDING_WINDOW: 2},
+    "gemma3": {AttentionType.SLIDING_WINDOW: 5, AttentionType.FULL: 1},
+    "bamba": {AttentionType.FULL: 1, AttentionType.STATE_SPACE: 3},
+    "falcon_h1": {AttentionType.FULL: 1, AttentionType.STATE_SPACE: 1},
+}
+
+
+@dataclass
+class Holder:
+    """What the rule says of one request: entries of its tables that hold a block, by group."""
+
+    groups: tuple[LayerGroup, ...]
+    num_processed: int = 0
+    num_blocks: int = 0
+    held: list[set[int]] = field(default_factory=list)
+
+    def schedule(self, end: int) -> None:
+        """A step computes its tokens up to `end`."""
+        self.held = self.held or [set() for _ in self.groups]
+        num_blocks = -(-end // BLOCK_SIZE)
+        for group, held in zip(self.groups, self.held, strict=True):
+            held -= set(range(self._first_kept(group) // BLOCK_SIZE))
+            held |= set(range(self.num_blocks, num_blocks))
+            if group.holds_states:
+                held -= set(range(self.num_blocks, num_blocks - 1))
+        self.num_blocks = num_blocks
+
+    def _first_kept(self, group: LayerGroup) -> int:
+        """The first token that the next one needs of what is computed."""
+        if group.holds_states:
+            return max(0, self.num_processed - 1)
+        return 0 if group.window is None else max(0, self.num_processed - group.window + 1)
+
+
+def expected_free_blocks(
+    entries: list[dict[str, Any]], groups: tuple[LayerGroup, ...], num_usable_blocks: int
+) -> Iterator[tuple[int, int]]:
+    """For every step of a log: the blocks that the rule leaves free, and those that were free."""
+    holders: dict[int, Holder] = {}
+    in_flight: dict[int, dict[int, int]] = {}
+    for entry in entries:
+        match entry["call"]:
+            case "schedule":
+                in_flight[entry["step"]] = ends = {}
+                for key, computed, count in zip(
+                    entry["keys"],
+                    entry["num_computed_tokens"],
+                    entry["num_scheduled_tokens"],
+                    strict=True,
+                ):
+                    holders.setdefault(key, Holder(groups)).schedule(computed + count)
+                    ends[key] = computed + count
+                num_held = sum(len(held) for one in holders.values() for held in one.held)
+                yield num_usable_blocks - num_held, entry["num_free_blocks"]
+            case "update_from_output":
+                for key, end in in_flight.pop(entry["step"]).items():
+                    if key in holders:
+                        holders[key].num_processed = end
+                for key, *_ in entry["ended"]:
+                    del holders[key]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two steps in flight"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_blocks_are_held_and_given_back_as_in_vllm(
+    kind: str, async_scheduling: bool, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path / kind, kind)
+    settings = WorkerSettings(
+        model=tmp_path / kind,
+        block_size=BLOCK_SIZE,
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+    )
+    worker = build_worker(settings, kind, lambda: None)
+    groups = worker.description.groups
+    types = [group.kv_cache_group(BLOCK_SIZE, 128).attention_type for group in groups]
+    assert {one: types.count(one) for one in types} == KINDS[kind]
+    random = np.random.default_rng(1)
+    log = tmp_path / "steps.jsonl"
+    async with (
+        serving_replica(
+            ServingWorker(worker), async_scheduling=async_scheduling, step_log=log
+        ) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        for handle, length in enumerate(PROMPT_LENGTHS):
+            token_ids = random.integers(3, VOCAB_SIZE, length).tolist()
+            await gateway.add(handle, token_ids, sampling=sampling(MAX_TOKENS))
+        await gateway.finish(*range(len(PROMPT_LENGTHS)))
+        await replica.until_idle()
+        pool = await replica.pool.stats()
+        assert pool.num_free_blocks == pool.num_usable_blocks
+    entries = [json.loads(line) for line in log.read_text().splitlines()][1:]
+    steps = list(expected_free_blocks(entries, groups, pool.num_usable_blocks))
+    assert len(steps) > MAX_TOKENS
+    assert [expected for expected, _ in steps] == [free for _, free in steps]
