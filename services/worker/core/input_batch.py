@@ -57,9 +57,10 @@ class BatchLimits:
 
     def room(self, num_blocks: Iterable[int]) -> int:
         """The number of tokens of one sequence that fit in so many blocks of each group."""
-        sizes = self.block_sizes
-        fitting = (count * size for count, size in zip(num_blocks, sizes, strict=True))
-        return min(*fitting, self.max_model_len)
+        if not self.state_block_sizes:
+            return min(min(num_blocks) * self.block_size, self.max_model_len)
+        sizes = zip(num_blocks, self.block_sizes, strict=True)
+        return min(self.max_model_len, *(count * size for count, size in sizes))
 
 
 class InputBatch:
