@@ -169,6 +169,9 @@ class UpSettings:
     enable_prefix_caching: bool | None = passed_to(
         "scheduler", doc="find and share cached prompt prefixes"
     )
+    prefix_match_unit: int | None = passed_to(
+        "scheduler", doc="tokens of a block hash, where fewer than a block's", check=at_least(1)
+    )
     vllm_grpc_port: int | None = setting(
         None,
         doc="port where the scheduler serves vllm.grpc.engine.VllmEngine, for gateways such as "

@@ -50,6 +50,14 @@ class Ecosystem:
                 "--kv-events-replay-endpoint needs --kv-events-endpoint, where subscribers begin",
                 field="kv_events_replay_endpoint",
             )
+        if settings.prefix_match_unit is not None and (
+            settings.vllm_grpc_address or settings.kv_events_endpoint
+        ):
+            raise InvalidArgument(
+                "--prefix-match-unit is refused with --kv-events-endpoint and --vllm-grpc-address: "
+                "KV events tell of whole blocks",
+                field="prefix_match_unit",
+            )
         self._log = KVEventLog(settings.kv_events_buffer_steps)
         wanted = settings.vllm_grpc_address or settings.kv_events_endpoint
         self.recorder = KVEventRecorder(self._log) if wanted else None

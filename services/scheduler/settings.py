@@ -74,6 +74,12 @@ class SchedulerSettings(ServiceSettings):
         "there are as many as stages in any case, and no request is in two of them",
     )
     enable_prefix_caching: bool = setting(True, doc="find and share cached prompt prefixes")
+    prefix_match_unit: int | None = setting(
+        None,
+        doc="tokens of a block hash, of which blocks are a multiple: with recurrent layers prompts "
+        "are then found up to their last unit, inside a block too (default: a block)",
+        check=at_least(1),
+    )
     enable_chunked_prefill: bool = setting(
         True, doc="cut prompts into chunks; otherwise a prompt runs whole or waits"
     )

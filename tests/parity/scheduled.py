@@ -3,9 +3,10 @@ and no wire.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from stepwell.common.v1 import common_pb2
 
@@ -31,12 +32,13 @@ from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situa
 @dataclass(frozen=True)
 class Run:
     """What each prompt was answered, in order, and what it took. `num_cached_tokens`: of requests
-    that were admitted for the first time.
+    that were admitted for the first time. `num_copies`: blocks that were copied before steps.
     """
 
     outputs: list[list[int]]
     num_preemptions: int
     num_cached_tokens: int
+    num_copies: int
 
 
 async def generate(
@@ -45,8 +47,10 @@ async def generate(
     sampling: common_pb2.SamplingParams,
     *,
     async_scheduling: bool,
+    given: Sequence[Sequence[int]] | None = None,
+    **changes: Any,
 ) -> Run:
-    """Serves all prompts, of which the second half arrives three steps late."""
+    """Serves all prompts; see `serve`."""
     runner.reset()
 
     def submit(plan: SchedulerOutput) -> Future[StepOutput]:
@@ -55,7 +59,13 @@ async def generate(
         return answer
 
     return await serve(
-        submit, runner.limits, situation, sampling, async_scheduling=async_scheduling
+        submit,
+        runner.limits,
+        situation,
+        sampling,
+        async_scheduling=async_scheduling,
+        given=given,
+        **changes,
     )
 
 
@@ -67,8 +77,12 @@ async def serve(
     *,
     async_scheduling: bool = False,
     num_stages: int = 1,
+    given: Sequence[Sequence[int]] | None = None,
+    **changes: Any,
 ) -> Run:
-    """Serves all prompts with what runs the steps that are submitted, in order."""
+    """Serves prompts with what runs the steps that are submitted, in order. Those behind the eighth
+    arrive three steps late. `changes`: of the scheduler's configuration.
+    """
     groups = pool_groups(limits)
     num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)
     config = SchedulerConfig(
@@ -80,6 +94,7 @@ async def serve(
         groups=tuple(groups),
         async_scheduling=async_scheduling,
         pipeline_parallel_size=num_stages,
+        **changes,
     )
     pool = InProcessPool(config)
     scheduler = Scheduler(config, pool)
@@ -91,12 +106,12 @@ async def serve(
             num_prompt_tokens=len(prompt),
             sampling=replace(sampling_from_proto(sampling), max_tokens=MAX_TOKENS),
         )
-        for number, prompt in enumerate(prompts())
+        for number, prompt in enumerate(given or prompts())
     ]
     for request in requests[:8]:
         scheduler.add(request)
     in_flight: deque[tuple[SchedulerOutput, Future[StepOutput]]] = deque()
-    late, num_steps = requests[8:], 0
+    late, num_steps, num_copies = requests[8:], 0, 0
     while scheduler.has_work or in_flight or late:
         if num_steps == 3:
             while late:
@@ -105,6 +120,7 @@ async def serve(
         planned = False
         if scheduler.has_work:
             plan = await scheduler.schedule()
+            num_copies += len(plan.copies)
             pool.core.check()
             in_flight.append((plan, submit(plan)))
             planned = bool(plan.requests)
@@ -115,6 +131,7 @@ async def serve(
         [request.token_ids[request.num_prompt_tokens :] for request in requests],
         scheduler.num_preemptions,
         sum(request.num_cached_tokens or 0 for request in requests),
+        num_copies,
     )
 
 

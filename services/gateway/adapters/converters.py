@@ -201,6 +201,7 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
         fingerprint=message.fingerprint,
         tokenizer_fingerprint=message.tokenizer_fingerprint,
         block_size=message.block_size,
+        hash_block_size=message.hash_block_size or None,
         cache_node=message.cache_node,
         kvpool_address=message.kvpool_address,
         pool_id=message.pool_id,

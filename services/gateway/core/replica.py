@@ -41,6 +41,8 @@ class ReplicaDescription:
     """The pool's name there."""
     max_num_seqs: int = 0
     """Most sequences that run at once; 0: it does not say."""
+    hash_block_size: int | None = None
+    """Tokens that one hash of a chain stands for, where those are fewer than a block's."""
 
 
 @dataclass(frozen=True, slots=True)

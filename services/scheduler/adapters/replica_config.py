@@ -39,6 +39,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         async_scheduling=settings.async_scheduling and num_stages == 1,
         pipeline_parallel_size=num_stages,
         enable_prefix_caching=settings.enable_prefix_caching and not whole,
+        prefix_match_unit=settings.prefix_match_unit,
         enable_chunked_prefill=settings.enable_chunked_prefill and not whole,
         pooling=shape.pooler is not None,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
@@ -65,6 +66,11 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
             "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
             "prefixes are: set enable_prefix_caching"
         )
+    if settings.prefix_match_unit is not None and not config.aligns_states:
+        raise FailedPrecondition(
+            "prefix_match_unit is for models with recurrent layers whose states are cached: "
+            "without them prefixes are found in whole blocks"
+        )
     if conflict := config_conflict(config):
         raise FailedPrecondition(conflict)
     return config
@@ -90,6 +96,7 @@ def session_opened_to_proto(
         fingerprint=built.fingerprint,
         tokenizer_fingerprint=built.tokenizer_fingerprint,
         block_size=config.block_size,
+        hash_block_size=config.hash_block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=find_policy(config.policy).uses_priority,
         hidden_size=built.hidden_size,

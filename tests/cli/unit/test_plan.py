@@ -52,6 +52,7 @@ EVERYTHING = {
     "max_num_batched_tokens": 77,
     "policy": "priority",
     "enable_prefix_caching": False,
+    "prefix_match_unit": 8,
     "vllm_grpc_client_stops": True,
     "kv_events_endpoint": "tcp://*:5557",
     "kv_events_replay_endpoint": "tcp://*:5558",

@@ -346,6 +346,15 @@ def test_keys_are_those_of_the_chain_however_often_parts_of_it_were_seen(
         assert chain_keys.of(b"root", prompt, block_size, salt) == expected
 
 
+def test_of_a_chain_of_smaller_units_each_block_has_the_key_of_its_last() -> None:
+    tokens, chain_keys = list(range(70)), ChainKeys()
+    units = block_keys(hash_full_blocks(b"root", tokens, 2, cache_salt="salt"))
+    assert chain_keys.of(b"root", tokens, 4, "salt", 2) == units[1:34:2]
+    # The same tokens in units of another size are another chain.
+    whole = block_keys(hash_full_blocks(b"root", tokens, 4, cache_salt="salt"))
+    assert chain_keys.of(b"root", tokens, 4, "salt") == whole
+
+
 @given(st.lists(st.lists(st.integers(0, 3), max_size=8), max_size=5), st.lists(st.integers(0, 3)))
 def test_the_depth_of_what_was_sent_is_the_longest_common_beginning(
     sent: list[list[int]], asked: list[int]

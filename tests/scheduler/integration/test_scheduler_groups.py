@@ -110,6 +110,32 @@ async def test_a_pool_that_holds_no_request_in_all_groups_ends_the_start_with_a_
             pass
 
 
+OVERWRITTEN = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE,
+    block_size=200,
+    mamba_cache_mode=common_pb2.MAMBA_CACHE_MODE_NONE,
+)
+
+
+async def test_states_that_are_overwritten_are_not_served_with_prefix_caching() -> None:
+    with pytest.raises(FailedPrecondition, match="mamba_cache_mode align, or disable prefix"):
+        async with serving_replica(FakeWorker(groups=[FULL, OVERWRITTEN])):
+            pass
+
+
+async def test_a_unit_that_does_not_divide_blocks_is_refused() -> None:
+    worker = FakeWorker(groups=[FULL, STATE])
+    with pytest.raises(InvalidArgument, match="are not all whole multiples of 3"):
+        async with serving_replica(worker, prefix_match_unit=3):
+            pass
+
+
+async def test_a_unit_is_refused_where_nothing_is_found_inside_a_block() -> None:
+    with pytest.raises(FailedPrecondition, match="prefix_match_unit is for models with recurrent"):
+        async with serving_replica(FakeWorker(groups=[FULL, WINDOW]), prefix_match_unit=2):
+            pass
+
+
 async def test_states_are_not_served_without_chunks() -> None:
     with pytest.raises(FailedPrecondition, match="enable chunked prefill"):
         async with serving_replica(FakeWorker(groups=[STATE]), enable_chunked_prefill=False):

@@ -27,7 +27,11 @@ class CachedEstimate:
             return 0
         tokens = request.prompt_token_ids
         keys = self._chain_keys.of(
-            served.fingerprint, tokens, served.block_size, request.cache_salt
+            served.fingerprint,
+            tokens,
+            served.block_size,
+            request.cache_salt,
+            served.hash_block_size,
         )
         depth = max(self._directory.match(keys).values(), default=0)
         return min(depth * served.block_size, len(tokens) - 1)

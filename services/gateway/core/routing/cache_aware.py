@@ -118,7 +118,11 @@ class CacheAware:
             return []
         tokens = request.prompt_token_ids + inflight.output_token_ids
         return self._chain_keys.of(
-            served.fingerprint, tokens, served.block_size, request.cache_salt
+            served.fingerprint,
+            tokens,
+            served.block_size,
+            request.cache_salt,
+            served.hash_block_size,
         )
 
     def _offers(

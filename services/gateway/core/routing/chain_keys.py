@@ -25,22 +25,33 @@ class ChainKeys:
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
-        self._segments: OrderedDict[tuple[bytes, bytes], _Segment] = OrderedDict()
+        self._segments: OrderedDict[tuple[bytes, int, bytes], _Segment] = OrderedDict()
         self._max_segments = max_segments
 
-    def of(self, root: bytes, token_ids: list[int], block_size: int, cache_salt: str) -> list[int]:
-        """The keys of the full blocks of a prompt, in order. `root` is the model's fingerprint."""
+    def of(
+        self,
+        root: bytes,
+        token_ids: list[int],
+        block_size: int,
+        cache_salt: str,
+        hash_block_size: int | None = None,
+    ) -> list[int]:
+        """The keys of the full blocks of a prompt, in order: of each the last hash, where hashes
+        stand for fewer tokens than a block. `root` is the model's fingerprint.
+        """
+        unit = hash_block_size or block_size
+        last = block_size // unit - 1
         stride = 4 * block_size * BLOCKS_PER_SEGMENT
         packed = pack_token_ids(token_ids[: len(token_ids) // block_size * block_size])
         parent, extra_keys = root, encode_extra_keys(cache_salt)
         keys: list[int] = []
         for start in range(0, len(packed), stride):
             part = packed[start : start + stride]
-            name = (parent + extra_keys, part)
+            name = (parent + extra_keys, unit, part)
             segment = self._segments.get(name)
             if segment is None:
-                hashes = hash_packed_blocks(parent, part, block_size, extra_keys)
-                segment = _Segment(hashes[-1], block_keys(hashes))
+                hashes = hash_packed_blocks(parent, part, unit, extra_keys)
+                segment = _Segment(hashes[-1], block_keys(hashes[last :: last + 1]))
                 if len(part) == stride:
                     self._remember(name, segment)
             else:
@@ -49,7 +60,7 @@ class ChainKeys:
             parent, extra_keys = segment.last_hash, b""
         return keys
 
-    def _remember(self, name: tuple[bytes, bytes], segment: _Segment) -> None:
+    def _remember(self, name: tuple[bytes, int, bytes], segment: _Segment) -> None:
         self._segments[name] = segment
         if len(self._segments) > self._max_segments:
             self._segments.popitem(last=False)

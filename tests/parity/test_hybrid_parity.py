@@ -1,0 +1,155 @@
+"""States of recurrent layers in blocks of the pool, however they are kept and shared: greedy output
+is that of transformers.
+
+Scheduler, pool and runner are the real ones. That hybrids are served so by default, alone,
+together, in chunks and under preemption, is tested in test_scheduled_parity.py and
+test_services_parity.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stepwell.common.v1 import common_pb2
+from transformers import PreTrainedModel
+
+from services.common.kv_cache_groups import MambaCacheMode
+from services.worker.build import build_worker
+from services.worker.core.model_runner import ModelRunner
+from services.worker.settings import WorkerSettings
+from tests.parity.oracle import first_choices
+from tests.parity.scheduled import Run, generate
+from tests.parity.situations import BLOCK_SIZE, GREEDY, LARGE_POOL, SITUATIONS, SMALL_POOL
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.runner_driver import build_runner
+from tests.worker.serving_worker import ServingWorker
+
+KINDS = ["bamba", "qwen3_next"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model on disk, and as transformers has it."""
+
+    directory: Path
+    model: PreTrainedModel
+
+    def runner(self, mode: MambaCacheMode = MambaCacheMode.ALIGN) -> ModelRunner:
+        return build_runner(
+            self.directory,
+            block_size=BLOCK_SIZE,
+            num_blocks=LARGE_POOL,
+            mamba_cache_mode=mode,
+        )
+
+    def assert_parity(self, given: list[list[int]], run: Run) -> None:
+        for number, (prompt, output) in enumerate(zip(given, run.outputs, strict=True)):
+            assert output == first_choices(self.model, prompt, output), f"request {number}"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    return Served(directory, save_tiny_model(directory, request.param))
+
+
+def turns() -> list[list[int]]:
+    """Prompts that come again, alone, followed by more, or up to their last token; two of them end
+    inside a block.
+    """
+    random = np.random.default_rng(5)
+    first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))
+    return [
+        *(first, second, [*first, 7, 8, 9], first, second),
+        *(second + first[:6], first + second[:9], [*first[:26], 5, 6], first, second),
+        *(first + second, [*second, 11], [*first, 7, 8, 9, 4, 4, 4], second[:38] + first),
+    ]
+
+
+async def serve(served: Served, name: str, runner: ModelRunner, **changes: Any) -> list[Run]:
+    """Serves the turns with one step in flight and with two, both with parity."""
+    greedy, runs = common_pb2.SamplingParams(**GREEDY), []
+    for async_scheduling in (False, True):
+        runs.append(
+            await generate(
+                runner,
+                SITUATIONS[name],
+                greedy,
+                async_scheduling=async_scheduling,
+                given=turns(),
+                **changes,
+            )
+        )
+        served.assert_parity(turns(), runs[-1])
+        assert (runs[-1].num_preemptions > 0) == (SITUATIONS[name].num_blocks == SMALL_POOL)
+    return runs
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+async def test_a_hit_inside_a_block_goes_on_in_a_copy_of_the_state(
+    served: Served, name: str
+) -> None:
+    runner = served.runner()
+    whole = await serve(served, name, runner)
+    inside = await serve(served, name, runner, prefix_match_unit=BLOCK_SIZE // 2)
+    for at_ends, anywhere in zip(whole, inside, strict=True):
+        assert at_ends.num_copies == 0
+        assert anywhere.num_copies > 0
+        assert anywhere.num_cached_tokens > at_ends.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+async def test_a_state_that_each_step_overwrites(served: Served, name: str) -> None:
+    runner = served.runner(MambaCacheMode.NONE)
+    for run in await serve(served, name, runner, enable_prefix_caching=False):
+        assert run.num_cached_tokens == 0
+
+
+async def test_retention_keeps_states_where_prompts_end_and_part(served: Served) -> None:
+    runner = served.runner()
+    for run in await serve(served, "sixteen together", runner, prefix_cache_retention_interval=0):
+        assert run.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "setting", "cached"),
+    [
+        # Of 27 tokens 26 are whole units, six blocks and a half.
+        (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
+        (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
+        (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),
+    ],
+    ids=["inside a block", "at the end of a block", "none"],
+)
+async def test_hits_over_the_services(
+    served: Served, mode: MambaCacheMode, setting: dict[str, Any], cached: list[int]
+) -> None:
+    settings = WorkerSettings(
+        model=served.directory,
+        block_size=BLOCK_SIZE,
+        max_model_len=128,
+        max_num_seqs=8,
+        mamba_cache_mode=mode,
+    )
+    worker = ServingWorker(build_worker(settings, "hybrid", lambda: None))
+    first = turns()[0]
+    given = [first, [*first, 7, 8, 9], first]
+    async with (
+        serving_replica(worker, **setting) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert gateway.opened is not None
+        assert gateway.opened.block_size == BLOCK_SIZE
+        for handle, prompt in enumerate(given):
+            await gateway.add(handle, prompt, sampling=sampling(**GREEDY))
+            await gateway.finish(handle)
+        await replica.until_idle()
+    for handle, prompt in enumerate(given):
+        output = gateway.heard[handle].tokens
+        assert output == first_choices(served.model, prompt, output)
+    assert [gateway.heard[handle].num_cached_tokens for handle in range(3)] == cached
