@@ -117,7 +117,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                         await self._add(session, add)
                 case "chunk":
                     try:
-                        self._submitter.submit_chunk(session, message.chunk)
+                        await self._submitter.submit_chunk(session, message.chunk)
                     except StepwellError as error:
                         session.reject(message.chunk.handle, error)
                 case "abort":

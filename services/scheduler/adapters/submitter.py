@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -64,7 +65,7 @@ class RequestSubmitter:
         self._sessions.own(session, message.handle, request)
         self._engine.add(request)
 
-    def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
+    async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
         """Begins the next turn of a client's session. Raises StepwellError if it is refused; then
         the session has ended.
         """
@@ -74,6 +75,12 @@ class RequestSubmitter:
         except StepwellError:
             self._client_sessions.end(session, message.handle)
             raise
+        config = self._intake.config
+        if config.enable_prefix_caching and len(chunk.token_ids) > HASH_INLINE_TOKENS:
+            hashes = await asyncio.to_thread(
+                request.hashes_with, config.fingerprint, config.hash_block_size, chunk.token_ids
+            )
+            chunk = replace(chunk, block_hashes=hashes)
         self._engine.add_chunk(request, chunk)
 
     async def _hash(self, request: Request) -> None:

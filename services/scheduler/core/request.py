@@ -56,6 +56,10 @@ class InputChunk:
     baggage: str = ""
     queued_unix_nanos: int = 0
     """When it came to this replica."""
+    block_hashes: Sequence[BlockHash] = ()
+    """Those that the session has with it and lacks without it, if they were computed apart from the
+    steps.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +253,7 @@ class Request(ComputedTokens):
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
         """Continues a session with further prompt."""
         self.token_ids += chunk.token_ids
+        self.block_hashes += chunk.block_hashes
         self.num_prompt_tokens = len(self.token_ids)
         self.num_cached_tokens = None
         self.sampling = chunk.sampling
@@ -273,17 +278,27 @@ class Request(ComputedTokens):
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
         """Computes the hashes of all full blocks of known tokens."""
-        known = self.block_hashes
-        if (len(known) + 1) * block_size <= len(self.token_ids):
-            known += hash_full_blocks(
-                root,
-                self.token_ids,
-                block_size,
-                cache_salt=self.cache_salt,
-                adapter_digest=self.adapter_digest,
-                encoder_inputs=self.encoder_inputs,
-                known=known,
-            )
+        if (len(self.block_hashes) + 1) * block_size <= len(self.token_ids):
+            self.block_hashes += self._further_hashes(root, block_size, self.token_ids)
+
+    def hashes_with(
+        self, root: bytes, block_size: int, token_ids: Sequence[int]
+    ) -> list[BlockHash]:
+        """The hashes that it lacks of its full blocks, if these tokens followed."""
+        return self._further_hashes(root, block_size, [*self.token_ids, *token_ids])
+
+    def _further_hashes(
+        self, root: bytes, block_size: int, token_ids: Sequence[int]
+    ) -> list[BlockHash]:
+        return hash_full_blocks(
+            root,
+            token_ids,
+            block_size,
+            cache_salt=self.cache_salt,
+            adapter_digest=self.adapter_digest,
+            encoder_inputs=self.encoder_inputs,
+            known=self.block_hashes,
+        )
 
     def take_blocks(
         self, terms: Admission, blocks: BlockTables, block_size: int, hash_block_size: int

@@ -7,7 +7,8 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from tests.scheduler.fake_worker import FakeWorker
+from services.scheduler.adapters.submitter import HASH_INLINE_TOKENS
+from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
@@ -154,3 +155,17 @@ async def test_a_drain_ends_sessions_between_turns(replica: Replica, gateway: Ga
     await replica.until_idle()
     await replica.admin.Undrain(scheduler_pb2.UndrainRequest())
     await begin(gateway, 2, FIRST)
+
+
+async def test_long_input_is_hashed_beside_the_steps_and_found_by_others() -> None:
+    worker = FakeWorker(num_blocks=2000, max_model_len=4000, max_num_batched_tokens=512)
+    long = [token % 900 + 3 for token in range(HASH_INLINE_TOKENS + 100)]
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        await begin(gateway, 1, FIRST)
+        await gateway.add_chunk(1, len(HELD), long, sampling=sampling(2))
+        said = await gateway.until_turn(1, 2)
+        assert said[4:] == continuation([*HELD, *long], 2)
+        await gateway.add(2, [*HELD, *long], sampling=sampling(1))
+        await gateway.finish(2)
+        whole = (len(HELD) + len(long) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert gateway.heard[2].num_cached_tokens == whole

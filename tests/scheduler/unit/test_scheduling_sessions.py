@@ -130,3 +130,19 @@ async def test_a_state_that_a_step_in_flight_overwrites_is_not_gone_on_from() ->
     assert told.start == {"s": 4}, "the end of its first block, where a state is cached"
     await story.run()
     assert session.token_ids[9:] == continuation([*prompt(6), *prompt(3, first=700)], 2)
+
+
+async def test_hashes_of_long_input_may_be_computed_apart_from_the_steps() -> None:
+    story = Story()
+    session = story.add("s", prompt(6), max_tokens=2, resumable=True)
+    await story.steps(2)
+    more = prompt(9, first=700)
+    config = story.scheduler.config
+    hashes = session.hashes_with(config.fingerprint, config.hash_block_size, more)
+    sampling = SamplingParams(max_tokens=1)
+    story.scheduler.add_chunk(session, InputChunk(more, sampling, block_hashes=hashes))
+    assert len(session.block_hashes) == 4, "of 16 tokens"
+    await story.step()
+    whole = [*prompt(6), *continuation(prompt(6), 1), *more]
+    story.add("same", [*whole, 1], max_tokens=1)
+    assert (await story.step()).start["same"] == 16
