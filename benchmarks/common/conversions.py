@@ -1,15 +1,29 @@
 """Converts requests, steps and outputs between the services' own types, without messages."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from services.common.ids import RequestKey
+from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import BlockTables
 from services.gateway.core.request import EngineRequest
+from services.scheduler.core.kv_connector import (
+    BlockTransfer,
+    KVConnectorMetadata,
+    KVTransferResults,
+)
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
-from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput, StepOutput
+from services.worker.core.step import (
+    AppendedBlocks,
+    Int32Array,
+    NewRequest,
+    StepInput,
+    StepOutput,
+    TierBlocks,
+    TierLoad,
+)
 
 _GENERATION = 1
 
@@ -39,6 +53,27 @@ def to_step(plan: SchedulerOutput) -> StepInput:
             _new_request(request, tables) for request, tables in plan.block_tables.items()
         ),
         appended_blocks=_appended(plan.appended_blocks),
+        **_tier_transfers(plan.kv_connector_metadata),
+    )
+
+
+def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:
+    """What is stored in the tier of offloaded blocks and loaded from it."""
+    if metadata is None:
+        return {}
+    return {
+        "tier_stores": _tier_blocks(metadata.stores) if metadata.stores else None,
+        "tier_loads": tuple(
+            TierLoad(load.request, _tier_blocks(load.blocks)) for load in metadata.loads
+        ),
+    }
+
+
+def _tier_blocks(transfers: Sequence[BlockTransfer]) -> TierBlocks:
+    return TierBlocks(
+        _ints([transfer.block for transfer in transfers]),
+        _ints([transfer.tier_block for transfer in transfers]),
+        tuple(transfer.key for transfer in transfers),
     )
 
 
@@ -73,7 +108,17 @@ def to_output(output: StepOutput) -> ModelRunnerOutput:
     for count in output.num_tokens.tolist():
         token_ids.append(flat[start : start + count])
         start += count
-    return ModelRunnerOutput(token_ids, nan_requests=frozenset(output.nan_requests))
+    transfers = KVTransferResults(
+        [RequestKey(load.request) for load in output.ended_tier_loads],
+        invalid_block_ids=[
+            BlockId(block)
+            for load in output.ended_tier_loads
+            for block in load.invalid_block_ids.tolist()
+        ],
+    )
+    return ModelRunnerOutput(
+        token_ids, nan_requests=frozenset(output.nan_requests), kv_transfers=transfers
+    )
 
 
 def _ints(values: Sequence[int | None]) -> Int32Array:

@@ -36,7 +36,7 @@ from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
 from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.replica_config import scheduler_config
+from services.scheduler.adapters.replica_config import make_connector, scheduler_config
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.output import (
@@ -202,13 +202,14 @@ class InProcessClient:
 
 
 class InProcess:
-    """The composition. `client` is there while its context is entered."""
+    """The composition. `client` and `engine` are there while its context is entered."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._compute = ComputeThread()
         self._tasks = AsyncExitStack()
         self.client: InProcessClient
+        self.engine: EngineCore
 
     async def __aenter__(self) -> "InProcess":
         worker = await self._compute.submit(self._load)
@@ -217,8 +218,8 @@ class InProcess:
         config = scheduler_config(SchedulerSettings(kvpool="", workers=()), shape)
         local = LocalEngine(_limits(built, config))
         pool = InProcessPool(config)
-        local.engine = EngineCore(
-            Scheduler(config, pool),
+        self.engine = local.engine = EngineCore(
+            Scheduler(config, pool, make_connector(config, shape)),
             RunnerExecutor(worker.runner, self._compute),
             OneReplica(),
             local,
