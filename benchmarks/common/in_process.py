@@ -28,6 +28,7 @@ from benchmarks.common.load import Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
+from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.core.admission.arrivals import Arrival, Arrivals
 from services.gateway.core.delta import Finish
@@ -226,10 +227,12 @@ class InProcess:
             Unobserved(),
             Unobserved(),
         )
+        tokenizer = load_tokenizer(self._settings.model)
         inference = Inference(
             built.model_name,
-            load_tokenizer(self._settings.model),
+            tokenizer,
             local,
+            GrammarJudge(tokenizer.to_json),
             defaults=SamplingDefaults(),
             max_choices=1,
             max_items=2**17,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
+from services.common.structured_outputs import StructuredOutputs
 
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
@@ -52,6 +53,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     repetition_detection: RepetitionDetection | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def penalises(self) -> bool:
@@ -79,6 +81,8 @@ class SamplingParams:
         self._validate_choice(vocab_size)
         if self.repetition_detection is not None:
             self.repetition_detection.validate()
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
 
     def _validate_numbers(self, vocab_size: int) -> None:
         for field, (low, high) in RANGES.items():

@@ -9,6 +9,10 @@ from stepwell.common.v1 import common_pb2
 from services.common.proto_fields import require_same_fields
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
+from services.common.structured_outputs_proto import (
+    structured_outputs_from_proto,
+    structured_outputs_to_proto,
+)
 
 require_same_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR)
 require_same_fields(RepetitionDetection, common_pb2.RepetitionDetection.DESCRIPTOR)
@@ -48,11 +52,13 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "repetition_detection": lambda message: RepetitionDetection.of(
         message.max_pattern_size, message.min_pattern_size, message.min_count
     ),
+    "structured_outputs": structured_outputs_from_proto,
 }
 """Reads the fields that are not plain numbers."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
     "repetition_detection": lambda repetition: common_pb2.RepetitionDetection(**asdict(repetition)),
+    "structured_outputs": structured_outputs_to_proto,
 }
 """Writes the fields that consist of messages."""

@@ -23,6 +23,7 @@ from services.gateway.adapters.discovery.discovery import Discovery
 from services.gateway.adapters.fleet_metrics import FleetCollector, FleetMetrics
 from services.gateway.adapters.genai_metrics import GenAiMetrics
 from services.gateway.adapters.generation_config import read_sampling_defaults
+from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.http.server_routes import ServerRoutes
 from services.gateway.adapters.idempotency.metrics import KeyedCollector
@@ -167,6 +168,7 @@ def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fl
         settings.model_name,
         tokenizer,
         fleet,
+        GrammarJudge(tokenizer.to_json),
         defaults=read_sampling_defaults(settings.generation_config, settings.model),
         max_choices=settings.max_choices_per_request,
         max_items=settings.max_items_per_request,

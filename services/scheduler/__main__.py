@@ -30,6 +30,7 @@ from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
 from services.scheduler.adapters.engine_observer import EngineObserver
+from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.readiness import ReplicaReadiness
@@ -120,6 +121,7 @@ async def _serve(
                 shape,
                 scheduler,
                 executor,
+                workers,
                 replica,
                 node,
                 ecosystem,
@@ -169,6 +171,7 @@ class SchedulerService:
         shape: ReplicaShape,
         scheduler: Scheduler,
         executor: TracedExecutor,
+        workers: WorkerGroup,
         replica: ReplicaClient,
         cache_node: str,
         ecosystem: Ecosystem,
@@ -221,7 +224,13 @@ class SchedulerService:
         opened = session_opened_to_proto(shape, config, incarnation)
         opened.cache_node = cache_node
         opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
-        self._submitter = RequestSubmitter(self._engine, intake, sessions, client_sessions)
+        self._submitter = RequestSubmitter(
+            self._engine,
+            intake,
+            sessions,
+            client_sessions,
+            GrammarPreparation(workers, self._engine.grammar_compiled),
+        )
         activity = Activity(
             self._engine, self.statistics, counts, steps, pool_channel, settings.replica
         )

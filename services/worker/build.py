@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -45,6 +46,7 @@ from services.worker.platforms.interface import Parts
 from services.worker.platforms.machine import usable_processors
 from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
+from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class _Builder:
             lockstep = Lockstep(ranks, every, explain, self._membership.rank)
             parts = replace(parts, lockstep=lockstep, stage=_stage(self._group, loaded))
         parts = self._with_tier(parts)
+        parts = replace(parts, grammars=self._grammars(parts))
         sizing = self._size_kv_cache(parts, groups)
         for line in sizing.explanation.split("; "):
             logger.info("KV cache: %s", line)
@@ -147,7 +150,16 @@ class _Builder:
             pooler=None if parts.pooler is None else parts.pooler.end.pooler,
             num_tier_blocks=parts.limits.num_tier_blocks,
         )
-        return Worker(self._warm_runner(parts), description)
+        return Worker(self._warm_runner(parts), description, parts.grammars)
+
+    def _grammars(self, parts: Parts) -> Grammars | None:
+        """What holds outputs to grammars, where this rank samples."""
+        if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
+            return None
+        loaded = parts.loaded
+        return Grammars(
+            partial(model_compiler, self._settings.model, loaded.vocab_size, loaded.eos_token_ids)
+        )
 
     def _build_whole(
         self, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str

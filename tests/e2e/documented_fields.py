@@ -61,7 +61,8 @@ def examples() -> dict[str, list[Example]]:
 
 def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
     """The fields of a body, those of its parts behind theirs, with dots between."""
-    for name, field in body.model_fields.items():
+    for attribute, field in body.model_fields.items():
+        name = field.alias or attribute
         yield name
         for part in _bodies_in(field.annotation):
             yield from (f"{name}.{inner}" for inner in fields_of_body(part))

@@ -10,6 +10,7 @@ from typing import Any
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
+from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.core.delta import Finish
 from services.gateway.core.generation import Answer
@@ -153,6 +154,7 @@ class KeyedGateway:
             "tiny",
             tokenizer,
             self.engine,
+            GrammarJudge(tokenizer.to_json),
             defaults=SamplingDefaults(),
             max_choices=8,
             max_items=1000,

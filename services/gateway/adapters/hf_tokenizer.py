@@ -175,6 +175,11 @@ class HfTokenizer:
     def token_name(self, token_id: int) -> str:
         return self._backend.id_to_token(token_id) or ""
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         if size < _INLINE_CHARACTERS:
             return work()

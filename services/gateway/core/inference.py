@@ -15,7 +15,7 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import in_session
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
-from services.gateway.core.ports import Engine, TextTooLong, Tokenizer
+from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request import (
     OTHER_RUNNER,
     ClientRequest,
@@ -65,6 +65,7 @@ class Inference:
         model_name: str,
         tokenizer: Tokenizer,
         engine: Engine,
+        grammars: Grammars,
         *,
         defaults: SamplingDefaults,
         max_choices: int,
@@ -80,6 +81,7 @@ class Inference:
         self.max_logprobs = max_logprobs
         self._defaults = defaults
         self._engine = engine
+        self._grammars = grammars
         self._max_choices = max_choices
         self._draw_seed = draw_seed
         self._unix_nanos = unix_nanos
@@ -170,6 +172,8 @@ class Inference:
                 await asyncio.sleep(0)
                 num_checked = 0
         self.check_num_choices(len(request.prompts), request.n, request.best_of)
+        if (wanted := request.sampling.structured_outputs) is not None:
+            await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
         await self._turn_for(request.num_choices)
         identity = Identity(request.request_id, self._draw_seed(), self._unix_nanos())
         sequences = to_engine_requests(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from services.common.structured_outputs import StructuredOutputs
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.wait import Wait
 from services.gateway.core.delta import Delta
@@ -163,6 +164,17 @@ class PrefixDirectory(Protocol):
         are left out. `keys` are those of the chain's blocks, see `services.common.kv_directory`.
         """
         ...
+
+
+class Grammars(Protocol):
+    """Judges what outputs are to conform to."""
+
+    async def check(
+        self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """Raises InvalidArgument for what an output of this vocabulary cannot be held to, and
+        ResourceExhausted while too many others are compiled.
+        """
 
 
 class TextTooLong(Exception):

@@ -65,6 +65,7 @@ def model_runner_output_from_proto(
         _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
+        refused_tokens=_refused(response),
         execute_nanos=response.execute_nanos,
         pooled={item.index: item.values for item in response.pooled},
         kv_transfers=kv_transfers,
@@ -74,6 +75,11 @@ def model_runner_output_from_proto(
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
     """Where the time of a request went; None where it was not measured."""
     return None if times is None else scheduler_pb2.RequestTimes(**times._asdict())
+
+
+def _refused(response: worker_pb2.ExecuteResponse) -> dict[int, int]:
+    requests = unpack_token_ids(response.refused_requests)
+    return dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:

@@ -8,6 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
 from services.scheduler.adapters.client_sessions import ClientSessions
+from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.core.engine_core import EngineCore
@@ -26,6 +27,7 @@ class RequestSubmitter:
         intake: RequestIntake,
         sessions: Sessions,
         client_sessions: ClientSessions,
+        grammars: GrammarPreparation,
     ) -> None:
         self.is_draining = False
         """Whether this process stops: sessions of gateways end once their requests have."""
@@ -37,6 +39,7 @@ class RequestSubmitter:
         self._intake = intake
         self._sessions = sessions
         self._client_sessions = client_sessions
+        self._grammars = grammars
 
     def drain(self) -> None:
         """Refuses new requests from here on, and further turns."""
@@ -63,6 +66,7 @@ class RequestSubmitter:
         request.resumable = message.resumable and self._client_sessions.has_room
         await self._hash(request)
         self._sessions.own(session, message.handle, request)
+        self._grammars.begin(request)
         self._engine.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
@@ -75,6 +79,7 @@ class RequestSubmitter:
         except StepwellError:
             self._client_sessions.end(session, message.handle)
             raise
+        self._grammars.begin_turn(chunk)
         config = self._intake.config
         if config.enable_prefix_caching and len(chunk.token_ids) > HASH_INLINE_TOKENS:
             hashes = await asyncio.to_thread(

@@ -11,6 +11,8 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.status import from_peer
+from services.common.structured_outputs import StructuredOutputs
+from services.common.structured_outputs_proto import structured_outputs_to_proto
 from services.scheduler.adapters.converters import (
     last_token_ids,
     num_stages,
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 5.0
+GRAMMAR_TIMEOUT_SECONDS = 10.0
 STEP_FLOOR_SECONDS = 2.0
 """The least time that a step is allowed, however short steps are: the machine may be busy."""
 
@@ -47,6 +50,19 @@ class Rank:
         try:
             return await self._stub.Describe(
                 worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_peer(f"the worker at {self.address}", error) from error
+
+    async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
+        """Lets the worker compile it. Raises StepwellError: InvalidArgument if that cannot be
+        done.
+        """
+        message = structured_outputs_to_proto(wanted)
+        try:
+            await self._stub.PrepareGrammar(
+                worker_pb2.PrepareGrammarRequest(structured_outputs=message),
+                timeout=GRAMMAR_TIMEOUT_SECONDS,
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer(f"the worker at {self.address}", error) from error
@@ -141,6 +157,13 @@ class WorkerGroup:
         request = worker_pb2.ExecuteRequest(generation=generation, owner=self._owner)
         await (await self._send(request, 0, self._deadlines.ceiling_seconds))
         self._is_open = True
+
+    async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
+        """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
+        ranks = (rank.prepare_grammar(wanted) for rank in self._ranks)
+        for done in await asyncio.gather(*ranks, return_exceptions=True):
+            if isinstance(done, BaseException):
+                raise done
 
     def close(self) -> None:
         """Ends every stream."""

@@ -82,6 +82,8 @@ def step_output_to_proto(
             for index, of in output.logprobs.items()
         ],
         nan_requests=_packed(output.nan_requests),
+        refused_requests=_packed(np.array(list(output.refused_tokens), np.int32)),
+        refused_tokens=_packed(np.array(list(output.refused_tokens.values()), np.int32)),
         queue_nanos=queue_nanos,
         execute_nanos=execute_nanos,
         pooled=[

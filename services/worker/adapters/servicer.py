@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from math import inf
@@ -15,6 +16,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.errors import Aborted, StepwellError, Unavailable
 from services.common.lease import Lease
 from services.common.lease_proto import holder_from_proto
+from services.common.structured_outputs_proto import structured_outputs_from_proto
 from services.common.telemetry import Tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import (
@@ -54,6 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._worker: Worker | None = None
         self._seen_generation = 0
         self._stream: _StepStream | None = None
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def open(self, worker: Worker) -> None:
         """Begins to answer calls."""
@@ -74,6 +77,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         message = description_to_proto(self._loaded().description)
         message.seen_generation = self._seen_generation
         return message
+
+    async def PrepareGrammar(
+        self, request: worker_pb2.PrepareGrammarRequest, context: _Context
+    ) -> worker_pb2.PrepareGrammarResponse:
+        grammars = self._loaded().grammars
+        if grammars is not None:
+            wanted = structured_outputs_from_proto(request.structured_outputs)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, grammars.prepare, wanted)
+        return worker_pb2.PrepareGrammarResponse()
 
     async def Execute(
         self,

@@ -37,6 +37,7 @@ from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.models.model import Model, wanted_rows
+from services.worker.sampling.grammar import Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.sampler import Sampler
 
@@ -51,7 +52,8 @@ class ModelRunner:
     `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
     ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
     where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
-    pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks.
+    pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks. `grammars`:
+    what outputs may be held to.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ModelRunner:
         states: HybridCache | None = None,
         stage: PipelineStage | None = None,
         tier: KVTier | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -81,7 +84,8 @@ class ModelRunner:
         self.tier = tier
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
-        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
+        self._grammars = grammars
+        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, grammars)
         self._generation: int | None = None
         self._num_prompt_logprobs: dict[int, int] = {}
         """By row, for requests that ask for log-probabilities of their prompts."""
@@ -103,7 +107,7 @@ class ModelRunner:
             self._device_tokens.reset()
         if self.tier is not None:
             self.tier.reset()
-        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size)
+        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars)
 
     def execute(self, step: StepInput) -> StepOutput:
         """Runs one step and waits for its output. Raises as `begin` does."""
@@ -311,7 +315,7 @@ class ModelRunner:
             sampled.add(tokens.order[indexes], output)
             drafts = self._batch.token_ids[rows, known[indexes] + offset]
             accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
-            accepted[output.nan_rows] = False
+            accepted[output.nan_rows] = accepted[output.refused_rows] = False
             self._batch.append_one(rows, output.token_ids)
             active, offset = active[accepted], offset + 1
 

@@ -15,9 +15,12 @@ class Sampled:
         self._token_ids: list[np.ndarray] = []
         self._logprobs: dict[int, list[LogprobRows]] = {}
         self._nan_requests: list[int] = []
+        self._refused_tokens: dict[int, int] = {}
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
         """Adds one token of each request in `indexes`; rows of `output` are in that order."""
+        for index in indexes[output.refused_rows].tolist():
+            self._refused_tokens[index] = sum(int((of == index).sum()) for of in self._indexes)
         self._indexes.append(indexes)
         self._token_ids.append(output.token_ids)
         for row, rows in output.logprobs.items():
@@ -48,4 +51,5 @@ class Sampled:
             token_ids=token_ids,
             logprobs=logprobs,
             nan_requests=np.array(sorted(self._nan_requests), np.int32),
+            refused_tokens=dict(sorted(self._refused_tokens.items())),
         )

@@ -123,10 +123,11 @@ class StepOutput:
     """The output of a step, in the order of its requests.
 
     `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
-    request. `nan_requests`: indexes of requests whose logits held NaN. `pooled`: vectors, float32,
-    of the requests whose prompt the step computed to its end, by index. `waited_nanos`: for how
-    long it waited for the pipeline stage before. `ended_tier_loads`: those that ended since the
-    step before.
+    request. `nan_requests`: indexes of requests whose logits held NaN. `refused_tokens`: by index
+    of the request, which of its tokens is the first that its grammar refuses. `pooled`: vectors,
+    float32, of the requests whose prompt the step computed to its end, by index. `waited_nanos`:
+    for how long it waited for the pipeline stage before. `ended_tier_loads`: those that ended since
+    the step before.
     """
 
     generation: int
@@ -135,6 +136,7 @@ class StepOutput:
     token_ids: Int32Array
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
+    refused_tokens: dict[int, int] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     waited_nanos: int = 0
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()

@@ -8,6 +8,7 @@ from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.sampling.grammar import Grammars
 
 
 class StepRunner(Protocol):
@@ -68,7 +69,10 @@ class WorkerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The runner of steps, and the description that the scheduler asks for."""
+    """The runner of steps, and the description that the scheduler asks for. `grammars`: what it may
+    hold outputs to; None if it samples no tokens.
+    """
 
     runner: StepRunner
     description: WorkerDescription
+    grammars: Grammars | None = None

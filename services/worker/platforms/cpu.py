@@ -73,6 +73,7 @@ class CpuPlatform:
             states=states,
             stage=parts.stage,
             tier=_tier(parts, attention),
+            grammars=parts.grammars,
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

@@ -142,13 +142,16 @@ def runner_on(
     tokens do not depend on the other requests in its steps; xFormers' kernel must suit every layer.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
-    pooler, lockstep = parts.pooler, parts.lockstep
+    pooler, lockstep, grammars = parts.pooler, parts.lockstep, parts.grammars
     device_tokens = None
     if pooler is None:
         device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
-        return ModelRunner(model, plain, limits, device, device_tokens, None, lockstep, pooler)
+        return ModelRunner(
+            *(model, plain, limits, device, device_tokens, None, lockstep, pooler),
+            grammars=grammars,
+        )
 
     # Imported here because it imports xFormers, which a worker on the CPU does not need.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
@@ -158,7 +161,10 @@ def runner_on(
     )
     records = parts.loaded.is_static and pooler is None
     buckets = DecodeBuckets(model, attention, device) if records else None
-    return ModelRunner(model, attention, limits, device, device_tokens, buckets, lockstep, pooler)
+    return ModelRunner(
+        *(model, attention, limits, device, device_tokens, buckets, lockstep, pooler),
+        grammars=grammars,
+    )
 
 
 def _release() -> None:

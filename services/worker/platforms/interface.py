@@ -17,13 +17,14 @@ from services.worker.core.pooler import PromptPooler
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
 from services.worker.platforms.prompt_shapes import PromptShape
+from services.worker.sampling.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
-    generates, `stage` for a whole model. `tier_memory` is that of offloaded blocks, None if there
-    are none.
+    generates, `stage` for a whole model, `grammars` where outputs are not constrained.
+    `tier_memory` is that of offloaded blocks, None if there are none.
     """
 
     loaded: LoadedModel
@@ -34,6 +35,7 @@ class Parts:
     pooler: PromptPooler | None = None
     stage: PipelineStage | None = None
     tier_memory: Bytes | None = None
+    grammars: Grammars | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""

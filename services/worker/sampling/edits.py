@@ -12,6 +12,7 @@ import numpy as np
 from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import keep_only
+from services.worker.sampling.grammar import GrammarMask
 
 
 class LogitEdit(Protocol):
@@ -25,21 +26,25 @@ class LogitEdit(Protocol):
 
 
 def logit_edits(
-    params: SamplingParams, token_ids: Int32Array, num_prompt_tokens: int
+    params: SamplingParams,
+    token_ids: Int32Array,
+    num_prompt_tokens: int,
+    grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
     """The edits that the parameters ask for, in the order in which they apply.
 
-    `token_ids` is the prompt and the output so far.
+    `token_ids` is the prompt and the output so far. `grammar`: of a request with
+    `structured_outputs`.
     """
     output = token_ids[num_prompt_tokens:]
-    edits: list[LogitEdit] = []
+    edits: list[LogitEdit] = [] if grammar is None else [grammar]
     if params.allowed_token_ids:
         edits.append(AllowedTokens(params.allowed_token_ids))
     if params.bad_words:
         edits.append(BadWords(params.bad_words, output))
     ending = params.stop_token_ids + params.eos_token_ids
     if params.min_tokens > len(output) and ending:
-        edits.append(MinTokens(ending, params.min_tokens - len(output)))
+        edits.append(MinTokens(ending, params.min_tokens - len(output), grammar))
     if params.logit_bias_token_ids:
         edits.append(LogitBias(params.logit_bias_token_ids, params.logit_bias_values))
     if params.penalises:
@@ -81,14 +86,19 @@ class BadWords:
 
 
 class MinTokens:
-    """Bans the tokens that would end the request while it lacks `missing` tokens."""
+    """Bans the tokens that would end the request while it lacks `missing` tokens, unless its
+    output is complete by its grammar and can only end.
+    """
 
-    def __init__(self, ending: tuple[int, ...], missing: int) -> None:
+    def __init__(
+        self, ending: tuple[int, ...], missing: int, grammar: GrammarMask | None = None
+    ) -> None:
         self._ending = np.array(ending, dtype=np.int64)
         self._missing = missing
+        self._grammar = grammar
 
     def apply(self, logits: Float32Array) -> None:
-        if self._missing > 0:
+        if self._missing > 0 and not (self._grammar is not None and self._grammar.is_complete):
             logits[self._ending] = -np.inf
 
     def append(self, token_id: int) -> None:  # noqa: ARG002

@@ -15,6 +15,7 @@ from services.worker.sampling.arrays import (
 )
 from services.worker.sampling.edits import LogitEdit, logit_edits
 from services.worker.sampling.filters import keep_only, kept_token_ids
+from services.worker.sampling.grammar import GrammarMask, Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.philox import random_states
 from services.worker.sampling.race import Race
@@ -29,6 +30,7 @@ class SamplerOutput:
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
+    refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class _Request:
     params: SamplingParams
     temperature: np.float32
     edits: tuple[LogitEdit, ...]
+    grammar: GrammarMask | None
 
 
 class Sampler:
@@ -65,8 +68,9 @@ class Sampler:
 
     A row goes through these stages, in vLLM's order:
 
-      1. log-probabilities, of the logits as the model gave them;
-      2. edits: allowed tokens, bad words, min tokens, logit bias, penalties;
+      1. log-probabilities, of the logits as the model gave them, or of those that the grammar of
+         a request leaves;
+      2. edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties;
       3. temperature; 0 takes the best token, the lowest id among equals, and ends here;
       4. filters: min-p, top-k, top-p;
       5. the draw: a race of exponentials, each a function of the request's seed, the position of
@@ -80,7 +84,11 @@ class Sampler:
     as passes over the whole batch, and less memory. Races are run for several rows at a time.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None = None
+    ) -> None:
+        """`grammars`: needed by requests with `structured_outputs`."""
+        self._vocab_size, self._grammars = vocab_size, grammars
         self._requests: dict[int, _Request] = {}
         self._row_numbers = np.arange(max_num_seqs)
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -107,11 +115,12 @@ class Sampler:
         """
         if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
+        grammar = self._grammar(params, token_ids[num_prompt_tokens:])
         edits = logit_edits(
-            params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders
+            params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders, grammar
         )
         temperature = np.float32(params.temperature)
-        self._requests[batch_row] = _Request(params, temperature, edits)
+        self._requests[batch_row] = _Request(params, temperature, edits, grammar)
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
         self._parameters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
@@ -152,28 +161,53 @@ class Sampler:
         """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].
 
         The tokens become part of the requests. The logits are not changed. A row is reported in
-        `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample; this
-        does not affect other rows.
+        `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample, in
+        `refused_rows` if its grammar and its other parameters do; this does not affect other rows.
         """
         on_host: Float32Array = logits.numpy(force=True)
         token_ids = on_host.argmax(axis=1)
         usable = np.isfinite(on_host[self._row_numbers[: len(on_host)], token_ids])
+        refused = list[int]()
         plain = self._is_plain[batch_rows]
         if not plain.all():
             rows = np.flatnonzero(usable & ~plain)
             self._choose_some(on_host, batch_rows, rows, token_ids, usable)
+            unusable = rows[~usable[rows]].tolist()
+            refused = [row for row in unusable if self._requests[batch_rows[row]].grammar]
         token_ids[~usable] = 0
-        self._append(batch_rows, token_ids)
         logprobs = {
-            row: logprob_rows(on_host[row : row + 1], token_ids[row : row + 1], num_top)
+            row: logprob_rows(
+                self._reported(on_host[row], batch_rows[row]), token_ids[row : row + 1], num_top
+            )
             for row, num_top in self.num_logprobs(batch_rows).items()
             if usable[row]
         }
+        self._append(batch_rows, token_ids)
+        usable[refused] = True
         return SamplerOutput(
             token_ids=token_ids.astype(np.int32),
             logprobs=logprobs,
             nan_rows=np.flatnonzero(~usable).astype(np.int32),
+            refused_rows=np.array(refused, np.int32),
         )
+
+    def _grammar(self, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
+        """What holds a request to its `structured_outputs`, after the output so far."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("this sampler cannot constrain outputs")
+        return GrammarMask(
+            self._grammars, params.structured_outputs, output.tolist(), self._vocab_size
+        )
+
+    def _reported(self, logits: Float32Array, batch_row: int) -> Float32Array:
+        """The logits [1, V] of which log-probabilities are reported."""
+        grammar = self._requests[batch_row].grammar
+        if grammar is not None:
+            logits = logits.copy()
+            grammar.apply(logits)
+        return logits[None]
 
     def _choose_some(
         self,

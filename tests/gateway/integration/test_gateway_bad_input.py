@@ -156,10 +156,54 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("tool choice", {"messages": CHAT, "tool_choice": "auto"}, "tool_choice"),
     (
-        "constrained",
-        {"messages": CHAT, "response_format": {"type": "json_object"}},
+        "an unknown format",
+        {"messages": CHAT, "response_format": {"type": "yaml"}},
         "response_format",
     ),
+    (
+        "a schema that is none",
+        {
+            "messages": CHAT,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "what"}},
+            },
+        },
+        "response_format",
+    ),
+    (
+        "no schema",
+        {
+            "messages": CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a"}},
+        },
+        "response_format.json_schema.schema",
+    ),
+    (
+        "a wrong expression",
+        {"messages": CHAT, "structured_outputs": {"regex": "("}},
+        "structured_outputs",
+    ),
+    (
+        "two forms",
+        {"messages": CHAT, "structured_outputs": {"regex": "a", "choice": ["a"]}},
+        "structured_outputs",
+    ),
+    (
+        "a form and a format",
+        {
+            "messages": CHAT,
+            "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "json_object"},
+        },
+        "structured_outputs",
+    ),
+    (
+        "a structural tag",
+        {"messages": CHAT, "structured_outputs": {"regex": "a", "structural_tag": {}}},
+        "structured_outputs.structural_tag",
+    ),
+    ("an old name", {"messages": CHAT, "guided_json": {}}, "guided_json"),
     ("top without logprobs", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
     (
         "too many top",

@@ -113,9 +113,14 @@ CHATS: dict[str, Handling] = {
     ),
     "prompt_cache_retention": no_effect("in_memory", refused=("24h",)),
     "reasoning_effort": no_effect("none", refused=("low", "high")),
-    "response_format": no_effect(
-        {"type": "text"},
-        refused=({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a"}}),
+    "response_format": honoured(
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "strict": True, "schema": {"type": "boolean"}},
+            }
+        },
     ),
     "safety_identifier": no_effect("someone"),
     "seed": honoured({"seed": 4}),

@@ -13,6 +13,7 @@ from stepwell.common.v1 import common_pb2
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.http.bodies import ChatCompletionBody, CompletionBody, SamplingBody
 from services.gateway.adapters.http.sampling import sampling_from_body
 
@@ -49,6 +50,11 @@ OTHER_FIELDS = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
 }
 
 # For each parameter a field of a body, and what becomes of it. Values are exact in float32.
@@ -74,6 +80,10 @@ EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
     "repetition_detection": (
         {"repetition_detection": {"max_pattern_size": 9, "min_count": 4}},
         RepetitionDetection(9, 1, 4),
+    ),
+    "structured_outputs": (
+        {"structured_outputs": {"regex": "a+"}},
+        StructuredOutputs(StructuredOutputsKind.REGEX, "a+"),
     ),
 }
 

@@ -20,10 +20,14 @@ from services.gateway.adapters.http.fields import (
     TokenIds,
     given,
 )
+from services.gateway.adapters.http.formats import (
+    ResponseFormat,
+    StructuredOutputsBody,
+    TextFormat,
+)
 from services.gateway.core.request import ChatRole
 
 _NO_TOOLS = "tools are not supported"
-_NO_FORMAT = "constrained output is not supported"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
@@ -51,6 +55,7 @@ class SamplingBody(Body):
     # OpenAI's.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    response_format: ResponseFormat | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: Int | None = None
     n: Int | None = None
@@ -79,8 +84,14 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: Int | None = None
     repetition_detection: RepetitionDetectionBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    # The names that vLLM had for what is in structured_outputs.
+    guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Only(why="send structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Only(why="send structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Only(why="send structured_outputs.grammar")] = None
     # What changes nothing here.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -90,7 +101,10 @@ class SamplingBody(Body):
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         """The error with its field named as in this body."""
-        return error
+        of_format = self.response_format is not None and self.structured_outputs is None
+        if not of_format or isinstance(self.response_format, TextFormat):
+            return error
+        return renamed(error, {"structured_outputs": "response_format"})
 
 
 class CompletionBody(SamplingBody):
@@ -109,7 +123,6 @@ class CompletionBody(SamplingBody):
     # Ours: of which session it is a turn.
     session: str | None = Field(default=None, min_length=1, max_length=128)
     suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
-    response_format: Annotated[Any, Only({"type": "text"}, why=_NO_FORMAT)] = None
 
 
 class SessionBody(Body):
@@ -180,7 +193,6 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
-    response_format: Annotated[Any, Only({"type": "text"}, why=_NO_FORMAT)] = None
     tools: Annotated[Any, Only([], why=_NO_TOOLS)] = None
     tool_choice: Annotated[Any, Only("none", why=_NO_TOOLS)] = None
     parallel_tool_calls: Annotated[Any, Only(True, False, why=_NO_TOOLS)] = None
@@ -200,7 +212,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
-        return renamed(error, names)
+        return renamed(super().in_client_words(error), names)
 
 
 class PooledBody(Body):

@@ -8,6 +8,7 @@ from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
+from services.gateway.adapters.http.formats import wanted_form
 from services.gateway.core.inference import Inference
 from services.gateway.core.request import ClientRequest, Prompt
 
@@ -58,6 +59,7 @@ async def sampling_from_body(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_outputs=wanted_form(body.response_format, body.structured_outputs),
         **given,
     )
 
@@ -116,6 +118,7 @@ _COMPUTED = {
     "logprobs",
     "prompt_logprobs",
     "eos_token_ids",
+    "structured_outputs",
 }
 """Parameters that more than one field of a body decides, or none of the same name."""
 

@@ -1,0 +1,101 @@
+"""Compiles what outputs conform to for one vocabulary, by llguidance: at the edge to judge it, in
+workers to hold outputs to it. Both find the same.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from services.common.structured_outputs import (
+    StructuredOutputs,
+    StructuredOutputsKind,
+    invalid,
+)
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_COMPILE_SECONDS = 2.0
+"""Most processor time of one compilation that is accepted. Sizes bound it, too: the worst known
+text of those sizes takes about as long.
+"""
+
+_JSON_OPTIONS: "JsonCompileOptions" = {
+    # Between two tokens of JSON; without a bound a model may go on with blanks for ever.
+    "whitespace_pattern": r"[ \n\t]{1,80}",
+    # What it cannot hold outputs to exactly is refused, whatever the schema says.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# Bounds of a token's mask, in llguidance's units of work, of which some 15,000 take a millisecond.
+_STEP_LEXER_FUEL = 60_000
+_STEP_MAX_ITEMS = 10_000
+_MAX_LEXER_STATES = 20_000
+_MAX_REASON = 300
+
+
+class GrammarCompiler:
+    """Makes matchers over the tokens of one model. May be used by several threads."""
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """`tokenizer_json` is the text of a tokenizer.json. Tokens of the model that it lacks, up
+        to `vocab_size`, are never allowed; `eos_token_ids` where an output may end. Takes a second
+        for a large vocabulary. Raises ValueError for a tokenizer whose tokens are not made of
+        bytes.
+        """
+        described = json.loads(tokenizer_json)
+        described["truncation"] = described["padding"] = None
+        self._tokenizer = LLTokenizer(
+            json.dumps(described), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+        )
+        self._limits = LLParserLimits(
+            step_lexer_fuel=_STEP_LEXER_FUEL,
+            step_max_items=_STEP_MAX_ITEMS,
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
+
+    def compile(self, wanted: StructuredOutputs) -> LLMatcher:
+        """A matcher at the beginning of an output. Raises InvalidArgument, with llguidance's
+        reason, for what it does not know or cannot hold an output to.
+
+        Compiling does not hold the interpreter's lock.
+        """
+        wanted.validate()
+        began = time.thread_time()
+        try:
+            grammar = _grammar(wanted)
+        except ValueError as error:
+            raise invalid(f"{wanted.kind.value}: {_reason(str(error))}") from error
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise invalid(f"{wanted.kind.value}: {_reason(matcher.get_error())}")
+        if time.thread_time() - began > MAX_COMPILE_SECONDS:
+            raise invalid(f"{wanted.kind.value}: takes too long to compile")
+        return matcher
+
+
+def _grammar(wanted: StructuredOutputs) -> str:
+    """What is demanded, in llguidance's form. Raises ValueError for what cannot be one."""
+    if wanted.kind is StructuredOutputsKind.JSON:
+        return LLMatcher.grammar_from_json_schema(wanted.text, overrides=_JSON_OPTIONS)
+    if wanted.kind is StructuredOutputsKind.REGEX:
+        return LLMatcher.grammar_from_regex(wanted.text)
+    if wanted.kind is StructuredOutputsKind.CHOICE:
+        texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choices())
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+    return grammar_from("grammar", wanted.text)
+
+
+def _reason(error: str) -> str:
+    """The first lines of an error, which say what is wrong, in one."""
+    if error.startswith("NoExtension"):
+        return "no output conforms to it"
+    return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_REASON]

@@ -1,0 +1,92 @@
+"""What a client demands of the form of an output, by vLLM's name `structured_outputs`."""
+
+import enum
+import json
+from dataclasses import dataclass
+
+from services.common.errors import InvalidArgument
+
+FIELD = "structured_outputs"
+MAX_TEXT_BYTES = 65_536
+MAX_DEPTH = 64
+MAX_NODES = 10_000
+MAX_CHOICES = 4096
+
+
+class StructuredOutputsKind(enum.Enum):
+    """The forms that describe what an output conforms to; values are vLLM's names of them."""
+
+    JSON = "json"
+    """JSON that a JSON Schema accepts; its text is the schema, a JSON object."""
+    REGEX = "regex"
+    """A text that a regular expression matches as a whole."""
+    CHOICE = "choice"
+    """One of several texts; its text is a JSON list of them."""
+    GRAMMAR = "grammar"
+    """A text of a context-free grammar, as Lark or GBNF write one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """What an output conforms to, from its first character to its last."""
+
+    kind: StructuredOutputsKind
+    text: str
+
+    def validate(self) -> None:
+        """Raises InvalidArgument for a text that is empty, or larger than is compiled: its bytes
+        and, of JSON, its values and how deep they are nested.
+        """
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise invalid("holds half a surrogate pair, which is no text") from error
+        if not size:
+            raise invalid(f"{self.kind.value} is empty")
+        if size > MAX_TEXT_BYTES:
+            raise invalid(f"{self.kind.value} has {size} bytes; at most {MAX_TEXT_BYTES}")
+        if "\0" in self.text:
+            raise invalid(f"{self.kind.value} must not hold NUL")
+        if self.kind is StructuredOutputsKind.JSON:
+            self._check_schema()
+        elif self.kind is StructuredOutputsKind.CHOICE:
+            self.choices()
+
+    def choices(self) -> list[str]:
+        """The texts of CHOICE. Raises InvalidArgument unless there is a list of some."""
+        choices = self._read()
+        if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+            raise invalid("choice must be a list of strings")
+        if not 0 < len(choices) <= MAX_CHOICES:
+            raise invalid(f"choice has {len(choices)} texts; it may have 1 to {MAX_CHOICES}")
+        return choices
+
+    def _check_schema(self) -> None:
+        schema = self._read()
+        if not isinstance(schema, dict):
+            raise invalid("json must be a JSON Schema, which is an object")
+        num_nodes, level = 0, list[object]([schema])
+        for _ in range(MAX_DEPTH):
+            num_nodes += len(level)
+            level = [inner for outer in level for inner in _inside(outer)]
+        if level:
+            raise invalid(f"json is nested more than {MAX_DEPTH} deep")
+        if num_nodes > MAX_NODES:
+            raise invalid(f"json has {num_nodes} values; at most {MAX_NODES}")
+
+    def _read(self) -> object:
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{self.kind.value} is not JSON") from error
+
+
+def invalid(problem: str) -> InvalidArgument:
+    """The refusal of a request whose `structured_outputs` has this problem."""
+    return InvalidArgument(f"{FIELD}: {problem}", field=FIELD)
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

@@ -1,0 +1,125 @@
+"""What clients demand of the form of an answer: OpenAI's `response_format`, vLLM's
+`structured_outputs`.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.errors import InvalidArgument
+from services.common.structured_outputs import FIELD, StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.fields import Body, Only, Texts, given
+
+_ANY_OBJECT = '{"type": "object"}'
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_NO_TAGS = "structural tags are not supported"
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A schema, with what else OpenAI's clients send; answers are held to it whatever `strict`."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def _by_type(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) else None
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    Discriminator(
+        _by_type,
+        custom_error_type="alternative",
+        custom_error_message="must be an object whose type is text, json_object or json_schema: "
+        + _NO_TAGS,
+    ),
+]
+
+
+class StructuredOutputsBody(Body):
+    """Exactly one form that an answer has, as vLLM's clients write it."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given(name) for name in _FORMS]})
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: Annotated[Any, Only(why=_NO_TAGS)] = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        forms = (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+        if sum(form is not None for form in forms) != 1:
+            raise PydanticCustomError(
+                "alternative", "must have exactly one of " + ", ".join(_FORMS)
+            )
+        return self
+
+    @property
+    def wanted(self) -> StructuredOutputs:
+        """The form, not checked."""
+        if self.regex is not None:
+            return StructuredOutputs(StructuredOutputsKind.REGEX, self.regex)
+        if self.choice is not None:
+            text = json.dumps(self.choice, ensure_ascii=False)
+            return StructuredOutputs(StructuredOutputsKind.CHOICE, text)
+        if self.grammar is not None:
+            return StructuredOutputs(StructuredOutputsKind.GRAMMAR, self.grammar)
+        if self.json_object:
+            return StructuredOutputs(StructuredOutputsKind.JSON, _ANY_OBJECT)
+        text = self.json_ if isinstance(self.json_, str) else _schema_text(self.json_ or {})
+        return StructuredOutputs(StructuredOutputsKind.JSON, text)
+
+
+def wanted_form(
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
+    structured_outputs: StructuredOutputsBody | None,
+) -> StructuredOutputs | None:
+    """What an answer is to conform to; None: it is free. Raises InvalidArgument for two forms."""
+    of_format = None
+    if isinstance(response_format, JsonObjectFormat):
+        of_format = StructuredOutputs(StructuredOutputsKind.JSON, _ANY_OBJECT)
+    elif isinstance(response_format, JsonSchemaFormat):
+        text = _schema_text(response_format.json_schema.schema_)
+        of_format = StructuredOutputs(StructuredOutputsKind.JSON, text)
+    if structured_outputs is None:
+        return of_format
+    if of_format is not None:
+        raise InvalidArgument(
+            f"{FIELD} and response_format both say what an answer conforms to: send one of them",
+            field=FIELD,
+        )
+    return structured_outputs.wanted
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

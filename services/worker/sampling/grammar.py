@@ -1,0 +1,205 @@
+"""Outputs that conform to a JSON schema, an expression or a grammar: a mask over the logits of a
+request, made anew for each token by llguidance's matcher.
+
+Where a matcher is depends on the output so far alone, so that it is made again from the tokens
+after a preemption or the loss of a worker, and is the same on all ranks.
+"""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.structured_outputs import StructuredOutputs
+from services.worker.sampling.arrays import BoolArray, Float32Array
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from services.common.grammar_compiler import GrammarCompiler
+
+logger = logging.getLogger(__name__)
+
+_MAX_CACHED = 32
+
+
+class Grammars:
+    """What the outputs of requests conform to, compiled; the ones used last are kept.
+
+    Nothing is loaded before the first of them. May be used by several threads: `prepare` by one
+    that no step waits for.
+    """
+
+    def __init__(self, make_compiler: "Callable[[], GrammarCompiler]") -> None:
+        """`make_compiler` raises FailedPrecondition if there is no suitable tokenizer."""
+        self._make_compiler = make_compiler
+        self._compiler: GrammarCompiler | None = None
+        self._making = Lock()
+        self._cached: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._using_cache = Lock()
+
+    def prepare(self, wanted: StructuredOutputs) -> None:
+        """Compiles it, unless it is kept. Raises InvalidArgument if that cannot be done, and
+        FailedPrecondition for a model without a suitable tokenizer.
+        """
+        self._template(wanted)
+
+    def matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
+        """A matcher at the beginning of an output. Raises as `prepare` does.
+
+        It shares its automaton, which grows while it is used, with others of the same text.
+        """
+        return self._template(wanted).deep_copy()
+
+    def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
+        """The same with an automaton of its own, and later ones share another: for where a shared
+        one has grown to its limit. Raises as `prepare` does.
+        """
+        with self._using_cache:
+            self._cached.pop(wanted, None)
+        return self._compile(wanted)
+
+    def _template(self, wanted: StructuredOutputs) -> "LLMatcher":
+        with self._using_cache:
+            if (kept := self._cached.get(wanted)) is not None:
+                self._cached.move_to_end(wanted)
+                return kept
+        compiled = self._compile(wanted)
+        with self._using_cache:
+            kept = self._cached.setdefault(wanted, compiled)
+            while len(self._cached) > _MAX_CACHED:
+                self._cached.popitem(last=False)
+        return kept
+
+    def _compile(self, wanted: StructuredOutputs) -> "LLMatcher":
+        with self._making:
+            if self._compiler is None:
+                self._compiler = self._make_compiler()
+        return self._compiler.compile(wanted)
+
+
+class GrammarMask:
+    """Bans the tokens with which the output of one request could not conform to what is demanded,
+    and its end where it is not complete. A logit edit, the first of a request.
+    """
+
+    def __init__(
+        self, grammars: Grammars, wanted: StructuredOutputs, output: Sequence[int], vocab_size: int
+    ) -> None:
+        """`output`: the tokens so far."""
+        self._grammars, self._wanted = grammars, wanted
+        self._output = list(output)
+        self._packed = np.zeros(-(-vocab_size // 32), np.int32)
+        self._banned: BoolArray = np.ones(vocab_size, np.bool_)
+        self._is_current = False
+        self._matcher: LLMatcher | None = self._made(grammars.matcher)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no token is allowed: the output does not conform, or is too complex to go on."""
+        self._update()
+        return self._matcher is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output can only end."""
+        return self._matcher is not None and self._matcher.is_stopped()
+
+    def apply(self, logits: Float32Array) -> None:
+        self._update()
+        np.copyto(logits, -np.inf, where=self._banned)
+
+    def append(self, token_id: int) -> None:
+        self._output.append(token_id)
+        self._is_current = False
+        if self._matcher is not None and not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+    def _update(self) -> None:
+        """Makes the mask of the next token, unless it is made."""
+        if self._is_current:
+            return
+        self._is_current = True
+        if self._matcher is not None and not self._fill(self._matcher):
+            # A shared automaton may have grown to its limit by others' outputs.
+            self._matcher = self._made(self._grammars.unshared_matcher)
+            if self._matcher is not None and not self._fill(self._matcher):
+                logger.warning("an output ends unfinished: %s", self._matcher.get_error())
+                self._matcher = None
+        if self._matcher is None:
+            self._banned[:] = True
+            return
+        bits = np.unpackbits(
+            self._packed.view(np.uint8), count=len(self._banned), bitorder="little"
+        )
+        np.equal(bits, 0, out=self._banned)
+
+    def _fill(self, matcher: "LLMatcher") -> bool:
+        """Whether the matcher made a mask, in `_packed`."""
+        matcher.unsafe_compute_mask_ptr(self._packed.ctypes.data, self._packed.nbytes)
+        return not matcher.is_error()
+
+    def _made(self, make: "Callable[[StructuredOutputs], LLMatcher]") -> "LLMatcher | None":
+        """A matcher after the output so far; None if there is none."""
+        try:
+            matcher = make(self._wanted)
+        except (InvalidArgument, FailedPrecondition) as error:
+            logger.warning("an output cannot be constrained: %s", error.message)
+            return None
+        for token_id in self._output:
+            if matcher.is_stopped():
+                break
+            matcher.consume_token(token_id)
+        return matcher
+
+
+def model_compiler(
+    directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
+) -> "GrammarCompiler":
+    """A compiler for the tokenizer of a model directory; outputs end with the tokens given, or the
+    one that the tokenizer names. Raises FailedPrecondition if there is no suitable one.
+    """
+    # Only here: most workers need none.
+    from services.common.grammar_compiler import GrammarCompiler  # noqa: PLC0415
+
+    try:
+        text = _tokenizer_json(directory)
+        own = _own_eos_token_id(directory, text)
+        ending = {*eos_token_ids, *([] if own is None or own >= vocab_size else [own])}
+        return GrammarCompiler(text, vocab_size, sorted(ending))
+    except (OSError, ValueError) as error:
+        raise FailedPrecondition(
+            f"structured outputs are not available with this model's tokenizer: {error}"
+        ) from error
+
+
+def _tokenizer_json(directory: Path) -> str:
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        return path.read_text()
+    # Only for tokenizers in other forms, since it takes seconds.
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    text: str = tokenizer.backend_tokenizer.to_str()
+    return text
+
+
+def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
+    """The end of sequence that tokenizer_config.json names; None if it names none."""
+    path = directory / "tokenizer_config.json"
+    named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
+    content = named.get("content") if isinstance(named, dict) else named
+    described = json.loads(tokenizer_json)
+    for token in described.get("added_tokens", ()):
+        if token["content"] == content:
+            return int(token["id"])
+    vocabulary = described["model"].get("vocab")
+    found = vocabulary.get(content) if isinstance(vocabulary, dict) else None
+    return None if found is None else int(found)

@@ -1,0 +1,237 @@
+"""Answers that are held to a form, by the servers and the model as they ship: streamed and not, in
+a batch with others, preempted, after a kill, and on two ranks.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from benchmarks.soak.replicas import Replicas
+from services.cli.settings import UpSettings
+from services.cli.supervisor import RestartPolicy
+from tests.e2e.stack import ROOT, Stack
+from tests.structured_forms import FORMS, PERSON
+
+MODEL = ROOT / "models" / "demo"
+PROMPT = "class Point:"
+MAX_TOKENS = 400
+PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Stack]:
+    """A pool that holds about a third of what the tests ask at once."""
+    stack = Stack(MODEL, "--num-blocks", "64", "--max-model-len", "512")
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+async def http(demo: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=demo.url, timeout=100) as client:
+        yield client
+
+
+def body(seed: int, **others: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "seed": seed, **others}
+
+
+async def ask(http: httpx.AsyncClient, wanted: dict[str, Any]) -> dict[str, Any]:
+    response = await http.post("/v1/completions", json=wanted)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return dict(choice)
+
+
+async def stream(
+    http: httpx.AsyncClient,
+    wanted: dict[str, Any],
+    on_piece: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """As `ask`, in pieces; `on_piece` is called with their number."""
+    text, finish, count = "", None, 0
+    async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                piece = json.loads(line[6:])
+                assert "error" not in piece, piece
+                text += piece["choices"][0]["text"]
+                finish = piece["choices"][0]["finish_reason"] or finish
+                count += 1
+                on_piece(count)
+    return {"text": text, "finish_reason": finish}
+
+
+def check(name: str, answer: dict[str, Any]) -> None:
+    """A whole answer has its form; one that was cut is no more than begun."""
+    assert answer["finish_reason"] in ("stop", "length")
+    if answer["finish_reason"] == "stop":
+        assert FORMS[name].accepts(answer["text"]), (name, answer["text"])
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_an_answer_has_its_form_streamed_and_whole(
+    name: str, http: httpx.AsyncClient
+) -> None:
+    ended = 0
+    for seed in range(3):
+        wanted = body(seed, structured_outputs=FORMS[name].sent)
+        whole = await ask(http, wanted)
+        check(name, whole)
+        streamed = await stream(http, wanted)
+        assert streamed["text"] == whole["text"]
+        assert streamed["finish_reason"] == whole["finish_reason"]
+        ended += whole["finish_reason"] == "stop"
+    assert ended
+
+
+async def preemptions(http: httpx.AsyncClient) -> int:
+    found = PREEMPTIONS.findall((await http.get("/metrics")).text)
+    return sum(map(int, found))
+
+
+async def test_preempted_and_beside_others_each_answer_is_the_one_that_it_is_alone(
+    http: httpx.AsyncClient,
+) -> None:
+    wanted = [
+        body(seed, structured_outputs=FORMS[name].sent)
+        for seed, name in enumerate([*FORMS, "person", "person", "person"])
+    ]
+    wanted += [body(seed, max_tokens=200, ignore_eos=True) for seed in range(8)]
+    alone = [await ask(http, one) for one in wanted]
+    before = await preemptions(http)
+    together = await asyncio.gather(*(ask(http, one) for one in wanted))
+    assert await preemptions(http) > before
+    assert [answer["text"] for answer in together] == [answer["text"] for answer in alone]
+    for name, answer in zip(FORMS, together, strict=False):
+        check(name, answer)
+
+
+@pytest.mark.parametrize("service", ["worker", "scheduler"])
+async def test_answers_go_on_when_a_service_is_killed(
+    service: str, demo: Stack, http: httpx.AsyncClient
+) -> None:
+    wanted = [body(seed, structured_outputs=FORMS["person"].sent) for seed in range(6)]
+    wanted += [body(6, max_tokens=200, ignore_eos=True)]
+    alone = [await ask(http, one) for one in wanted]
+    pid, hit = demo.pids()[service], False
+
+    def on_piece(number: int) -> None:
+        nonlocal hit
+        if number == 8 and not hit:
+            hit = True
+            demo.hit(service, signal.SIGKILL)
+
+    after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
+    assert hit
+    assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
+    demo.wait_until_back(service, pid)
+
+
+async def test_answers_go_on_at_another_replica() -> None:
+    settings = UpSettings(model=MODEL, num_threads=1, num_blocks=200, replicas=2)
+    wanted = [body(seed, structured_outputs=FORMS["person"].sent) for seed in range(6)]
+    # Sockets lie in the directory: its path must be short.
+    with tempfile.TemporaryDirectory(prefix="stepwell-forms-") as directory:
+        async with (
+            Replicas(settings, Path(directory), RestartPolicy()) as replicas,
+            httpx.AsyncClient(base_url=f"http://{replicas.http}", timeout=100) as http,
+        ):
+            alone = [await ask(http, one) for one in wanted]
+            hit = False
+
+            def on_piece(number: int) -> None:
+                nonlocal hit
+                if number == 8 and not hit:
+                    hit = True
+                    os.kill(replicas.pid("scheduler-0"), signal.SIGKILL)
+
+            after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
+    assert hit
+    assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
+    for answer in after:
+        check("person", answer)
+
+
+async def test_two_ranks_agree_at_every_step() -> None:
+    flags = ("--num-blocks", "200", "--dtype", "float32")
+    wanted = [body(seed, structured_outputs=FORMS[name].sent) for seed, name in enumerate(FORMS)]
+    texts = []
+    for more in ((), ("--tensor-parallel-size", "2")):
+        stack = Stack(
+            MODEL, *flags, *more, environ={"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"}
+        )
+        try:
+            async with httpx.AsyncClient(base_url=stack.url, timeout=100) as http:
+                answers = await asyncio.gather(*(ask(http, one) for one in wanted))
+        finally:
+            stack.close()
+        for name, answer in zip(FORMS, answers, strict=True):
+            check(name, answer)
+        texts.append([answer["text"] for answer in answers])
+    assert texts[0] == texts[1]
+
+
+async def test_openais_client_gets_what_its_response_format_asks_for(demo: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none") as client:
+        for response_format in (
+            {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}},
+            {"type": "json_object"},
+        ):
+            answer = await client.chat.completions.create(
+                model=demo.model,
+                messages=[{"role": "user", "content": "who?"}],
+                response_format=response_format,  # type: ignore[arg-type]
+                max_completion_tokens=300,
+                seed=1,
+            )
+            (choice,) = answer.choices
+            assert choice.message.content is not None
+            if choice.finish_reason == "stop":
+                assert isinstance(json.loads(choice.message.content), dict)
+            else:
+                assert choice.message.content.startswith("{")
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(
+                model=demo.model,
+                messages=[{"role": "user", "content": "who?"}],
+                response_format={
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"not": {}}},
+                },
+            )
+        assert refused.value.param == "response_format"
+
+
+async def test_documented_examples_are_answered_as_documented(http: httpx.AsyncClient) -> None:
+    section = (ROOT / "docs" / "sampling.md").read_text().partition("## Structured outputs")[2]
+    examples = [json.loads(line) for line in re.findall(r"^\{.*\}$", section, re.MULTILINE)]
+    assert {form for example in examples for form in example["structured_outputs"]} == {
+        *("json", "regex", "choice", "grammar")
+    }
+    for example in examples:
+        answer = await ask(http, example)
+        assert answer["finish_reason"] == "stop", (example, answer)
+        form, of = next(iter(example["structured_outputs"].items()))
+        text = answer["text"]
+        if form == "json":
+            person = json.loads(text)
+            assert isinstance(person["name"], str)
+            assert person["age"] >= 0
+        elif form == "regex":
+            assert re.fullmatch(of, text)
+        elif form == "choice":
+            assert text in of
+        else:
+            assert FORMS["gbnf"].accepts(text)

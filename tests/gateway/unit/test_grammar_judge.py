@@ -1,0 +1,151 @@
+"""The edge judges what outputs are to conform to, in a thread of its own."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.structured_outputs import (
+    MAX_DEPTH,
+    MAX_TEXT_BYTES,
+    StructuredOutputs,
+    StructuredOutputsKind,
+)
+from services.gateway.adapters.grammar_judge import GrammarJudge
+from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from tests.gateway.tiny_tokenizer import write_tokenizer
+
+JSON, REGEX = StructuredOutputsKind.JSON, StructuredOutputsKind.REGEX
+CHOICE, GRAMMAR = StructuredOutputsKind.CHOICE, StructuredOutputsKind.GRAMMAR
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return load_tokenizer(directory).to_json()
+
+
+@pytest.fixture
+def judge(tokenizer_json: str) -> GrammarJudge:
+    return GrammarJudge(lambda: tokenizer_json)
+
+
+async def verdict(judge: GrammarJudge, kind: StructuredOutputsKind, text: str) -> str:
+    """What a client is told; empty if nothing is wrong."""
+    try:
+        await judge.check(StructuredOutputs(kind, text), VOCAB_SIZE, [0])
+    except InvalidArgument as error:
+        return f"{error.field}: {error.message.partition(': ')[2]}"
+    return ""
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+BAD = [
+    (REGEX, "(", "unclosed group"),
+    (REGEX, "a(?=b)", "look-around"),
+    (REGEX, r"(a)\1", "backreferences"),
+    (REGEX, "", "regex is empty"),
+    (REGEX, "a\0b", "must not hold NUL"),
+    (REGEX, "\ud800", "surrogate"),
+    (REGEX, "a" * (MAX_TEXT_BYTES + 1), f"at most {MAX_TEXT_BYTES}"),
+    (JSON, '{"type": "what"}', "Invalid type: what"),
+    (JSON, '{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
+    (JSON, '{"not": {}, "x-guidance": {"lenient": true}}', 'Unimplemented keys: ["not"]'),
+    (JSON, '{"oneOf": [{"type": "string"}, {"maxLength": 3}]}', "oneOf"),
+    (JSON, '{"$ref": "#"}', "no output conforms to it"),
+    (JSON, '{"$ref": "http://localhost/schema"}', "does not fetch"),
+    (JSON, '{"enum": []}', "Unsatisfiable"),
+    (JSON, "[1]", "which is an object"),
+    (JSON, "{", "json is not JSON"),
+    (JSON, json.dumps(nested(MAX_DEPTH)), f"more than {MAX_DEPTH} deep"),
+    (JSON, "[" * 30_000, "json is not JSON"),
+    (JSON, json.dumps({"enum": [1] * 11_000}), "values; at most"),
+    (CHOICE, "[]", "it may have 1 to"),
+    (CHOICE, '["a", 1]', "must be a list of strings"),
+    (GRAMMAR, "start: missing", 'unknown name: "missing"'),
+    (GRAMMAR, "root ::= (", "GBNF"),
+    (GRAMMAR, "root ::= " + "(" * 5000, "recursion"),
+    (GRAMMAR, "start: a\na: b\nb: a", "no output conforms to it"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=[str(i) for i in range(len(BAD))])
+async def test_what_cannot_be_compiled_is_refused_with_the_reason(
+    kind: StructuredOutputsKind, text: str, reason: str, judge: GrammarJudge
+) -> None:
+    said = await verdict(judge, kind, text)
+    assert said.startswith("structured_outputs: ")
+    assert reason in said
+    assert await verdict(judge, kind, text) == said, "the verdict is kept"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (JSON, "{}"),
+        (JSON, json.dumps(nested(MAX_DEPTH - 20))),
+        (REGEX, "(a+)+b"),
+        (CHOICE, '["a", "", "\\n"]'),
+        (GRAMMAR, 'root ::= "a" | "(" root ")"'),
+        (GRAMMAR, 'start: "a"+'),
+    ],
+)
+async def test_what_can_be_compiled_is_accepted(
+    kind: StructuredOutputsKind, text: str, judge: GrammarJudge
+) -> None:
+    assert await verdict(judge, kind, text) == ""
+
+
+BOMBS = {
+    "products": json.dumps(
+        {
+            "allOf": [
+                {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {}}} for j in range(2)]}
+                for i in range(10)
+            ]
+        }
+    ),
+    "multiples": json.dumps({"type": "integer", "multipleOf": 99_991}),
+    "properties": json.dumps({"properties": {f"key{i}": {"type": "string"} for i in range(3000)}}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
+    name: str, judge: GrammarJudge
+) -> None:
+    await verdict(judge, REGEX, "a")  # the tokenizer is read
+    judging = asyncio.create_task(verdict(judge, JSON, BOMBS[name]))
+    began, turns = time.process_time(), 0
+    while not judging.done():
+        await asyncio.sleep(0.01)
+        turns += 1
+    took = time.process_time() - began
+    assert took < 8
+    assert turns > took / 0.1
+
+
+async def test_no_more_wait_than_are_compiled_in_a_while(judge: GrammarJudge) -> None:
+    texts = [f"[a-z]{{1,{n}}}" for n in range(1, 100)]
+    outcomes = await asyncio.gather(
+        *(judge.check(StructuredOutputs(REGEX, text), VOCAB_SIZE, [0]) for text in texts),
+        return_exceptions=True,
+    )
+    refused = [one for one in outcomes if isinstance(one, ResourceExhausted)]
+    assert len(refused) == len(texts) - 64
+    assert await verdict(judge, REGEX, texts[-1]) == ""
+
+
+async def test_a_tokenizer_that_does_not_fit_the_model_is_said_so(judge: GrammarJudge) -> None:
+    with pytest.raises(InvalidArgument, match="not available with this model's tokenizer"):
+        await judge.check(StructuredOutputs(REGEX, "a"), 10, [0])

@@ -1,0 +1,89 @@
+"""Requests wait while the workers compile their grammars, and no longer."""
+
+import asyncio
+
+import pytest
+
+from services.common.errors import InvalidArgument, StepwellError, Unavailable
+from services.common.ids import RequestKey
+from services.common.sampling import SamplingParams
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.scheduler.adapters.grammar_preparation import GrammarPreparation
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.request import InputChunk, Request
+
+WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
+
+
+class Workers:
+    """Workers that are done when they are told so."""
+
+    def __init__(self) -> None:
+        self.asked: list[StructuredOutputs] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
+        self.asked.append(wanted)
+        await self.done
+
+
+class Preparing:
+    """A preparation, with what it says of requests."""
+
+    def __init__(self) -> None:
+        self.workers = Workers()
+        self.compiled: asyncio.Queue[tuple[Request, str]] = asyncio.Queue()
+        compiled = self.compiled
+
+        def note(request: Request, error: str) -> None:
+            compiled.put_nowait((request, error))
+
+        self.preparation = GrammarPreparation(self.workers, note)
+
+    def begin(self, wanted: StructuredOutputs | None) -> Request:
+        sampling = SamplingParams(structured_outputs=wanted)
+        request = Request("a", RequestKey(1), [1, 2], 2, sampling)
+        self.preparation.begin(request)
+        return request
+
+
+async def test_a_request_without_a_grammar_waits_for_nothing() -> None:
+    preparing = Preparing()
+    assert preparing.begin(None).grammar is None
+    await asyncio.sleep(0)
+    assert preparing.workers.asked == []
+
+
+async def test_the_next_turn_of_a_session_is_compiled_ahead_of_it() -> None:
+    preparing = Preparing()
+    preparing.preparation.begin_turn(InputChunk([3], SamplingParams()))
+    preparing.preparation.begin_turn(InputChunk([3], SamplingParams(structured_outputs=WANTED)))
+    await asyncio.sleep(0)
+    assert preparing.workers.asked == [WANTED]
+    assert preparing.compiled.empty()
+
+
+async def test_a_request_waits_until_the_workers_are_done() -> None:
+    preparing = Preparing()
+    request = preparing.begin(WANTED)
+    assert request.grammar is GrammarStatus.COMPILING
+    await asyncio.sleep(0)
+    assert preparing.workers.asked == [WANTED]
+    assert preparing.compiled.empty()
+    preparing.workers.done.set_result(None)
+    assert await preparing.compiled.get() == (request, "")
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (InvalidArgument("no such rule"), "no such rule"),
+        # It is compiled when the request runs, on the worker that is there by then.
+        (Unavailable("the worker is away"), ""),
+    ],
+)
+async def test_only_a_wrong_grammar_ends_its_request(failure: StepwellError, error: str) -> None:
+    preparing = Preparing()
+    request = preparing.begin(WANTED)
+    preparing.workers.done.set_exception(failure)
+    assert await preparing.compiled.get() == (request, error)
