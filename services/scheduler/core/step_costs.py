@@ -25,7 +25,11 @@ class StepCosts:
         """Requests, further tokens and seconds of the others."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """A step of so many requests and tokens took so long."""
+        """A step of so many requests and tokens took so long. Those without any, which bring news
+        of transfers or empty rows, tell nothing.
+        """
+        if not num_requests:
+            return
         num_prompt_tokens = num_tokens - num_requests
         if num_prompt_tokens >= MIN_PROMPT_TOKENS:
             self._computing.append((num_requests, num_prompt_tokens, seconds))

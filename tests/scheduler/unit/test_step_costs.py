@@ -23,6 +23,17 @@ def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
     assert (costs.seconds_per_decode, costs.seconds_per_prompt_token) == (0.0, 0.0)
 
 
+def test_steps_without_requests_tell_nothing() -> None:
+    """Such steps bring news of transfers of keys and values."""
+    costs = StepCosts()
+    for _ in range(2 * MIN_STEPS):
+        costs.observe(0, 0, 1e-3)
+    assert costs.slowdown(1, 4) == 1.0
+    for _ in range(MIN_STEPS):
+        observe(costs, 4, 0)
+    assert costs.seconds_per_decode == pytest.approx((EACH_STEP + 4 * EACH_DECODE) / 8)
+
+
 @given(
     st.lists(st.integers(1, 256), min_size=MIN_STEPS, max_size=40).filter(
         lambda n: len(set(n)) > 1
