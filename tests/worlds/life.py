@@ -17,11 +17,12 @@ from services.scheduler.adapters.engine_observer import EngineObserver
 from services.scheduler.adapters.request_metrics import RequestMetrics
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer
-from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
+from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import InputChunk, Request
 from tests.scheduler.fakes import Inbox, ReadinessLog
@@ -33,6 +34,8 @@ from tests.worlds.world import Arrival, Event, Incident, World
 
 TICK = 0.001
 """Virtual seconds."""
+TICKS_IN_SECONDS = 0.1
+"""How long a tick is for the estimate of the queue, which looks ten times a second."""
 MAX_TICKS = 4000
 """After the last thing that comes from outside: more than any world needs."""
 
@@ -51,9 +54,10 @@ class Life:
         self.pool = WorldPool(config, happened)
         self.workers = WorldWorkers(world, self.connector)
         self.scheduler = RecordingScheduler(config, self.pool, self.entries.append, self.connector)
-        observer = _Observer(self)
+        self.observer = _Observer(self)
+        self._queue_estimate = QueueEstimate(config.max_running)
         self.engine = EngineCore(
-            self.scheduler, self.workers, _Replica(self), self.inbox, observer, ReadinessLog()
+            self.scheduler, self.workers, _Replica(self), self.inbox, self.observer, ReadinessLog()
         )
         self._before: Before | None = None
         self.in_flight: list[SchedulerOutput] = []
@@ -73,6 +77,7 @@ class Life:
             await asyncio.sleep(TICK)
             if running.done():
                 running.result()
+            self._estimate_queue(tick)
             self.workers.answer_next()
             tick += 1
         running.cancel()
@@ -100,6 +105,29 @@ class Life:
             for request in self.scheduler.requests
         ]
         return f"requests starve: {states}, {self.scheduler.num_free_blocks} blocks are free"
+
+    def _estimate_queue(self, tick: int) -> None:
+        """Looks at the queue as the replica does, and sees that what it expects is possible."""
+        running, most = self.scheduler.running, self.world.config.max_running
+        if self.engine.state is not EngineState.RUNNING:
+            self._queue_estimate.stand_still()
+            return
+        expected = [
+            expected_tokens(one.num_prompt_tokens, one.num_output_tokens, one.max_num_tokens)
+            for one in running
+        ]
+        assert all(num <= self.world.config.max_model_len for num in expected)
+        self._queue_estimate.sample(
+            tick * TICKS_IN_SECONDS,
+            num_running=len(running),
+            num_waiting=self.engine.num_waiting,
+            num_completed=len(self.inbox.ended),
+            slowdown=self.observer.counts.step_costs.slowdown(len(running), most),
+            num_tokens=self.workers.num_tokens,
+            tokens_per_request=sum(expected) / len(expected) if expected else 0.0,
+        )
+        assert self._queue_estimate.service_seconds >= self._queue_estimate.seconds_per_request >= 0
+        assert self.observer.counts.step_costs.seconds_per_prompt_token >= 0
 
     # What comes from outside
 
@@ -322,9 +350,10 @@ class _Observer(EngineObserver):
     """The observer of a replica, which lets the life check what it sees."""
 
     def __init__(self, life: Life) -> None:
+        self.counts = StepCounts()
         tracer = StepTracer(
             configure_tracing("scheduler", "", 1.0),
-            StepCounts(),
+            self.counts,
             lambda: life.scheduler.next_candidates,
             lambda _step, _reason: None,
             lambda: int(asyncio.get_running_loop().time() * 1e9),

@@ -11,6 +11,7 @@ import pytest
 from services.cli.replay.groups import pool_config_of
 from services.common.errors import StepwellError
 from services.common.ids import PoolId, RequestKey
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.kv_directory import block_keys
 from services.common.pool_operations import (
     Admission,
@@ -166,11 +167,28 @@ def _wrong(number: int, held: RequestKey | None, num_blocks: int) -> list[Operat
 
 def _wrong_pool(number: int, config: PoolConfig) -> tuple[PoolId, PoolConfig, int]:
     """The arguments of an opening that must be refused."""
-    return [
+    full, sliding = AttentionType.FULL, AttentionType.SLIDING_WINDOW
+    wrong_groups = [
+        (),
+        (KVCacheGroup(full, 0),),
+        (KVCacheGroup(full, 4, 4),),
+        (KVCacheGroup(sliding, 4, 1),),
+        (KVCacheGroup(AttentionType.CHUNKED_LOCAL, 4, 6),),
+        (KVCacheGroup(AttentionType.STATE_SPACE, 4, 4),),
+        (KVCacheGroup(AttentionType.STATE_SPACE, 4),),
+        (KVCacheGroup(full, 4, num_speculative_blocks=1),),
+        (KVCacheGroup(AttentionType.CHUNKED_LOCAL, 4, 4), KVCacheGroup(full, 8)),
+    ]
+    wrong = [
         (PoolId(""), config, 0),
         (PoolId("another"), config, 0),
+        (_ID, config, 2**62),
         (_ID, PoolConfig(10_001, config.groups), 0),
         (_ID, PoolConfig(1, config.groups), 0),
-        (_ID, PoolConfig(10, ()), 0),
-        (_ID, config, 2**62),
-    ][number % 6]
+        (_ID, PoolConfig(10, (KVCacheGroup(full, 4),), prefix_match_unit=3), 0),
+        (_ID, PoolConfig(10, (KVCacheGroup(full, 4),), prefix_match_unit=2), 0),
+        (_ID, PoolConfig(10, (KVCacheGroup(full, 4),), prefix_cache_retention_interval=3), 0),
+        (_ID, PoolConfig(10, (KVCacheGroup(full, 4),), prefix_cache_retention_interval=4), 0),
+        *((_ID, PoolConfig(10, groups), 0) for groups in wrong_groups),
+    ]
+    return wrong[number % len(wrong)]

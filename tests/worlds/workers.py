@@ -8,6 +8,7 @@ from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_model import pooled_output
 from services.common.ids import RequestKey
 from services.common.pool_operations import BlockTables
+from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.kv_connector import NO_RESULTS
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
@@ -16,6 +17,7 @@ from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work
 from tests.worlds.world import Arrival, World
 
 _Answer = asyncio.Future[ModelRunnerOutput]
+_LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
 
 
 class WorldConnector(StandInConnector):
@@ -68,6 +70,7 @@ class WorldWorkers:
         self._grammars = {a.name: a.grammar for a in world.arrivals if a.grammar is not None}
         self._connector = connector
         self._sent: deque[SentStep] = deque()
+        self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._late_loads: dict[RequestKey, SentLoad] = {}
         """Loads whose contents come with their end, by request."""
         self._items: dict[str, int] = {}
@@ -98,6 +101,7 @@ class WorldWorkers:
             if load.is_async:
                 self._begin_load(load)
         work = work_of(plan, self._grammars)
+        assert _LEAST_SECONDS <= self._deadlines.seconds(plan.num_tokens) <= _MOST_SECONDS
         self._sent.append(SentStep(plan, work, loads, number, answer))
         return answer
 
@@ -130,6 +134,7 @@ class WorldWorkers:
         self._late_loads.clear()
         self._last_plan = None
         self._stale.clear()
+        self._deadlines.forget()
         self._items.clear()
         if self._connector is not None:
             self._connector.forget()
@@ -148,6 +153,7 @@ class WorldWorkers:
     def _run(self, step: SentStep) -> ModelRunnerOutput:
         plan = step.plan
         self.num_tokens += plan.num_tokens
+        self._deadlines.took(plan.num_tokens, plan.num_tokens / 1000)
         for load in step.loads:
             if not load.is_async:
                 self._store(load)
