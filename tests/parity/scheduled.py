@@ -78,10 +78,12 @@ async def serve(
     async_scheduling: bool = False,
     num_stages: int = 1,
     given: Sequence[Sequence[int]] | None = None,
+    disturb: Callable[[Scheduler, Sequence[Request]], None] | None = None,
     **changes: Any,
 ) -> Run:
     """Serves prompts with what runs the steps that are submitted, in order. Those behind the eighth
-    arrive three steps late. `changes`: of the scheduler's configuration.
+    arrive three steps late. `disturb` is called before each step with all requests. `changes`: of
+    the scheduler's configuration.
     """
     groups = pool_groups(limits)
     num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)
@@ -117,6 +119,8 @@ async def serve(
             while late:
                 scheduler.add(late.pop(0))
         num_steps += 1
+        if disturb is not None:
+            disturb(scheduler, requests)
         planned = False
         if scheduler.has_work:
             plan = await scheduler.schedule()

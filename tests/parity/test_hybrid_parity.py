@@ -6,6 +6,7 @@ together, in chunks and under preemption, is tested in test_scheduled_parity.py 
 test_services_parity.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,21 @@ from stepwell.common.v1 import common_pb2
 from transformers import PreTrainedModel
 
 from services.common.kv_cache_groups import MambaCacheMode
+from services.scheduler.core.request import Request as ScheduledRequest
+from services.scheduler.core.scheduler import Scheduler
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
 from services.worker.settings import WorkerSettings
 from tests.parity.oracle import first_choices
 from tests.parity.scheduled import Run, generate
-from tests.parity.situations import BLOCK_SIZE, GREEDY, LARGE_POOL, SITUATIONS, SMALL_POOL
+from tests.parity.situations import (
+    BLOCK_SIZE,
+    GREEDY,
+    LARGE_POOL,
+    MAX_TOKENS,
+    SITUATIONS,
+    SMALL_POOL,
+)
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.worker.runner_driver import build_runner
@@ -108,6 +118,42 @@ async def test_a_state_that_each_step_overwrites(served: Served, name: str) -> N
     runner = served.runner(MambaCacheMode.NONE)
     for run in await serve(served, name, runner, enable_prefix_caching=False):
         assert run.num_cached_tokens == 0
+
+
+class Disturbance:
+    """Aborts a request now and then, and preempts all that run."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(2)
+        self.num_aborted = self.num_preempted = 0
+
+    def __call__(self, scheduler: Scheduler, requests: Sequence[ScheduledRequest]) -> None:
+        left = [request for request in requests if not request.is_finished]
+        if left and self.random.random() < 0.1:
+            scheduler.abort(left[self.random.integers(len(left))])
+            self.num_aborted += 1
+        if self.random.random() < 0.1:
+            self.num_preempted += len(scheduler.preempt_all())
+
+
+@pytest.mark.parametrize("unit", [BLOCK_SIZE, BLOCK_SIZE // 2])
+async def test_aborts_and_preemptions_leave_the_others_as_they_are(
+    served: Served, unit: int
+) -> None:
+    disturb, given = Disturbance(), turns()
+    run = await generate(
+        served.runner(),
+        SITUATIONS["preempted again and again"],
+        common_pb2.SamplingParams(**GREEDY),
+        async_scheduling=True,
+        given=given,
+        disturb=disturb,
+        prefix_match_unit=unit,
+    )
+    served.assert_parity(given, run)
+    assert disturb.num_aborted >= 2
+    assert disturb.num_preempted >= 5
+    assert sum(len(output) == MAX_TOKENS for output in run.outputs) >= len(given) // 2
 
 
 async def test_retention_keeps_states_where_prompts_end_and_part(served: Served) -> None:
