@@ -21,6 +21,7 @@ from services.worker.core.step import (
     StepOutput,
     TierBlocks,
     TierLoad,
+    no_ints,
 )
 from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
@@ -30,6 +31,8 @@ KEY_BYTES = HASH_BYTES + 4
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
+_NO_INTS = no_ints()
+_NO_INTS.flags.writeable = False
 
 
 def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
@@ -70,33 +73,39 @@ def step_output_to_proto(
     output: StepOutput, *, queue_nanos: int, execute_nanos: int
 ) -> worker_pb2.ExecuteResponse:
     """The answer to a step."""
-    return worker_pb2.ExecuteResponse(
+    message = worker_pb2.ExecuteResponse(
         generation=output.generation,
         step=output.step,
         num_tokens=_packed(output.num_tokens),
         token_ids=_packed(output.token_ids),
-        logprobs=[
+        queue_nanos=queue_nanos,
+        execute_nanos=execute_nanos,
+    )
+    if output.logprobs:
+        message.logprobs.extend(
             worker_pb2.RequestLogprobs(
                 index=index, sampled=_logprobs(of.sampled), prompt=_logprobs(of.prompt)
             )
             for index, of in output.logprobs.items()
-        ],
-        nan_requests=_packed(output.nan_requests),
-        refused_requests=_packed(np.array(list(output.refused_tokens), np.int32)),
-        refused_tokens=_packed(np.array(list(output.refused_tokens.values()), np.int32)),
-        queue_nanos=queue_nanos,
-        execute_nanos=execute_nanos,
-        pooled=[
+        )
+    if len(output.nan_requests):
+        message.nan_requests = _packed(output.nan_requests)
+    if output.refused_tokens:
+        message.refused_requests = _packed(np.array(list(output.refused_tokens), np.int32))
+        message.refused_tokens = _packed(np.array(list(output.refused_tokens.values()), np.int32))
+    if output.pooled:
+        message.pooled.extend(
             worker_pb2.PooledVector(index=index, values=vector.astype("<f4", copy=False).tobytes())
             for index, vector in output.pooled.items()
-        ],
-        ended_tier_loads=[
+        )
+    if output.ended_tier_loads:
+        message.ended_tier_loads.extend(
             worker_pb2.EndedTierLoad(
                 request=load.request, invalid_block_ids=_packed(load.invalid_block_ids)
             )
             for load in output.ended_tier_loads
-        ],
-    )
+        )
+    return message
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
@@ -155,6 +164,8 @@ def _logprobs(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 
 def _array(packed: bytes, field: str) -> Int32Array:
+    if not packed:
+        return _NO_INTS
     if len(packed) % _INT32_BYTES:
         raise InvalidStep(f"{field}: {len(packed)} bytes are no int32 array", field=field)
     array = np.frombuffer(packed, _INT32)

@@ -11,6 +11,7 @@ from math import inf
 from typing import Any
 
 import grpc
+import numpy as np
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError, Unavailable
@@ -276,7 +277,7 @@ class _StepStream:
         epoch = time.time_ns() - time.perf_counter_ns()
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)
-        num_tokens = int(pending.step.num_scheduled_tokens.sum())
+        num_tokens = int(np.add.reduce(pending.step.num_scheduled_tokens))
         self._metrics.stepped(num_tokens, started - arrived, ended - started)
         return step_output_to_proto(
             output, queue_nanos=started - arrived, execute_nanos=ended - started
