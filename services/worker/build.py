@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from services.common.errors import InvalidArgument
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.attention import AttentionShape
+from services.worker.backends.lora import PackedLora
 from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 from services.worker.core.errors import NoTier
 from services.worker.core.fingerprint import model_fingerprint
@@ -25,12 +28,13 @@ from services.worker.core.kv_cache import (
 from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
 from services.worker.core.kv_tier import tier_memory
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import Checkpoint, open_checkpoint
-from services.worker.models.errors import UnsupportedModel
+from services.worker.models.errors import ModelError, UnsupportedModel
 from services.worker.models.load import load_model, takes_whole_prompts
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
@@ -122,7 +126,8 @@ class _Builder:
             lockstep = Lockstep(ranks, every, explain, self._membership.rank)
             parts = replace(parts, lockstep=lockstep, stage=_stage(self._group, loaded))
         parts = self._with_tier(parts)
-        parts = replace(parts, grammars=self._grammars(parts))
+        adapters = self._adapters(parts.loaded)
+        parts = replace(parts, grammars=self._grammars(parts), adapters=adapters)
         sizing = self._size_kv_cache(parts, groups)
         for line in sizing.explanation.split("; "):
             logger.info("KV cache: %s", line)
@@ -149,8 +154,32 @@ class _Builder:
             pipeline_parallel_size=self._membership.pipeline_parallel_size,
             pooler=None if parts.pooler is None else parts.pooler.end.pooler,
             num_tier_blocks=parts.limits.num_tier_blocks,
+            max_loras=settings.max_loras if settings.enable_lora else 0,
+            max_cpu_loras=settings.num_lora_places,
         )
-        return Worker(self._warm_runner(parts), description, parts.grammars)
+        return Worker(self._warm_runner(parts), description, parts.grammars, adapters)
+
+    def _adapters(self, loaded: LoadedModel) -> LoraAdapters | None:
+        """What holds adapters; None if none are served. Raises UnsupportedModel if they are to be
+        and the model takes none.
+        """
+        settings, device = self._settings, self._platform.torch_device
+        num_places, reader = settings.num_lora_places, loaded.lora
+        if not num_places:
+            return None
+        if reader is None:
+            raise UnsupportedModel(
+                settings.model / "config.json",
+                f"enable_lora: architecture {loaded.architecture} takes no adapters here",
+            )
+
+        def read(directory: Path) -> PackedLora:
+            try:
+                return reader.read(directory, settings.max_lora_rank, device)
+            except ModelError as error:
+                raise InvalidArgument(error.message, field="path") from error
+
+        return LoraAdapters(read, num_places)
 
     def _grammars(self, parts: Parts) -> Grammars | None:
         """What holds outputs to grammars, where this rank samples."""
@@ -171,6 +200,10 @@ class _Builder:
         if self._ranks.size > 1:
             raise UnsupportedModel(
                 settings.model / "config.json", "an encoder is not divided among ranks"
+            )
+        if settings.enable_lora:
+            raise UnsupportedModel(
+                settings.model / "config.json", "enable_lora: an encoder takes no adapters here"
             )
         if settings.kv_offloading_size is not None:
             raise NoTier("kv_offloading_size: a model that takes whole prompts caches nothing")
@@ -254,6 +287,8 @@ class _Builder:
             "max_num_seqs": str(settings.max_num_seqs),
             "max_num_batched_tokens": str(settings.max_num_batched_tokens),
             "check_ranks_every_steps": str(settings.check_ranks_every_steps),
+            "max_cpu_loras": str(settings.num_lora_places),
+            "max_lora_rank": str(settings.max_lora_rank),
             "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),
             "what computes": type(parts.kernels).__name__,
         }
@@ -309,6 +344,10 @@ class _Builder:
             num_steps_in_flight=max(2, self._membership.pipeline_parallel_size),
         )
         free = self._platform.free_memory(parts)
+        if parts.adapters is not None and (reader := parts.loaded.lora) is not None:
+            adapters = settings.num_lora_places * reader.num_bytes(settings.max_lora_rank)
+            logger.info("adapters: %.1f MiB are left for them", adapters / 2**20)
+            free = replace(free, activation_bytes=free.activation_bytes + adapters)
         memory = KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)
         own = size_kv_cache(demand, memory)
         if self._group is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from services.common.kv_cache_groups import MambaCacheMode
 from services.common.service_settings import ServiceSettings, allowed_names
 from services.common.settings import (
+    SettingError,
     at_least,
     between,
     existing_directory,
@@ -80,6 +81,16 @@ class WorkerSettings(ServiceSettings):
         "machine their share)",
         check=at_least(1),
     )
+    enable_lora: bool = setting(
+        False, doc="serve adapters (LoRA, in PEFT's format) beside the model; native models only"
+    )
+    max_loras: int = setting(
+        1, doc="adapters that the requests of a step may have", check=between(1, 4096)
+    )
+    max_lora_rank: int = setting(16, doc="highest rank of an adapter", check=between(1, 512))
+    max_cpu_loras: int | None = setting(
+        None, doc="adapters in memory (default: max_loras)", check=between(1, 65_536)
+    )
     kernels: KernelsSetting = setting(
         KernelsSetting.AUTO,
         doc="operations to compute with on the CPU: native ones are compiled for this processor at "
@@ -146,3 +157,15 @@ class WorkerSettings(ServiceSettings):
         doc="the ranks compare their results every so many steps; 1 for each step",
         check=at_least(1),
     )
+
+    @property
+    def num_lora_places(self) -> int:
+        """Adapters that may be in memory; 0 if none are served. Raises SettingError where fewer
+        would be there than a step may have.
+        """
+        most = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        if most < self.max_loras:
+            raise SettingError(
+                f"--max-cpu-loras must be at least --max-loras {self.max_loras}, not {most}"
+            )
+        return most if self.enable_lora else 0

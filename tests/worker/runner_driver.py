@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from services.common.adapter_files import adapter_digest
 from services.common.kv_cache_groups import MambaCacheMode
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
@@ -18,14 +20,15 @@ from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage, StagedModel
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.core.worker import StepRunner
-from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
-from services.worker.models.model import LoadOptions, Model
+from services.worker.models.model import LoadedModel, LoadOptions, Model
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE, Ranks
@@ -57,6 +60,7 @@ def build_runner(
     group: Group | None = None,
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
+    adapters: Sequence[Path] = (),
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
@@ -114,7 +118,19 @@ def build_runner(
         lockstep=lockstep,
         stage=stage,
         states=states,
+        adapters=_loaded_adapters(loaded, adapters) if adapters else None,
     )
+
+
+def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAdapters:
+    """Adapters of ranks up to 64, by the digests of their files."""
+    assert loaded.lora is not None
+    read = partial(loaded.lora.read, max_rank=64, device=CPU)
+    adapters = LoraAdapters(read, len(directories))
+    digests = [adapter_digest(directory) for directory in directories]
+    for digest, directory in zip(digests, directories, strict=True):
+        adapters.load(digest, directory, digests)
+    return adapters
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
@@ -142,6 +158,7 @@ class Request:
     num_computed: int = 0
     row: int | None = None
     embeds: PromptEmbeds | None = None
+    adapter: Path | None = None
     prompt_rows: list[LogprobRows] = field(default_factory=list)
     sampled_rows: list[LogprobRows] = field(default_factory=list)
 
@@ -299,6 +316,7 @@ class Driver:
             if request.embeds is None
             else request.embeds.rest(request.num_computed),
             num_placeholders=0 if request.embeds is None else request.embeds.num_tokens,
+            adapter_digest=b"" if request.adapter is None else adapter_digest(request.adapter),
         )
 
     def _take(self, scheduled: Sequence[tuple[Request, int]], output: StepOutput) -> None:

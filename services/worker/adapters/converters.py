@@ -124,9 +124,6 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
 
 
 def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
-    if message.adapter_digest:
-        field = "new_requests.adapter_digest"
-        raise InvalidStep(f"{field}: this worker has no adapters", field=field)
     return NewRequest(
         row=message.row,
         token_ids=_array(message.token_ids, "new_requests.token_ids"),
@@ -140,6 +137,7 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         else None,
         num_placeholders=message.num_placeholders,
         pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
+        adapter_digest=message.adapter_digest,
     )
 
 

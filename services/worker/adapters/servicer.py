@@ -7,14 +7,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.errors import Aborted, StepwellError, Unavailable
+from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
 from services.common.lease import Lease
 from services.common.lease_proto import holder_from_proto
 from services.common.structured_outputs_proto import structured_outputs_from_proto
@@ -28,6 +30,7 @@ from services.worker.adapters.converters import (
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
 from services.worker.core.device_tokens import PendingOutput
+from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import StepRunner, Worker
 
@@ -57,7 +60,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._worker: Worker | None = None
         self._seen_generation = 0
         self._stream: _StepStream | None = None
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="preparing")
 
     def open(self, worker: Worker) -> None:
         """Begins to answer calls."""
@@ -86,8 +89,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if grammars is not None:
             wanted = structured_outputs_from_proto(request.structured_outputs)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compiling, grammars.prepare, wanted)
+            await loop.run_in_executor(self._preparing, grammars.prepare, wanted)
         return worker_pb2.PrepareGrammarResponse()
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: _Context
+    ) -> worker_pb2.LoadAdapterResponse:
+        adapter, kept = request.adapter, frozenset(request.kept_digests)
+        load = partial(self._adapters().load, adapter.digest, Path(adapter.path), kept)
+        await asyncio.get_running_loop().run_in_executor(self._preparing, load)
+        return worker_pb2.LoadAdapterResponse()
+
+    def _adapters(self) -> LoraAdapters:
+        adapters = self._loaded().adapters
+        if adapters is None:
+            raise InvalidArgument("this worker serves no adapters: enable_lora", field="adapter")
+        return adapters
 
     async def Execute(
         self,

@@ -5,6 +5,7 @@ needs them. Layers call it and know nothing of devices, instruction sets or page
 """
 
 import enum
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,16 @@ from services.worker.backends.attention import (
     LayerAttention,
     PagedAttention,
     Rotation,
+)
+from services.worker.backends.lora import (
+    NO_DELTAS,
+    Delta,
+    LayerDeltas,
+    LoraLayer,
+    LoraRows,
+    LoraShape,
+    LoraStep,
+    PackedLora,
 )
 
 
@@ -32,8 +43,10 @@ class Linear(Protocol):
     def out_features(self) -> int:
         """Columns of the output."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives."""
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
+        """[n, in] -> [n, out]; n is a number that `Kernels.padded_rows` gives. `delta`: what
+        adapters add to the product, before its gates are applied.
+        """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """The same in float32, without rounding to x's data type if the implementation can."""
@@ -42,9 +55,11 @@ class Linear(Protocol):
 class Mlp(Protocol):
     """An MLP over the tokens of a step."""
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
+    ) -> torch.Tensor:
         """[n, hidden_size] -> [n, hidden_size]. Rows from `num_tokens` on are padding, which is
-        finite in the output if it is finite in the input.
+        finite in the output if it is finite in the input. `deltas`: what adapters add.
         """
 
 
@@ -57,8 +72,13 @@ class GatedMlp:
     gate_up: Linear
     down: Linear
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
-        return self.down(self.gate_up(hidden))
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        num_tokens: int,  # noqa: ARG002
+        deltas: LayerDeltas = NO_DELTAS,
+    ) -> torch.Tensor:
+        return self.down(self.gate_up(hidden, deltas.gate_up), deltas.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +140,12 @@ class FusedDecoder(Protocol):
         attention: LayerAttention,
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
+        lora: LoraStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids, int64 [n] -> hidden states [n, hidden_size], normalized if there is a norm,
         and the logits of the wanted rows, in float32, if there is a head: see Model.forward.
-        `embedded` [n, hidden_size], unless None, replaces the embeddings of the ids.
+        `embedded` [n, hidden_size], unless None, replaces the embeddings of the ids. `lora`: the
+        adapters of the rows.
         """
 
 
@@ -171,6 +193,16 @@ class Kernels(Protocol):
         """The decoder as one operation, or None if these kernels have none for it. Its projections
         and norms were made by these kernels.
         """
+
+    def pack_lora(
+        self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
+    ) -> PackedLora:
+        """An adapter in the form that these kernels need, of tensors of the model's data type on
+        its device. `shapes`: of the projections of each layer, by their names in LoraLayer.
+        """
+
+    def lora_step(self, rows: LoraRows) -> LoraStep:
+        """The adapters of a step, which these kernels have packed."""
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""

@@ -24,6 +24,7 @@ import torch
 from services.worker.backends.attention import Int64Array, PagedAttention
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.hybrid_cache import HybridCache
+from services.worker.backends.lora import PackedLora
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.embedded_prompts import EmbeddedPrompts
@@ -32,6 +33,8 @@ from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.kv_tier import KVTier
 from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.lora_adapters import LoraAdapters, find_adapters
+from services.worker.core.lora_rows import lora_rows
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import Sampled
@@ -53,7 +56,7 @@ class ModelRunner:
     ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
     where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
     pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks. `grammars`:
-    what outputs may be held to.
+    what outputs may be held to. `adapters`: those that requests may have; None: none.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class ModelRunner:
         stage: PipelineStage | None = None,
         tier: KVTier | None = None,
         grammars: Grammars | None = None,
+        adapters: LoraAdapters | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -85,6 +89,9 @@ class ModelRunner:
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
         self._grammars = grammars
+        self._adapters = adapters
+        self._adapter_of: dict[int, PackedLora] = {}
+        """By row, for requests that have one."""
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, grammars)
         self._generation: int | None = None
         self._num_prompt_logprobs: dict[int, int] = {}
@@ -100,6 +107,7 @@ class ModelRunner:
         limits = self._batch.limits
         self._batch.clear()
         self._num_prompt_logprobs.clear()
+        self._adapter_of.clear()
         self._embedded.clear()
         if self._pooler is not None:
             self._pooler.clear()
@@ -197,8 +205,15 @@ class ModelRunner:
         if self._pooler is not None:
             self._pooler.check(step)
         embedded = self._embedded.read(step, self._device.torch_device)
+        entering = (
+            find_adapters(step, {}) if self._adapters is None else self._adapters.of_step(step)
+        )
         self._batch.apply(step)
         self._embedded.replace(step, embedded)
+        if self._adapter_of:
+            for row in step.removed_rows.tolist():
+                self._adapter_of.pop(row, None)
+        self._adapter_of.update(entering)
         if self._pooler is not None:
             self._pooler.update(step)
         if not self._samples:
@@ -230,7 +245,7 @@ class ModelRunner:
         is_all = len(logits_indices) == len(token_ids)
         wanted = None if is_all else self._device.upload(logits_indices)
         only_decodes = tokens.layouts[0].num_decodes == len(tokens.order)
-        if self._buckets is not None and embedded is None and only_decodes:
+        if self._buckets is not None and embedded is None and only_decodes and not self._adapter_of:
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             return wanted_rows(logits, wanted), lambda some: logits[some]
         hidden, found = self._run_model(tokens, token_ids, embedded, wanted)
@@ -250,6 +265,9 @@ class ModelRunner:
             self._attention.begin_step(tokens.layouts),
             embedded,
             wanted,
+            lora_rows(tokens, self._adapter_of, self._device.torch_device)
+            if self._adapter_of
+            else None,
         )
         if self._lockstep is not None:
             self._lockstep.add_hidden_states(hidden)

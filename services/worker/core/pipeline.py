@@ -21,6 +21,7 @@ import torch
 
 from services.common.errors import Aborted
 from services.worker.backends.attention import LayerAttention
+from services.worker.backends.lora import LoraRows
 from services.worker.core.step import StepInput
 from services.worker.models.model import Model
 from services.worker.parallel.errors import GroupBroken
@@ -148,11 +149,14 @@ class StagedModel:
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model."""
         if not self._stage.is_first:
             embedded = self._stage.receive(len(token_ids))
-        hidden, logits = self._model.forward(token_ids, positions, attention, embedded, wanted)
+        hidden, logits = self._model.forward(
+            token_ids, positions, attention, embedded, wanted, lora
+        )
         if not self._stage.is_last:
             self._stage.send(hidden)
         return hidden, logits

@@ -24,7 +24,8 @@ class NewRequest:
 
     Its first `num_placeholders` tokens are placeholders for embeddings. `prompt_embeds` holds those
     of the last of them; embeddings of tokens that are computed already may be left out. `pooling`
-    is how its prompt is pooled, where the model does that.
+    is how its prompt is pooled, where the model does that. `adapter_digest`: of the files of its
+    adapter; empty if it has none.
     """
 
     row: int
@@ -35,6 +36,7 @@ class NewRequest:
     prompt_embeds: PromptEmbeds | None = None
     num_placeholders: int = 0
     pooling: PoolingParams | None = None
+    adapter_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from services.common.pooling import Pooler
 from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.sampling.grammar import Grammars
 
@@ -34,7 +35,9 @@ class WorkerDescription:
 
     Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
     `tokenizer_fingerprint` too, or empty where the model has no tokenizer files. `pooler` is None
-    for a model that generates. `num_tier_blocks`: blocks of offloaded keys and values.
+    for a model that generates. `num_tier_blocks`: blocks of offloaded keys and values. `max_loras`:
+    adapters that the requests of a step may have, 0 if none are served; `max_cpu_loras`: adapters
+    that may be loaded.
     """
 
     incarnation: str
@@ -58,6 +61,8 @@ class WorkerDescription:
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
     num_tier_blocks: int = 0
+    max_loras: int = 0
+    max_cpu_loras: int = 0
 
     @property
     def pipeline_stage(self) -> int | None:
@@ -70,9 +75,10 @@ class WorkerDescription:
 @dataclass(frozen=True, slots=True)
 class Worker:
     """The runner of steps, and the description that the scheduler asks for. `grammars`: what it may
-    hold outputs to; None if it samples no tokens.
+    hold outputs to; None if it samples no tokens. `adapters`: None if it serves none.
     """
 
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
+    adapters: LoraAdapters | None = None

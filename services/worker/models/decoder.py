@@ -18,6 +18,7 @@ from services.worker.backends.kernels import (
     Kernels,
     LayerWeights,
 )
+from services.worker.backends.lora import NO_DELTAS, LayerDeltas, LoraRows, LoraStep
 from services.worker.models.config import ModelConfig
 from services.worker.models.model import wanted_logits
 from services.worker.models.rope import cos_sin_table
@@ -61,14 +62,16 @@ class Decoder:
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model; hidden states are normalized, but those of a stage that is not the last are
         not. The layers compute padded rows too.
         """
+        adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):
-            hidden, logits = self._fused(token_ids, attention, embedded, wanted)
+            hidden, logits = self._fused(token_ids, attention, embedded, wanted, adapters)
             return hidden, None if logits is None else self._capped(logits)
-        hidden = self._through_layers(token_ids, positions, attention, embedded)
+        hidden = self._through_layers(token_ids, positions, attention, embedded, adapters)
         if self._weights.head is None:
             return hidden, None
         return hidden, wanted_logits(self, hidden, wanted)
@@ -90,6 +93,7 @@ class Decoder:
         positions: torch.Tensor,
         attention: LayerAttention,
         embedded: torch.Tensor | None,
+        adapters: LoraStep | None,
     ) -> torch.Tensor:
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
@@ -104,10 +108,11 @@ class Decoder:
         hidden = kernels.rms_norm(residual, self._weights.layers[0].input_norm, epsilon)
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
-            update = self._attend(index, layer, hidden, rotation, attention)
+            deltas = NO_DELTAS if adapters is None else adapters.layer(index)
+            update = self._attend(index, layer, hidden, rotation, attention, deltas)
             update = self._normalized(update, layer.attention_output_norm)
             hidden = kernels.add_rms_norm(residual, update, layer.mlp_norm, epsilon)
-            update = self._normalized(layer.mlp(hidden, num_tokens), layer.mlp_output_norm)
+            update = self._normalized(layer.mlp(hidden, num_tokens, deltas), layer.mlp_output_norm)
             norm = self._norms[index + 1]
             if norm is None:
                 return residual.add_(update)[:num_tokens]
@@ -126,13 +131,15 @@ class Decoder:
         hidden: torch.Tensor,
         rotation: Rotation,
         attention: LayerAttention,
+        deltas: LayerDeltas,
     ) -> torch.Tensor:
         config = self._config
-        heads = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
+        heads = layer.qkv(hidden, deltas.qkv).view(len(hidden), -1, config.head_dim)
         query, key, value = heads.tensor_split(
             (config.num_heads, config.num_heads + config.num_kv_heads), dim=1
         )
         if layer.query_norm is not None and layer.key_norm is not None:
             query = self._kernels.rms_norm(query, layer.query_norm, config.rms_norm_eps)
             key = self._kernels.rms_norm(key, layer.key_norm, config.rms_norm_eps)
-        return layer.output(attention(index, query, key, value, rotation))
+        attended = attention(index, query, key, value, rotation)
+        return layer.output(attended, deltas.output)

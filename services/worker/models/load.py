@@ -17,6 +17,7 @@ from services.worker.models.config import (
 from services.worker.models.decoder import Decoder
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.json_file import read_json_object
+from services.worker.models.lora_reader import LoraReader
 from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.pooling_config import RunnerSetting, read_pooling
@@ -154,4 +155,5 @@ def _load_natively(
         rope_length=max_model_len if config.rope.rope_type is RopeType.DYNAMIC else 0,
         is_static=all(is_static(layer.mlp) for layer in weights.layers),
         stage=None if stage.is_whole else stage,
+        lora=LoraReader(config, Shard(ranks.rank, ranks.size), stage, dtype, kernels),
     )

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.kernels import Activation, GatedMlp, Kernels, Linear, Mlp
+from services.worker.backends.lora import NO_DELTAS, LayerDeltas
 from services.worker.backends.torch.gating import gated
 from services.worker.parallel.ranks import Ranks
 
@@ -27,7 +28,12 @@ class Experts:
     normalized: bool
     kernels: Kernels
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        num_tokens: int,
+        deltas: LayerDeltas = NO_DELTAS,  # noqa: ARG002
+    ) -> torch.Tensor:
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         output = torch.zeros_like(hidden)
         flat = picked[:num_tokens].flatten()
@@ -64,7 +70,12 @@ class GroupedExperts:
     normalized: bool
     activation: Activation
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:  # noqa: ARG002
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        num_tokens: int,  # noqa: ARG002
+        deltas: LayerDeltas = NO_DELTAS,  # noqa: ARG002
+    ) -> torch.Tensor:
         weights, picked = _route(self.router(hidden), self.num_picked, normalized=self.normalized)
         picked, places = picked.sort(dim=-1)
         shares = weights.gather(1, places).to(hidden.dtype).unsqueeze(-1)
@@ -100,8 +111,10 @@ class SummedMlp:
     part: Mlp
     ranks: Ranks
 
-    def __call__(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        return self.ranks.sum(self.part(hidden, num_tokens))
+    def __call__(
+        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
+    ) -> torch.Tensor:
+        return self.ranks.sum(self.part(hidden, num_tokens, deltas))
 
 
 def is_static(mlp: Mlp) -> bool:

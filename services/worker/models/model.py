@@ -4,14 +4,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
+from services.worker.backends.lora import LoraRows
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.stage import StageLayers
+
+if TYPE_CHECKING:
+    from services.worker.models.lora_reader import LoraReader
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ class Model(Protocol):
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Token ids and positions, int64 [n] -> hidden states [n, hidden_size], and the logits of
         the wanted ones, float32 [m, vocab_size], or None if m is 0.
@@ -37,7 +42,8 @@ class Model(Protocol):
         int64 [m]: rising indexes of the tokens whose logits are returned; None: of all.
 
         A pipeline stage that is not the first begins with `embedded`, which are the hidden states
-        of the stage before; one that is not the last returns no logits.
+        of the stage before; one that is not the last returns no logits. `lora`: the adapters of
+        the tokens, for a model that takes any.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,7 +74,7 @@ class LoadedModel:
     keeps. `stage`: the layers of `model`; None: all. `rope_length`: see
     model_fingerprint. `is_native`: its layers are ours, not transformers'. `is_static`: the
     operations of a step depend on the number of tokens alone, never on values, so that a device can
-    record them.
+    record them. `lora`: reads adapters; None if the model takes none.
     """
 
     model: Model
@@ -85,6 +91,7 @@ class LoadedModel:
     is_static: bool = False
     is_native: bool = True
     stage: StageLayers | None = None
+    lora: "LoraReader | None" = None
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.backends.hybrid_cache import HybridStep
+from services.worker.backends.lora import LoraRows
 from services.worker.models.model import wanted_logits
 from services.worker.models.transformers_probe import Probe, Refused
 from services.worker.models.transformers_recurrent import (
@@ -92,7 +93,9 @@ class TransformersDecoder:
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert lora is None, "layers that transformers runs take no adapters"
         attend, num_tokens = _from_cache(attention, self._attention_index), len(token_ids)
         recur = None
         if self._recurrent:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from services.worker.backends.kernels import Linear
+from services.worker.backends.lora import Delta
 
 
 class Ranks(Protocol):
@@ -66,8 +67,8 @@ class _DividedLinear:
         self._combine = combine
         self.out_features = out_features
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._combine(self._part(x))
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
+        return self._combine(self._part(x, delta))
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         return self._combine(self._part.full(x))

@@ -74,6 +74,7 @@ class CpuPlatform:
             stage=parts.stage,
             tier=_tier(parts, attention),
             grammars=parts.grammars,
+            adapters=parts.adapters,
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

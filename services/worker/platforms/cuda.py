@@ -151,6 +151,7 @@ def runner_on(
         return ModelRunner(
             *(model, plain, limits, device, device_tokens, None, lockstep, pooler),
             grammars=grammars,
+            adapters=parts.adapters,
         )
 
     # Imported here because it imports xFormers, which a worker on the CPU does not need.
@@ -164,6 +165,7 @@ def runner_on(
     return ModelRunner(
         *(model, attention, limits, device, device_tokens, buckets, lockstep, pooler),
         grammars=grammars,
+        adapters=parts.adapters,
     )
 
 

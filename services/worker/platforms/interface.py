@@ -11,6 +11,7 @@ from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.kv_tier import Bytes
 from services.worker.core.lockstep import Lockstep
+from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
@@ -24,7 +25,8 @@ from services.worker.sampling.grammar import Grammars
 class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
     generates, `stage` for a whole model, `grammars` where outputs are not constrained.
-    `tier_memory` is that of offloaded blocks, None if there are none.
+    `tier_memory` is that of offloaded blocks, None if there are none; `adapters` is None if
+    none are served.
     """
 
     loaded: LoadedModel
@@ -36,6 +38,7 @@ class Parts:
     stage: PipelineStage | None = None
     tier_memory: Bytes | None = None
     grammars: Grammars | None = None
+    adapters: LoraAdapters | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""

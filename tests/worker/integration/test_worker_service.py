@@ -276,8 +276,8 @@ BAD_STEPS = {
         ],
     ),
     "temperature": step(2, new_requests=[new_request(1, temperature=-1)]),
-    "new_requests.adapter_digest: this worker has no adapters": worker_pb2.ExecuteRequest(
-        new_requests=[worker_pb2.NewRequest(adapter_digest=bytes(32))]
+    "new_requests.adapter_digest: no adapter 0000000000000000 is loaded here": step(
+        2, new_requests=[worker_pb2.NewRequest(row=1, adapter_digest=bytes(32))]
     ),
     "removed_rows: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
         generation=1, step=2, removed_rows=b"abc"

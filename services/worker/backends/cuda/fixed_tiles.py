@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from services.worker.backends.lora import Delta
+
 _ROWS, _COLUMNS, _INNER = 64, 128, 64
 _WARPS, _STAGES = 4, 3
 
@@ -62,9 +64,10 @@ class FixedTilesLinear:
         self._weight = weight.contiguous()
         self._bias = bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         """[n, in] -> [n, out]."""
-        return self._product(x, x.dtype)
+        product = self._product(x, x.dtype)
+        return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, torch.float32)

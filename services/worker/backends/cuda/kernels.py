@@ -1,9 +1,19 @@
 """The operations on a CUDA device: torch's, and batch-invariant products in place of torch's."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from services.worker.backends.kernels import Linear
+from services.worker.backends.lora import (
+    LoraLayer,
+    LoraRows,
+    LoraShape,
+    LoraStep,
+    PackedLora,
+)
 from services.worker.backends.torch.kernels import TorchKernels
+from services.worker.backends.torch.lora import GroupedLora, GroupedLoraStep
 
 _ALIGNMENT = 16
 
@@ -17,6 +27,7 @@ class CudaKernels(TorchKernels):
     def __init__(self, grouped: frozenset[torch.dtype] = frozenset()) -> None:
         super().__init__(batch_invariant=False)
         self._grouped = grouped
+        self._last_lora_step: GroupedLoraStep | None = None
 
     def padded_rows(self, num_rows: int) -> int:
         """`num_rows`: no number is faster than others."""
@@ -25,6 +36,20 @@ class CudaKernels(TorchKernels):
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         """See Kernels. Rows must begin at addresses that the kernel can copy from."""
         return dtype in self._grouped and width * dtype.itemsize % _ALIGNMENT == 0
+
+    def pack_lora(
+        self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
+    ) -> PackedLora:
+        """See Kernels: for grouped multiplications where torch has them."""
+        if dtype not in self._grouped:
+            return super().pack_lora(layers, shapes, dtype)
+        return GroupedLora(layers, {part: shape.columns for part, shape in shapes.items()})
+
+    def lora_step(self, rows: LoraRows) -> LoraStep:
+        if not all(isinstance(adapter, GroupedLora) for adapter in rows.adapters):
+            return super().lora_step(rows)
+        self._last_lora_step = GroupedLoraStep(rows, self._last_lora_step)
+        return self._last_lora_step
 
 
 class BatchInvariantKernels(CudaKernels):

@@ -14,6 +14,7 @@ from services.worker.backends.kernels import (
     LayerWeights,
     Linear,
 )
+from services.worker.backends.lora import LoraStep
 from services.worker.backends.native.library import (
     Decoder,
     DecoderLayer,
@@ -23,6 +24,7 @@ from services.worker.backends.native.library import (
     set_weights,
 )
 from services.worker.backends.native.linear import NativeLinear
+from services.worker.backends.native.lora import NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedStep
 
 
@@ -98,6 +100,7 @@ class NativeDecoder:
         attention: LayerAttention,
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
+        lora: LoraStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert isinstance(attention, NativePagedStep)
         self._use_pages(attention)
@@ -110,6 +113,7 @@ class NativeDecoder:
         self._functions.run_decoder(
             *(decoder, attention.layouts, token_ids.data_ptr(), _address(embedded)),
             *(hidden.data_ptr(), _address(wanted), count, _address(logits)),
+            lora.structure if isinstance(lora, NativeLoraStep) else None,
         )
         return hidden, logits
 

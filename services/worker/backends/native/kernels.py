@@ -6,6 +6,7 @@ is the same bits for any other rows in the batch and any number of threads.
 """
 
 import ctypes
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,10 +18,18 @@ from services.worker.backends.kernels import (
     FusedDecoder,
     Linear,
 )
+from services.worker.backends.lora import (
+    LoraLayer,
+    LoraRows,
+    LoraShape,
+    LoraStep,
+    PackedLora,
+)
 from services.worker.backends.native.decoder import fused_decoder
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import Functions, functions_by_dtype
 from services.worker.backends.native.linear import NativeLinear
+from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
 from services.worker.backends.torch.kernels import TorchKernels
 
@@ -80,6 +89,18 @@ class NativeKernels(TorchKernels):
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
         return fused_decoder(self._functions, weights, constants)
+
+    def pack_lora(
+        self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
+    ) -> PackedLora:
+        functions = self._functions.get(dtype)
+        if functions is None:
+            return super().pack_lora(layers, shapes, dtype)
+        return NativeLora(layers, shapes, functions.panel_width)
+
+    def lora_step(self, rows: LoraRows) -> LoraStep:
+        is_native = all(isinstance(adapter, NativeLora) for adapter in rows.adapters)
+        return NativeLoraStep(rows) if is_native else super().lora_step(rows)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         functions = self._functions.get(shape.dtype)

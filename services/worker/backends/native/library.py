@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import torch
 
 from services.worker.backends.kernels import Activation, GatedMlp, LayerWeights, Linear, Mlp
+from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
@@ -140,6 +141,36 @@ class Decoder(ctypes.Structure):
     )
 
 
+class LoraProjection(ctypes.Structure):
+    """A and B of one adapter for one projection; A is None where nothing is added."""
+
+    _fields_ = _fields({"a b begins": _ADDRESS, "width rank": _COUNT})
+
+
+class NativeLoraLayer(ctypes.Structure):
+    """The projections of a layer that an adapter adds to."""
+
+    _fields_ = _fields({"parts": LoraProjection * len(PARTS)})
+
+
+class StepLora(ctypes.Structure):
+    """The adapters of a step's rows."""
+
+    _fields_ = _fields(
+        {
+            "adapters adapter_of rows starts": _ADDRESS,
+            "num_rows width": _COUNT,
+            "num_adapters": _INT,
+        }
+    )
+
+
+class LoraDelta(ctypes.Structure):
+    """The adapters of a step in one projection; the library has the memory for `inside`."""
+
+    _fields_ = _fields({"step": _ADDRESS, "layer part": _INT, "inside": _ADDRESS})
+
+
 class Functions:
     """The library's functions for one data type; `suffix` names it."""
 
@@ -153,8 +184,9 @@ class Functions:
         projection, decoder = ctypes.POINTER(Projection), ctypes.POINTER(Decoder)
         layout, pages = ctypes.POINTER(Layout), ctypes.POINTER(Pages)
         self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, _INT)
-        self.project = function("project", projection, _ADDRESS, _ADDRESS, _COUNT)
-        self.project_full = function("project_full", projection, _ADDRESS, _ADDRESS, _COUNT)
+        arguments = projection, _ADDRESS, _ADDRESS, _COUNT, ctypes.POINTER(LoraDelta)
+        self.project = function("project", *arguments)
+        self.project_full = function("project_full", *arguments)
         self.rms_norm = function(
             *("rms_norm", _ADDRESS, _COUNT, _COUNT, _ADDRESS, _ADDRESS, _ADDRESS),
             *(_COUNT, _COUNT, _FLOAT),
@@ -163,7 +195,7 @@ class Functions:
         self.attend = function("attend", layer, layout, heads, pages, _ADDRESS)
         self.run_decoder = function(
             *("run_decoder", decoder, layout, _ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS),
-            *(_COUNT, _ADDRESS),
+            *(_COUNT, _ADDRESS, ctypes.POINTER(StepLora)),
         )
 
 
@@ -177,6 +209,10 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "DecoderLayer": DecoderLayer,
     "Rotation": Rotation,
     "Decoder": Decoder,
+    "LoraProjection": LoraProjection,
+    "LoraLayer": NativeLoraLayer,
+    "StepLora": StepLora,
+    "LoraDelta": LoraDelta,
 }
 """By their names in C++."""
 

@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.kernels import Activation
+from services.worker.backends.lora import Delta
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import EPILOGUES, Functions, Projection
+from services.worker.backends.native.lora import NativeDelta
 
 
 class NativeLinear:
@@ -40,15 +42,16 @@ class NativeLinear:
         self.projection = Projection(self._packed.data_ptr(), bias_address, *shape)
         self._reference = ctypes.byref(self.projection)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         output = torch.empty((len(x), self.out_features), dtype=x.dtype)
         filled = F.pad(x, (0, 1)) if self.is_padded else x
-        self._project(self._reference, filled.data_ptr(), output.data_ptr(), len(x))
+        added = delta.structure if isinstance(delta, NativeDelta) else None
+        self._project(self._reference, filled.data_ptr(), output.data_ptr(), len(x), added)
         return output
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear. The library sums in float32, and here it does not round."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
         filled = F.pad(x, (0, 1)) if self.is_padded else x
-        self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x))
+        self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x), None)
         return output

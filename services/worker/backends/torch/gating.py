@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.kernels import Activation, Linear
+from services.worker.backends.lora import Delta
 
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715
@@ -30,8 +31,8 @@ class GatedLinear:
         self._batch_invariant = batch_invariant
         self.out_features = projection.out_features // 2
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = self._projection(x)
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
+        product = self._projection(x, delta)
         return gated(product, self._activation, batch_invariant=self._batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:

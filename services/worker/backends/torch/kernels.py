@@ -1,5 +1,7 @@
 """The operations in plain torch, on every device. Native kernels are tested against them."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -11,7 +13,15 @@ from services.worker.backends.kernels import (
     FusedDecoder,
     Linear,
 )
+from services.worker.backends.lora import (
+    LoraLayer,
+    LoraRows,
+    LoraShape,
+    LoraStep,
+    PackedLora,
+)
 from services.worker.backends.torch.gating import GatedLinear
+from services.worker.backends.torch.lora import TorchLora, TorchLoraStep
 from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
 from services.worker.backends.torch.paged_attention import TorchPagedAttention, workspace_bytes
 
@@ -62,6 +72,17 @@ class TorchKernels:
     ) -> FusedDecoder | None:
         """None: layers are run operation by operation."""
         return None
+
+    def pack_lora(
+        self,
+        layers: Sequence[LoraLayer],
+        shapes: Mapping[str, LoraShape],  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> PackedLora:
+        return TorchLora(layers, lambda weight: self.linear(weight, None))
+
+    def lora_step(self, rows: LoraRows) -> LoraStep:
+        return TorchLoraStep(rows, self.padded_rows)
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         return TorchPagedAttention(shape, batch_invariant=self._batch_invariant)

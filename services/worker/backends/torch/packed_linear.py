@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from services.worker.backends.lora import Delta
+
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
@@ -68,9 +70,10 @@ class PackedLinear:
         self._plain = weight if self._packed is None else None
         self._needs_tiles = batch_invariant and not self._rows_agree(weight.dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         """[n, in] -> [n, out]."""
-        return in_tiles(self._multiply, x) if self._needs_tiles else self._multiply(x)
+        product = in_tiles(self._multiply, x) if self._needs_tiles else self._multiply(x)
+        return product if delta is None else delta.added_to(product, x)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear; torch rounds the result."""

@@ -62,23 +62,23 @@ std::vector<int> positions_of(const Layout& layout) {
 // Runs a step's tokens through all layers. Gives hidden states [rows, hidden_size], normalized if
 // there is a norm, in `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising,
 // or of all rows if that is null. A token's input is its row of `embedded`, or, if that is null,
-// the embedding of its id.
+// the embedding of its id. `lora`: the adapters of the rows; null for none.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
                  const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,
-                 float* logits) {
+                 float* logits, const StepLora<T>* lora) {
   const std::int64_t rows = layouts[0].num_tokens();
   const double work = step_work(decoder, layouts, rows, num_wanted);
   const int threads = threads_for(work, PARALLEL_STEP_WORK);
   static thread_local Scratch scratch;
-  const std::int64_t needed = StepBuffers<T>(decoder, rows, threads, nullptr).size;
+  const std::int64_t needed = StepBuffers<T>(decoder, rows, threads, lora, nullptr).size;
   scratch.reserve(needed * sizeof(T));
-  const StepBuffers<T> buffers(decoder, rows, threads, scratch.take<T>(needed));
+  const StepBuffers<T> buffers(decoder, rows, threads, lora, scratch.take<T>(needed));
   const auto plans = layer_plans(decoder, layouts, threads);
   const std::vector<int> positions = positions_of(layouts[0]);
   std::vector<std::atomic<int>> next(decoder.num_layers);
   in_team(threads, [&](Team team) {
-    StepThread<T> thread(decoder, buffers, rows, team);
+    StepThread<T> thread(decoder, buffers, rows, lora, team);
     thread.begin(token_ids, embedded, positions.data());
     const Projection<T>* head = num_wanted > 0 ? &decoder.head : nullptr;
     for (int i = 0; i < decoder.num_layers; ++i) {

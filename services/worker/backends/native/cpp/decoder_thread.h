@@ -28,7 +28,8 @@ constexpr std::int64_t BUFFER_MULTIPLE = 32;  // Elements.
 // A step's buffers in its scratch memory.
 template <class T>
 struct StepBuffers {
-  StepBuffers(const Decoder<T>& decoder, std::int64_t rows, int threads, T* scratch) {
+  StepBuffers(const Decoder<T>& decoder, std::int64_t rows, int threads, const StepLora<T>* lora,
+              T* scratch) {
     std::int64_t qkv_width = 0, heads = 0, inner = 0;
     for (int i = 0; i < decoder.num_layers; ++i) {
       const DecoderLayer<T>& layer = decoder.layers[i];
@@ -50,6 +51,7 @@ struct StepBuffers {
     qkv = take(rows * qkv_width);
     attended = take(rows * heads);
     gated = take(rows * inner);
+    inside = take(lora == nullptr ? 0 : rows * lora->width);
     normed_stride = rows <= FEW_ROWS ? round_up(hidden, BUFFER_MULTIPLE) : 0;
     normed = take(rows <= FEW_ROWS ? normed_stride * threads : hidden);
   }
@@ -68,6 +70,7 @@ struct StepBuffers {
   T* qkv;
   T* attended;
   T* gated;
+  T* inside;  // Of adapters, see LoraDelta.
   T* normed;
   std::int64_t normed_stride;  // From one thread's `normed` to the next; 0 if the team has one.
 };
@@ -76,9 +79,11 @@ struct StepBuffers {
 template <class T>
 class StepThread {
  public:
-  StepThread(const Decoder<T>& decoder, const StepBuffers<T>& buffers, std::int64_t rows, Team team)
+  StepThread(const Decoder<T>& decoder, const StepBuffers<T>& buffers, std::int64_t rows,
+             const StepLora<T>* lora, Team team)
       : decoder_(decoder),
         buffers_(buffers),
+        lora_(lora),
         residual_(buffers.residual),
         next_residual_(buffers.next_residual),
         normed_(buffers.normed + buffers.normed_stride * team.index),
@@ -105,17 +110,17 @@ class StepThread {
   void run_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
                  const Projection<T>* following) {
     normalize(layer.input_norm);
-    project(layer.qkv, normed_, buffers_.qkv, rows_, team_);
+    project_part(layer, LORA_QKV, layer.qkv, normed_, buffers_.qkv);
     prefetch_and_wait(&layer.output);
     attend_layer(layer, plan, next);
     prefetch_and_wait(&layer.output);
-    project(layer.output, buffers_.attended, buffers_.update, rows_, team_);
+    project_part(layer, LORA_OUTPUT, layer.output, buffers_.attended, buffers_.update);
     prefetch_and_wait(&layer.gate_up);
     normalize_update(layer.attention_output_norm);
     normalize(layer.mlp_norm);
-    project(layer.gate_up, normed_, buffers_.gated, rows_, team_);
+    project_part(layer, LORA_GATE_UP, layer.gate_up, normed_, buffers_.gated);
     prefetch_and_wait(&layer.down);
-    project(layer.down, buffers_.gated, buffers_.update, rows_, team_);
+    project_part(layer, LORA_DOWN, layer.down, buffers_.gated, buffers_.update);
     prefetch_and_wait(following);
     normalize_update(layer.mlp_output_norm);
   }
@@ -152,6 +157,19 @@ class StepThread {
   }
 
  private:
+  // A projection of a layer, with what adapters add.
+  void project_part(const DecoderLayer<T>& layer, LoraPart part, const Projection<T>& p,
+                    const T* input, T* output) {
+    const LoraDelta<T> delta{lora_, int(&layer - decoder_.layers), part, buffers_.inside};
+    if (lora_ == nullptr || delta.is_empty()) {
+      project(p, input, output, rows_, team_);
+      return;
+    }
+    shrink(delta, input, p.depth, team_);
+    team_.wait();
+    project(p, input, output, rows_, team_, &delta);
+  }
+
   // Waits for the team. Before, prefetches the first weights of the next projection: with a small
   // batch reading weights is most of the work, and memory would idle until the projection begins.
   void prefetch_and_wait(const Projection<T>* next) {
@@ -247,6 +265,7 @@ class StepThread {
 
   const Decoder<T>& decoder_;
   const StepBuffers<T>& buffers_;
+  const StepLora<T>* lora_;
   T* residual_;
   T* next_residual_;
   T* normed_;

@@ -32,11 +32,24 @@ void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Hea
   in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
 }
 
+// `lora`: what adapters add, without memory for `inside`; null for nothing.
 template <class T, class Out>
 void project_in_team(const Projection<T>& projection, const T* input, Out* output,
-                     std::int64_t rows) {
-  in_team(threads_for(projection_work(projection, rows)),
-          [&](Team team) { project(projection, input, output, rows, team); });
+                     std::int64_t rows, const LoraDelta<T>* lora) {
+  const int threads = threads_for(projection_work(projection, rows));
+  if (lora == nullptr) {
+    in_team(threads, [&](Team team) { project(projection, input, output, rows, team); });
+    return;
+  }
+  static thread_local Scratch scratch;
+  const std::int64_t needed = rows * lora->step->width;
+  scratch.reserve(needed * sizeof(T));
+  const LoraDelta<T> delta{lora->step, lora->layer, lora->part, scratch.take<T>(needed)};
+  in_team(threads, [&](Team team) {
+    shrink(delta, input, projection.depth, team);
+    team.wait();
+    project(projection, input, output, rows, team, &delta);
+  });
 }
 
 #define EXPORT(SUFFIX, T)                                                   \

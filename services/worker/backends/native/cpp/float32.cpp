@@ -21,6 +21,10 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "DecoderLayer") return sizeof(DecoderLayer<float>);
   if (wanted == "Rotation") return sizeof(Rotation<float>);
   if (wanted == "Decoder") return sizeof(Decoder<float>);
+  if (wanted == "LoraProjection") return sizeof(LoraProjection<float>);
+  if (wanted == "LoraLayer") return sizeof(LoraLayer<float>);
+  if (wanted == "StepLora") return sizeof(StepLora<float>);
+  if (wanted == "LoraDelta") return sizeof(LoraDelta<float>);
   return 0;
 }
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lora.h"
 #include "panel.h"
 #include "rounding.h"
 #include "threads.h"
@@ -152,10 +153,12 @@ __attribute__((noinline)) void add_product(const float* from, std::int64_t from_
 }
 
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
-// scratch memory.
+// scratch memory. `delta`: what adapters add, or null; the rows' first one is row `first_row`
+// there.
 template <class T, class Out>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
-                   std::int64_t panel, float* totals) {
+                   std::int64_t panel, float* totals, const LoraDelta<T>* delta,
+                   std::int64_t first_row) {
   const bool gated = p.epilogue != Epilogue::PLAIN;
   const std::int64_t width = gated ? p.columns / 2 : p.columns;
   const std::int64_t first = panel * (gated ? LANES : PANEL_WIDTH);
@@ -180,7 +183,9 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
       add(chunk == 0 ? bias : to, chunk == 0 ? 0 : PANEL_WIDTH,
           rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
           one_pass ? PREFETCH_AHEAD : PANEL_WIDTH * depth, to);
-      if (chunk + 1 == chunks) write_rows(p, to, ROWS, first, width, output + row * width);
+      if (chunk + 1 < chunks) return;
+      if (delta != nullptr) add_delta(*delta, first_row + row, ROWS, panel, to);
+      write_rows(p, to, ROWS, first, width, output + row * width);
     });
   }
 }
@@ -208,10 +213,10 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
 
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
 // Every thread of the team calls it and computes a part. `Out` is T, or float for results that are
-// not rounded.
+// not rounded. `delta`: what adapters add, whose `inside` is computed; null for nothing.
 template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
-                               std::int64_t rows, Team team) {
+                               std::int64_t rows, Team team, const LoraDelta<T>* delta = nullptr) {
   const std::int64_t most_rows = std::clamp<std::int64_t>(
       round_down(BLOCK_BYTES / (p.depth * sizeof(T)), MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
   const std::int64_t groups = divide_up(rows, MAX_TILE_ROWS);
@@ -230,7 +235,7 @@ template <class T, class Out>
       near =
           without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
     }
-    project_panel(p, near, output + first * width, item % panels, totals);
+    project_panel(p, near, output + first * width, item % panels, totals, delta, first);
   }
 }
 

@@ -83,13 +83,15 @@ struct PanelOps<BFloat16> {
 #endif
 
 // total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
-// the panel's columns. With PREFETCH, fetches what lies `ahead` elements further on in the panel.
+// the columns of a panel of WIDTH. With PREFETCH, fetches what lies `ahead` elements further on in
+// the panel.
 //
 // The caller stores the totals before it calls another function: totals that outlive a call would
 // be kept on the stack, inside the loop too. Every fourth row has a pointer of its own, hidden from
 // the optimizer by an empty `asm`: with one pointer the compiler would keep an offset for each row,
 // and fetch some of the offsets from vector registers in every step.
-template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false>
+template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false,
+          int WIDTH = PANEL_WIDTH>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
                                                     std::int64_t stride, const T* panel, int steps,
                                                     std::int64_t ahead = 0) {
@@ -124,7 +126,7 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
       fourth += Ops::DEPTH;
       asm("" : "+r"(fourth));
     }
-    panel += PANEL_WIDTH * Ops::DEPTH;
+    panel += WIDTH * Ops::DEPTH;
   }
 }
 

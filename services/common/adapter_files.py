@@ -1,0 +1,22 @@
+"""The files of an adapter in PEFT's format, and the digest that they are known by."""
+
+import hashlib
+from pathlib import Path
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+_CHUNK_BYTES = 2**20
+
+
+def adapter_digest(directory: Path) -> bytes:
+    """SHA-256 over the name, size and contents of the adapter's files, 32 bytes: equal where they
+    lie elsewhere, another one when they change. Raises OSError if one cannot be read.
+    """
+    digest = hashlib.sha256()
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        path = directory / name
+        digest.update(f"{name} {path.stat().st_size}\n".encode())
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.digest()
