@@ -18,6 +18,7 @@ from services.worker.backends.attention import (
     PagedAttention,
     StepLayout,
 )
+from services.worker.backends.lora import LoraRows
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
 from services.worker.parallel.ranks import ALONE, Ranks
@@ -70,9 +71,12 @@ class Recorder:
         attention: LayerAttention,
         embedded: torch.Tensor | None = None,
         wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See Model. The logits that are wanted come of the step itself, the others after it."""
-        hidden, logits = self._model.forward(token_ids, positions, attention, embedded, wanted)
+        hidden, logits = self._model.forward(
+            token_ids, positions, attention, embedded, wanted, lora
+        )
         whole = self._model.compute_logits(hidden)
         if logits is not None:
             assert_same_bits(logits, whole if wanted is None else whole[wanted], "wanted rows")
