@@ -4,7 +4,9 @@ measure.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
@@ -45,9 +47,10 @@ class GrpcClient:
 class HttpClient:
     """`POST /v1/completions` of the gateway, streamed; one connection for each request at once."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """`fields` are put into each body."""
         self._host, _, port = address.rpartition(":")
-        self._port = int(port)
+        self._port, self._fields = int(port), fields
         self._idle: list[_Connection] = []
 
     async def open(self, num_connections: int) -> None:
@@ -65,7 +68,7 @@ class HttpClient:
         reader, writer = connection = self._idle.pop()
         headers = f"traceparent: {traceparent}\r\n" if traceparent else ""
         address = f"{self._host}:{self._port}"
-        writer.write(completion_request(address, prompt, num_tokens, headers))
+        writer.write(completion_request(address, prompt, num_tokens, headers, self._fields))
         await _expect_stream(reader)
         pending = b""
         while chunk := await read_chunk(reader):
@@ -83,9 +86,15 @@ class HttpClient:
 
 
 def completion_request(
-    address: str, prompt: Sequence[int], num_tokens: int, headers: str = ""
+    address: str,
+    prompt: Sequence[int],
+    num_tokens: int,
+    headers: str = "",
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """A streamed greedy `POST /v1/completions` of so many tokens; `headers` are whole lines."""
+    """A streamed greedy `POST /v1/completions` of so many tokens; `headers` are whole lines, and
+    `fields` are added to the body, or replace its own.
+    """
     body = json.dumps(
         {
             "prompt": list(prompt),
@@ -94,6 +103,7 @@ def completion_request(
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            **fields,
         }
     )
     return (

@@ -1,7 +1,8 @@
 """`make bench`: what serving through separate services costs, and where the cost lies.
 
     python -m benchmarks.serving [--quick] [--model DIR|15m|135m|1.1b]... [--concurrency 1,8,32]
-                                 [--json FILE] [--baseline DIR | --tracing | --stages]
+                                 [--json FILE]
+                                 [--baseline DIR | --tracing | --stages | --structured]
 
 For each model the same load goes through the four services (gRPC, and HTTP with server-sent events)
 and through everything in one process, in turns: whatever else the machine does meets all of them.
@@ -11,7 +12,8 @@ Tables go to standard output, progress to standard error.
 With --baseline the services are compared with those of another checkout instead, each run by its
 own `stepwell up`. With --tracing it is measured only what tracing costs, in longer and more runs:
 off, at a ratio of 1 % and at 100 %, in turns. With --stages one worker is compared with two
-pipeline stages, each of which computes with one thread.
+pipeline stages, each of which computes with one thread. With --structured requests run beside as
+many that are held to a schema, and beside as many that are not.
 """
 
 import json
@@ -74,6 +76,11 @@ def parse_options(argv: Sequence[str]) -> Options:
         action="store_true",
         help="compare one worker with two pipeline stages, of one thread each",
     )
+    only.add_argument(
+        "--structured",
+        action="store_true",
+        help="measure only what requests held to a schema cost the others",
+    )
     parsed = parser.parse_args(argv)
     schedule = QUICK if parsed.quick else TRACING if parsed.tracing else SCHEDULE
     models = tuple(parsed.model or (DEFAULT_MODELS[:1] if parsed.quick else DEFAULT_MODELS))
@@ -88,6 +95,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         baseline=parsed.baseline,
         only_tracing=parsed.tracing,
         only_stages=parsed.stages,
+        only_structured=parsed.structured,
     )
 
 

@@ -22,6 +22,7 @@ from benchmarks.serving.checkout import Checkout
 from benchmarks.serving.comparison import Schedule, compare
 from benchmarks.serving.in_process_child import InProcessChild
 from benchmarks.serving.probes import run_hops
+from benchmarks.serving.structured_neighbors import CONSTRAINED, SAMPLED, NeighborTarget
 from benchmarks.serving.targets import GrpcTarget, HttpTarget, InProcessTarget, Target
 from services.cli.settings import UpSettings
 
@@ -44,6 +45,7 @@ class Options:
     baseline: Path | None
     only_tracing: bool = False
     only_stages: bool = False
+    only_structured: bool = False
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -77,6 +79,9 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
             continue
         if options.only_stages:
             results["models"][model.name] = await measure_stages(options, model)
+            continue
+        if options.only_structured:
+            results["models"][model.name] = await measure_structured(options, model)
             continue
         found_here = await measure_model(options, model, with_tracing=number == 0)
         results["models"][model.name] = found_here
@@ -202,6 +207,27 @@ async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
         tables.rounds_text(rows),
     )
     return {"stages": [asdict(row) for row in rows]}
+
+
+async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
+    """Unconstrained requests beside as many that are held to a schema, and beside as many that are
+    not: one stack, in turns.
+    """
+    log(f"starting {model.name}")
+    settings = _settings(options, model, ratio=0.0)
+    schedule = replace(options.schedule, num_rounds=options.schedule.num_rounds * PAIRED_ROUNDS)
+    async with Stack(replace(settings, num_blocks=2 * options.num_blocks)) as stack:
+        targets: dict[str, Target] = {
+            "beside unconstrained ones": NeighborTarget(stack, SAMPLED),
+            "beside constrained ones": NeighborTarget(stack, CONSTRAINED),
+        }
+        rows = await compare(targets, schedule, vocab_size(model), log)
+    show(
+        f"### {model.name}: unconstrained requests beside as many others",
+        tables.serving_table(rows, "unconstrained"),
+        tables.rounds_text(rows),
+    )
+    return {"structured": [asdict(row) for row in rows]}
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:

@@ -14,6 +14,7 @@ COMMANDS = {
     "idle": "no requests for minutes; fails if the prefix cache is lost or a warning is logged",
     "openapi": "requests made from the OpenAPI document; fails if an answer is not documented",
     "overload": "more load than the services can take; prints goodput and the time of refusals",
+    "schemas": "answers held to JSON schemas through kills; fails if a finished one is not valid",
     "traces": "requests through pauses and kills; fails if a trace does not explain all their time",
 }
 

@@ -44,13 +44,12 @@ from benchmarks.soak.checked_streams import Streams
 from benchmarks.soak.fault_draws import Fault, draw_fault, draw_hit
 from benchmarks.soak.fault_report import Effect, report, storm_report
 from benchmarks.soak.left_over import settle
-from benchmarks.soak.replicas import LOG_NAME, Replicas
+from benchmarks.soak.replicas import LOG_NAME, RECOVERY_SECONDS, Replicas
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
 
 NUM_STREAMS = 28
 NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
-RECOVERY_SECONDS = 60.0
 CALM_SECONDS = (0.1, 1.0)
 """Between a recovery and the next fault."""
 STEADY_SECONDS = 1.0

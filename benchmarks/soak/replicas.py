@@ -1,8 +1,11 @@
 """Gateways and several replicas, each service a process that a supervisor starts again."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy, Supervisor
 
 LOG_NAME = "services.log"
+RECOVERY_SECONDS = 60.0
 
 
 class Replicas:
@@ -65,6 +69,18 @@ class Replicas:
     def pid(self, name: str) -> int:
         """The process id of a service's present or last run."""
         return self._supervisor.pid(name)
+
+    async def kill(self, name: str) -> None:
+        """Kills a service, and waits until it is ready again. Raises TimeoutError if that takes
+        more than a minute.
+        """
+        before = self.record.num_ready.get(name, 0)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid(name), signal.SIGKILL)
+        async with asyncio.timeout(RECOVERY_SECONDS):
+            while self.record.num_ready.get(name, 0) == before:
+                self.record.changed.clear()
+                await self.record.changed.wait()
 
     async def __aenter__(self) -> "Replicas":
         self._running = asyncio.create_task(self._supervisor.run())

@@ -14,7 +14,6 @@ and ends with it. The table counts what they hold, and compares with the time cl
 import asyncio
 import os
 import secrets
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -32,7 +31,7 @@ from benchmarks.common.clients import GrpcClient, HttpClient
 from benchmarks.common.console import log, messages
 from benchmarks.common.models import vocab_size
 from benchmarks.common.spans import SpanReceiver
-from benchmarks.soak.replicas import Replicas
+from benchmarks.soak.replicas import RECOVERY_SECONDS, Replicas
 from benchmarks.soak.trace_checks import TracedRequest, TraceReport, check_traces
 from services.cli.settings import UpSettings
 from services.cli.supervisor import RestartPolicy
@@ -43,7 +42,6 @@ MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 150, 60
 HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
-RECOVERY_SECONDS = 60.0
 EXPORT_DELAY_MILLIS = "100"
 """A killed service loses the spans of this time."""
 VICTIMS = ("kvpool", "worker", "scheduler")
@@ -179,7 +177,7 @@ async def _disturb(
             name = VICTIMS[len(kills) % len(VICTIMS)]
             log(f"{requests.num_done} answered: {name} is killed")
             kills.append(time.time_ns())
-            await _kill(name, replicas)
+            await replicas.kill(name)
     return kills
 
 
@@ -205,17 +203,6 @@ async def _is_running(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub") -> boo
         stats = await scheduler.GetStats(scheduler_pb2.GetStatsRequest(), timeout=1)
         return bool(stats.num_running)
     return False
-
-
-async def _kill(name: str, replicas: Replicas) -> None:
-    """Kills a service, and waits until it is ready again."""
-    before = replicas.record.num_ready.get(name, 0)
-    with suppress(ProcessLookupError):
-        os.kill(replicas.pid(name), signal.SIGKILL)
-    async with asyncio.timeout(RECOVERY_SECONDS):
-        while replicas.record.num_ready.get(name, 0) == before:
-            replicas.record.changed.clear()
-            await replicas.record.changed.wait()
 
 
 def main(argv: Sequence[str]) -> int:

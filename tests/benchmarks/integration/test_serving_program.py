@@ -26,6 +26,19 @@ def test_two_stages_are_measured_beside_one_worker(tmp_path: Path, servable_mode
 
 
 @pytest.mark.slow
+def test_unconstrained_requests_are_measured_beside_constrained_ones(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    flags = ("--quick", "--structured", "--model", "models/demo", "--concurrency", 2)
+    done = run_program("serving", *flags, "--json", figures)
+    rows = json.loads(figures.read_text())["models"]["demo"]["structured"]
+    names = ["beside unconstrained ones", "beside constrained ones"]
+    assert [row["target"] for row in rows] == names
+    assert all(row["figures"]["tokens_per_second"] > 0 for row in rows)
+    for name in names:
+        assert f"| 2 | {name} |" in done.stdout
+
+
+@pytest.mark.slow
 def test_quick_measures_everything_and_writes_the_same_as_json(
     tmp_path: Path, servable_model: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """The programs of benchmarks.soak run, each for some seconds."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from benchmarks.soak.__main__ import COMMANDS, main
 from tests.benchmarks.programs import run_program
+from tests.structured_forms import CHOOSE, PERSON, TREE
 
 
 @pytest.mark.slow
@@ -60,6 +62,20 @@ def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model:
         num_sent, num_done = figures[f"{tenant} tenant: requests sent / done"].split(" / ")
         assert int(num_sent) >= int(num_done) > 0
     assert float(figures["refusals, ms, median / p99"].partition(" / ")[0]) > 0
+
+
+@pytest.mark.slow
+def test_answers_to_a_few_schemas_are_judged_through_a_kill(tmp_path: Path) -> None:
+    for number, schema in enumerate([PERSON, TREE, CHOOSE, {"not": {"type": "string"}}]):
+        (tmp_path / f"{number}.json").write_text(json.dumps(schema))
+    load = ("--schemas", tmp_path, "--kills", 1, "--at-once", 2, "--max-tokens", 200)
+    report = run_program("soak", "schemas", *load).stdout
+    figures = dict(re.findall(r"^\| ([^|]+) \| (\d+) \|", report, re.MULTILINE))
+    assert figures["finished and not valid"] == figures["failed"] == "0"
+    assert figures["refused by name"] == "1"
+    ended = ("finished and valid", "incomplete at the limit of tokens")
+    assert sum(int(figures[name]) for name in ended) == 3
+    assert int(figures["finished and valid"]) > 0
 
 
 def test_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

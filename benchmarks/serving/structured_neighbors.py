@@ -1,0 +1,56 @@
+"""What requests that are held to a schema cost the others in their batch."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.common.clients import HttpClient
+from benchmarks.common.load import Load, RequestTimes
+from benchmarks.serving.targets import HttpTarget, Services
+
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "count": {"type": "integer"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "seed": 7}
+CONSTRAINED: Mapping[str, Any] = {
+    **SAMPLED,
+    # Longer than any answer.
+    "structured_outputs": {"json": {"type": "array", "items": _ITEM, "minItems": 1000}},
+}
+
+
+class NeighborTarget(HttpTarget):
+    """The services, through HTTP, while as many requests as the load's run beside it."""
+
+    def __init__(self, services: Services, fields: Mapping[str, Any]) -> None:
+        """`fields`: what the bodies of the requests beside the load have."""
+        super().__init__(services)
+        self._fields = fields
+
+    async def run(self, load: Load) -> list[RequestTimes]:
+        """Runs a load to its end; the result is of the load alone."""
+        client = HttpClient(self._services.http, self._fields)
+        await client.open(load.concurrency)
+        beside = [
+            asyncio.create_task(self._repeat(client, load, number))
+            for number in range(load.concurrency)
+        ]
+        try:
+            return await super().run(load)
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            await client.close()
+
+    async def _repeat(self, client: HttpClient, load: Load, number: int) -> None:
+        while True:
+            async for _ in client.generate(load.prompt(-1 - number), load.output_tokens):
+                pass

@@ -1,0 +1,282 @@
+"""Answers held to JSON schemas, preempted and killed; fails if a finished one is not valid.
+
+    python -m benchmarks.soak schemas --schemas DIR [--count 400] [--kills 6] [--at-once 16]
+                                      [--max-tokens 500] [--model DIR] [--seed 1]
+
+DIR holds schemas as .json files, at any depth, such as the directory `data` of JSONSchemaBench
+(https://github.com/guidance-ai/jsonschemabench); --count of them are drawn. Each is the form of a
+sampled answer. Unconstrained requests run beside them, on a pool that is too small for all, so that
+requests wait and are preempted. Worker, scheduler and pool are killed in turn; the supervisor of
+`stepwell up` starts them again. Finished answers are judged by jsonschema-rs, which knows nothing
+of masks; those that reached --max-tokens are incomplete, and not judged. Schemas that the gateway
+refuses are counted by its reason.
+"""
+
+import asyncio
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import uvloop
+
+from benchmarks.common.arguments import add_model, count, make_parser
+from benchmarks.common.console import log, messages
+from benchmarks.common.tables import table_text
+from benchmarks.soak.replicas import Replicas
+from services.cli.settings import UpSettings
+from services.cli.supervisor import RestartPolicy
+
+REQUEST_SECONDS = 180.0
+NUM_NEIGHBORS = 4
+NEIGHBOR_TOKENS = 100
+PROMPT = "class Point:"
+VICTIMS = ("worker", "scheduler", "kvpool")
+_PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} ([\d.]+)", re.MULTILINE)
+_NUMBER = re.compile(r"\d+")
+_MAX_REASON = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run."""
+
+    model: Path
+    schemas: Sequence[tuple[str, str]]
+    """Names and texts."""
+    num_kills: int
+    num_at_once: int
+    max_tokens: int
+    seed: int
+
+
+@dataclass(slots=True)
+class Outcomes:
+    """What became of the schemas and the requests beside them."""
+
+    valid: int = 0
+    incomplete: int = 0
+    invalid: list[str] = field(default_factory=list)
+    """Files, and what their answers violate."""
+    failed: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    unjudged: Counter[str] = field(default_factory=Counter)
+    """Finished answers whose schema the validator does not take, by its reason."""
+    neighbors: int = 0
+    num_preemptions: int = 0
+    progressed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def num_done(self) -> int:
+        """How many schemas are done with."""
+        counted = self.valid + self.incomplete + len(self.invalid) + len(self.failed)
+        return counted + self.refused.total() + self.unjudged.total()
+
+    @property
+    def are_good(self) -> bool:
+        """Whether each answer was valid as far as it went."""
+        return not self.invalid and not self.failed
+
+    def text(self) -> str:
+        """A table, the reasons of refusals, and what is wrong."""
+        rows = [
+            ("finished and valid", self.valid),
+            ("finished and not valid", len(self.invalid)),
+            ("finished, the validator does not take the schema", self.unjudged.total()),
+            ("incomplete at the limit of tokens", self.incomplete),
+            ("refused by name", self.refused.total()),
+            ("failed", len(self.failed)),
+            ("unconstrained requests beside them", self.neighbors),
+            ("preemptions", self.num_preemptions),
+        ]
+        reasons = [("refused: " + reason, number) for reason, number in self.refused.most_common()]
+        reasons += [("not judged: " + why, number) for why, number in self.unjudged.most_common()]
+        table = table_text(
+            ("answers to schemas", "number"),
+            [(name, str(number)) for name, number in rows + reasons],
+        )
+        return "\n".join([table, *self.invalid, *self.failed])
+
+
+class SchemaRequests:
+    """Requests of schemas in turn, and unconstrained ones beside them."""
+
+    def __init__(self, options: Options, http: httpx.AsyncClient) -> None:
+        self._options, self._http = options, http
+        self._left = list(enumerate(options.schemas))[::-1]
+        self.outcomes = Outcomes()
+
+    async def send_all(self) -> None:
+        """Sends a request for each schema; returns when all have been answered."""
+        async with asyncio.TaskGroup() as tasks:
+            neighbors = [tasks.create_task(self._neighbors(n)) for n in range(NUM_NEIGHBORS)]
+            clients = [
+                asyncio.create_task(self._client()) for _ in range(self._options.num_at_once)
+            ]
+            await asyncio.gather(*clients)
+            for neighbor in neighbors:
+                neighbor.cancel()
+
+    async def until_done(self, number: int) -> None:
+        """Waits until so many schemas are done with."""
+        while self.outcomes.num_done < number:
+            self.outcomes.progressed.clear()
+            await self.outcomes.progressed.wait()
+
+    async def count_preemptions(self) -> None:
+        """Adds those of the scheduler's present run."""
+        metrics = (await self._http.get("/metrics")).text
+        self.outcomes.num_preemptions += int(sum(map(float, _PREEMPTIONS.findall(metrics))))
+
+    async def _client(self) -> None:
+        while self._left:
+            number, (name, schema) = self._left.pop()
+            await self._ask(number, name, schema)
+            self.outcomes.progressed.set()
+
+    async def _ask(self, number: int, name: str, schema: str) -> None:
+        try:
+            response = await self._http.post(
+                "/v1/completions",
+                json={
+                    "prompt": PROMPT,
+                    "max_tokens": self._options.max_tokens,
+                    "seed": self._options.seed + number,
+                    "structured_outputs": {"json": json.loads(schema)},
+                },
+            )
+        except (httpx.HTTPError, ValueError) as error:
+            self.outcomes.failed.append(f"{name}: {error!r}")
+            return
+        if response.status_code == httpx.codes.BAD_REQUEST:
+            self.outcomes.refused[_kind(response.json()["error"]["message"])] += 1
+        elif response.status_code != httpx.codes.OK:
+            self.outcomes.failed.append(f"{name}: {response.status_code} {response.text}")
+        else:
+            (choice,) = response.json()["choices"]
+            self._judge(name, schema, choice)
+
+    def _judge(self, name: str, schema: str, choice: dict[str, Any]) -> None:
+        if choice["finish_reason"] == "length":
+            self.outcomes.incomplete += 1
+            return
+        if choice["finish_reason"] != "stop":
+            self.outcomes.failed.append(f"{name}: ended by {choice['finish_reason']}")
+            return
+        try:
+            validator = jsonschema_rs.validator_for(
+                json.loads(schema), validate_formats=True, retriever=_retrieve
+            )
+        except (jsonschema_rs.ValidationError, ValueError) as error:
+            self.outcomes.unjudged[_kind(str(error).partition("\n")[0])] += 1
+            return
+        try:
+            errors = [error.message for error in validator.iter_errors(json.loads(choice["text"]))]
+        except ValueError as error:
+            errors = [str(error)]
+        if errors:
+            self.outcomes.invalid.append(f"{name}: {choice['text']!r} {errors[0]}")
+        else:
+            self.outcomes.valid += 1
+
+    async def _neighbors(self, number: int) -> None:
+        """Unconstrained requests, one after another."""
+        while True:
+            response = await self._http.post(
+                "/v1/completions",
+                json={
+                    "prompt": PROMPT,
+                    "max_tokens": NEIGHBOR_TOKENS,
+                    "ignore_eos": True,
+                    "seed": number,
+                },
+            )
+            response.raise_for_status()
+            self.outcomes.neighbors += 1
+
+
+async def run(options: Options, directory: Path) -> Outcomes:
+    """Runs everything. Raises RuntimeError if the services do not start."""
+    settings = UpSettings(
+        model=options.model, num_threads=1, num_blocks=96, max_num_seqs=32, max_model_len=1024
+    )
+    async with (
+        Replicas(settings, directory, RestartPolicy(steady_seconds=1.0)) as replicas,
+        httpx.AsyncClient(base_url=f"http://{replicas.http}", timeout=REQUEST_SECONDS) as http,
+    ):
+        requests = SchemaRequests(options, http)
+        killing = asyncio.create_task(_kill_in_turn(options, replicas, requests))
+        try:
+            await requests.send_all()
+        finally:
+            killing.cancel()
+            with suppress(asyncio.CancelledError):
+                await killing
+        await requests.count_preemptions()
+        return requests.outcomes
+
+
+async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRequests) -> None:
+    """Kills, spread over the schemas."""
+    each = len(options.schemas) / (options.num_kills + 1)
+    for number in range(options.num_kills):
+        await requests.until_done(int((number + 1) * each))
+        name = VICTIMS[number % len(VICTIMS)]
+        log(f"{requests.outcomes.num_done} schemas are done: {name} is killed")
+        if name == "scheduler":  # its counts end with it
+            await requests.count_preemptions()
+        await replicas.kill(name)
+
+
+def _retrieve(uri: str) -> Any:
+    """Nothing is fetched from elsewhere."""
+    raise ValueError(f"{uri} lies elsewhere")
+
+
+def _kind(message: str) -> str:
+    """The beginning of a message, without numbers."""
+    return _NUMBER.sub("…", message.partition("\n")[0])[:_MAX_REASON].strip()
+
+
+def _draw(directory: Path, number: int, seed: int) -> list[tuple[str, str]]:
+    """Names and texts of so many files."""
+    paths = sorted(directory.rglob("*.json"))
+    drawn = Random(seed).sample(paths, min(number, len(paths)))
+    return [(path.name, path.read_text()) for path in drawn]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, judges."""
+    parser = make_parser("soak schemas", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
+    parser.add_argument("--schemas", type=Path, required=True, help="directory of .json files")
+    parser.add_argument("--count", type=count, default=400, help="how many (default: 400)")
+    parser.add_argument("--kills", type=int, default=6, help="of services (default: 6)")
+    parser.add_argument("--at-once", type=count, default=16, help="requests (default: 16)")
+    parser.add_argument("--max-tokens", type=count, default=500, help="(default: 500)")
+    parser.add_argument("--seed", type=int, default=0, help="which schemas (default: 0)")
+    parsed = parser.parse_args(argv)
+    schemas = _draw(parsed.schemas, parsed.count, parsed.seed)
+    if not schemas:
+        parser.error(f"--schemas: {parsed.schemas} has no .json files")
+    options = Options(
+        parsed.model, schemas, parsed.kills, parsed.at_once, parsed.max_tokens, parsed.seed
+    )
+    with tempfile.TemporaryDirectory(prefix="stepwell-schemas-") as directory:
+        outcomes = None
+        try:
+            outcomes = uvloop.run(run(options, Path(directory)))
+        except* (RuntimeError, TimeoutError) as failed:
+            log("\n".join(messages(failed)))
+    if outcomes is None:
+        return 1
+    print(outcomes.text())
+    return 0 if outcomes.are_good else 1
