@@ -1,0 +1,46 @@
+"""gpt-oss's harmony: messages in channels, each with a header that says what it is."""
+
+import re
+from collections.abc import Generator
+
+from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.sink import Sink
+
+_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+def read_harmony(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """Channel analysis is reasoning, final is content; commentary to functions.f is a call, and
+    to the user content, which comes before calls.
+    """
+    yield from reader.starts_with(_START)
+    while not (yield from _is_at_end(reader)):
+        header, marker = yield from reader.text_until((_MESSAGE,))
+        if not marker:
+            return
+        recipient = _RECIPIENT.search(header.partition("<|constrain|>")[0])
+        if recipient is not None:
+            sink.call(recipient[1])
+            take = sink.arguments
+        elif _channel(header) == "analysis":
+            sink.begin_reasoning()
+            take = sink.reasoning
+        else:
+            take = sink.content
+        marker = yield from reader.until((*_ENDS, _START), take)
+        if sink.in_reasoning:
+            sink.end_reasoning()
+        if marker in _ENDS:
+            yield from reader.skip_space()
+            yield from reader.starts_with(_START)
+
+
+def _is_at_end(reader: Reader) -> Generator[None, None, bool]:
+    return not (yield from reader.peek(1))
+
+
+def _channel(header: str) -> str:
+    _, _, rest = header.partition(_CHANNEL)
+    return rest.split(maxsplit=1)[0] if rest.split() else ""

@@ -1,0 +1,66 @@
+"""Calls whose name stands before their arguments: Mistral and DeepSeek."""
+
+from collections.abc import Generator
+
+from services.gateway.core.parsing.formats.json_calls import read_call_list
+from services.gateway.core.parsing.reader import Malformed, Reader
+from services.gateway.core.parsing.sink import Sink
+
+_TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEP = "<｜tool▁sep｜>"
+
+
+def read_mistral(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """[TOOL_CALLS]name[ARGS]{…} or, of older models, [TOOL_CALLS][{"name": …, "arguments": …}]."""
+    while (yield from reader.until((_TOOL_CALLS,), sink.content)):
+        if (yield from reader.skip_space()) == "[":
+            yield from read_call_list(reader, sink)
+            continue
+        name, marker = yield from reader.text_until((_ARGS, _CALL_ID, _TOOL_CALLS))
+        if marker == _CALL_ID:
+            _, marker = yield from reader.text_until((_ARGS,))
+        if marker != _ARGS:
+            sink.content(_TOOL_CALLS + name)
+            continue
+        yield from _arguments(reader, sink, name)
+
+
+def read_deepseek_v3(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """Its tag, function, its separator, the name, and JSON in a fence."""
+    while (yield from _next_call(reader, sink)):
+        yield from reader.text_until((_SEP,))
+        name, _ = yield from reader.text_until(("\n",))
+        yield from reader.skip_space()
+        yield from reader.starts_with("```json", "```")
+        yield from _arguments(reader, sink, name)
+
+
+def read_deepseek_v31(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """Its tag, the name, its separator, and JSON."""
+    while (yield from _next_call(reader, sink)):
+        name, _ = yield from reader.text_until((_SEP,))
+        yield from _arguments(reader, sink, name)
+
+
+def _next_call(reader: Reader, sink: Sink) -> Generator[None, None, bool]:
+    """Reads to the beginning of a call, inside the tags around all of them or before those."""
+    take = sink.content if not sink.num_calls else _drop
+    marker = _CALLS_BEGIN
+    while marker in (_CALLS_BEGIN, _CALLS_END, _CALL_END):
+        marker = yield from reader.until((_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END), take)
+        take = sink.content if marker == _CALLS_END else _drop
+    return marker == _CALL_BEGIN
+
+
+def _arguments(reader: Reader, sink: Sink, name: str) -> Generator[None, None, None]:
+    sink.call(name.strip())
+    try:
+        yield from reader.json_value(sink.arguments)
+    except Malformed:
+        return
+
+
+def _drop(_text: str) -> None:
+    pass

@@ -1,0 +1,119 @@
+"""Calls whose arguments stand between tags, one by one: Qwen 3.5 and Qwen3-Coder, DeepSeek V3.2."""
+
+import json
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from services.gateway.core.parsing.formats.schemas import Schemas, typed_value
+from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.sink import Sink
+
+_TEXT_ATTRIBUTE = re.compile(r'string\s*=\s*"(true|false)"')
+_NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The tags of a format; `outer` stand around all calls."""
+
+    outer_open: str
+    outer_close: str
+    call_open: str
+    call_close: str
+    value_open: str
+    value_close: str
+    value: Callable[[Schemas, str, str, str], tuple[str, str]]
+    """From the tool and the text of a value's tag and the value to its key and its JSON."""
+    name: Callable[[str], str]
+    """From the text of a call's tag to the tool's name."""
+
+
+def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    outside = (tags.outer_open, tags.outer_close, tags.call_open)
+    is_inside = False
+    while marker := (yield from reader.until(outside, _drop if is_inside else sink.content)):
+        if marker == tags.call_open:
+            yield from _read_call(tags, schemas, reader, sink)
+        is_inside = marker != tags.outer_close
+
+
+def _read_call(
+    tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink
+) -> Generator[None, None, None]:
+    head, closed = yield from reader.text_until((">",))
+    if not closed:
+        return
+    name = tags.name(head)
+    sink.call(name)
+    separator = "{"
+    while (yield from reader.until((tags.value_open, tags.call_close), _drop)) == tags.value_open:
+        head, _ = yield from reader.text_until((">",))
+        text, closed = yield from reader.text_until((tags.value_close,))
+        if not closed:
+            return
+        key, value = tags.value(schemas, name, head, text)
+        sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
+        separator = ", "
+    sink.arguments("{}" if separator == "{" else "}")
+
+
+def _qwen_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
+    key = head.strip()
+    text = text.removeprefix("\n").removesuffix("\n")
+    return key, typed_value(schemas, tool, key, text)
+
+
+def _dsml_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
+    key, is_text = _dsml_name(head), _TEXT_ATTRIBUTE.search(head)
+    if is_text is None:
+        return key, typed_value(schemas, tool, key, text)
+    if is_text[1] == "false":
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return key, text.strip()
+    return key, json.dumps(text, ensure_ascii=False)
+
+
+def _dsml_name(head: str) -> str:
+    found = _NAME_ATTRIBUTE.search(head)
+    return found[1] if found else ""
+
+
+_QWEN = _Tags(
+    outer_open="<tool_call>",
+    outer_close="</tool_call>",
+    call_open="<function=",
+    call_close="</function>",
+    value_open="<parameter=",
+    value_close="</parameter>",
+    value=_qwen_value,
+    name=str.strip,
+)
+_DSML = _Tags(
+    outer_open="<｜DSML｜function_calls>",
+    outer_close="</｜DSML｜function_calls>",
+    call_open="<｜DSML｜invoke",
+    call_close="</｜DSML｜invoke>",
+    value_open="<｜DSML｜parameter",
+    value_close="</｜DSML｜parameter>",
+    value=_dsml_value,
+    name=_dsml_name,
+)
+
+
+def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
+    yield from _read(_QWEN, schemas, reader, sink)
+
+
+def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    """DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
+    yield from _read(_DSML, schemas, reader, sink)
+
+
+def _drop(_text: str) -> None:
+    pass

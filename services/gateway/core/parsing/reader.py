@@ -1,0 +1,211 @@
+"""Text that comes in pieces, and the ways to read it that every format is made of."""
+
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+
+Take = Callable[[str], None]
+"""Is given text in pieces."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+# What is passed over at once within JSON: no quote and no bracket outside strings, no quote and no
+# backslash within.
+_PLAIN = re.compile(r'[^"{}\[\]]+')
+_IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
+
+
+class Malformed(Exception):
+    """The text is not what its format says."""
+
+
+class Reader:
+    """Reads text in its order. The methods that are generators yield where more is needed."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._has_ended = False
+        self._recorded: list[str] | None = None
+
+    def record(self) -> None:
+        """Keeps what is read from here on, in case that it is not what it seems to be."""
+        self._recorded = []
+
+    def recorded(self) -> str:
+        """What was read since; no more is kept."""
+        recorded, self._recorded = self._recorded or [], None
+        return "".join(recorded)
+
+    def feed(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        self._has_ended = True
+
+    @property
+    def peek(self, count: int) -> Generator[None, None, str]:
+        """The next characters, which are not read; fewer at the end."""
+        while len(self._text) - self._at < count and not self._has_ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def skip(self, count: int) -> None:
+        """Reads characters that were peeked at."""
+        self._pass(self._at + count)
+
+    def skip_space(self) -> Generator[None, None, str]:
+        """Reads white space, and peeks at the character after it; empty at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._pass(match.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if self._has_ended:
+                return ""
+            yield
+
+    def starts_with(self, *literals: str) -> Generator[None, None, str]:
+        """Reads one of these if it comes next, and says which; empty if none does. Of two that
+        begin alike the longer one comes first.
+        """
+        while True:
+            ahead = self._text[self._at : self._at + max(map(len, literals))]
+            for literal in literals:
+                if ahead.startswith(literal):
+                    self._pass(self._at + len(literal))
+                    return literal
+                if not self._has_ended and literal.startswith(ahead):
+                    break
+            else:
+                return ""
+            yield
+
+    def until(self, markers: tuple[str, ...], take: Take) -> Generator[None, None, str]:
+        """Passes on the text before the first of these markers, and says which it was; empty if
+        the text ended without one. The marker is read.
+        """
+        pattern, starts = _search(markers)
+        while True:
+            match = pattern.search(self._text, self._at)
+            if match is not None:
+                self._take_to(match.start(), take)
+                self._pass(match.end())
+                return match[0]
+            held = 0 if self._has_ended else _num_held(self._text, self._at, markers, starts)
+            self._take_to(len(self._text) - held, take)
+            if self._has_ended:
+                return ""
+            yield
+
+    def text_until(self, markers: tuple[str, ...]) -> Generator[None, None, tuple[str, str]]:
+        """The text before the first of these markers, and which it was."""
+        pieces: list[str] = []
+        marker = yield from self.until(markers, pieces.append)
+        return "".join(pieces), marker
+
+    def rest(self, take: Take) -> Generator[None, None, None]:
+        """Passes on all text to the end."""
+        while True:
+            self._take_to(len(self._text), take)
+            if self._has_ended:
+                return
+            yield
+
+    def matching(self, pattern: re.Pattern[str], take: Take) -> Generator[None, None, str]:
+        """Passes on what a pattern, a run of one class of characters, matches, and peeks at the
+        character after it; empty at the end.
+        """
+        while True:
+            match = pattern.match(self._text, self._at)
+            if match is not None:
+                self._take_to(match.end(), take)
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if self._has_ended:
+                return ""
+            yield
+
+    def json_value(self, take: Take) -> Generator[None, None, None]:
+        """Passes on the text of one JSON value, without checking more of it than where it ends.
+        Raises Malformed where none begins, or the text ends within it.
+        """
+        first = yield from self.skip_space()
+        if first == '"':
+            yield from self.quoted(take)
+        elif first in ("{", "["):
+            yield from self._json_nested(take)
+        else:
+            yield from self._json_scalar(take)
+
+    def json_text(self) -> Generator[None, None, str]:
+        """One JSON value as it is written."""
+        pieces: list[str] = []
+        yield from self.json_value(pieces.append)
+        return "".join(pieces)
+
+    def _json_nested(self, take: Take) -> Generator[None, None, None]:
+        depth = 0
+        while True:
+            character = yield from self.matching(_PLAIN, take)
+            if not character:
+                raise Malformed
+            if character == '"':
+                yield from self.quoted(take)
+                continue
+            depth += 1 if character in "{[" else -1
+            self._take_to(self._at + 1, take)
+            if depth == 0:
+                return
+
+    def quoted(self, take: Take) -> Generator[None, None, None]:
+        """Passes on a string between two of the character that comes next, where a backslash
+        escapes the character after it. Raises Malformed where the text ends within it.
+        """
+        quote = self._text[self._at]
+        self._take_to(self._at + 1, take)
+        while True:
+            character = yield from self.matching(_IN_STRING[quote], take)
+            if not character:
+                raise Malformed
+            if character == quote:
+                self._take_to(self._at + 1, take)
+                return
+            yield from self.peek(2)
+            self._take_to(min(self._at + 2, len(self._text)), take)
+
+    def _json_scalar(self, take: Take) -> Generator[None, None, None]:
+        pieces: list[str] = []
+        yield from self.matching(_SCALAR, pieces.append)
+        if not pieces:
+            raise Malformed
+        take("".join(pieces))
+
+    def _take_to(self, end: int, take: Take) -> None:
+        if end > self._at:
+            take(self._text[self._at : end])
+            self._pass(end)
+
+    def _pass(self, end: int) -> None:
+        if self._recorded is not None:
+            self._recorded.append(self._text[self._at : end])
+        self._at = end
+
+
+@lru_cache(64)
+def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
+    """A pattern of the markers, and every text that one of them begins with but is not."""
+    ordered = sorted(markers, key=len, reverse=True)
+    starts = frozenset(marker[:count] for marker in markers for count in range(1, len(marker)))
+    return re.compile("|".join(map(re.escape, ordered))), starts
+
+
+def _num_held(text: str, at: int, markers: tuple[str, ...], starts: frozenset[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a marker."""
+    longest = min(max(map(len, markers)) - 1, len(text) - at)
+    for count in range(longest, 0, -1):
+        if text[-count:] in starts:
+            return count
+    return 0

@@ -1,0 +1,80 @@
+"""Where the readers of formats put what they find."""
+
+from services.gateway.core.parsing.events import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+)
+
+
+class Sink:
+    """Makes events. White space that content or reasoning begins with after something else, or ends
+    with before something else, belongs to the format and is dropped.
+    """
+
+    def __init__(self) -> None:
+        self.in_reasoning = False
+        self.num_calls = 0
+        self._events: list[OutputEvent] = []
+        self._space: list[str] = []
+        self._trims_start = False
+
+    def take(self) -> list[OutputEvent]:
+        """The events since the last time."""
+        events, self._events = self._events, []
+        return events
+
+    def content(self, text: str) -> None:
+        self._text(text, ContentDelta)
+
+    def reasoning(self, text: str) -> None:
+        self._text(text, ReasoningDelta)
+
+    def begin_reasoning(self) -> None:
+        self._boundary()
+        self.in_reasoning = True
+
+    def end_reasoning(self) -> None:
+        self._boundary()
+        self.in_reasoning = False
+
+    def call(self, name: str) -> int:
+        """A call has begun; its number."""
+        self._boundary()
+        self._events.append(CallStart(self.num_calls, name))
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def arguments(self, text: str) -> None:
+        """More arguments of the last call."""
+        if text:
+            self._events.append(CallArguments(self.num_calls - 1, text))
+
+    def whole_call(self, name: str, arguments: str) -> None:
+        self.call(name)
+        self.arguments(arguments)
+
+    def end(self) -> None:
+        """The text has ended. White space at the end of an answer without calls is its own."""
+        if self._space and not self.num_calls and not self.in_reasoning:
+            self._events.append(ContentDelta("".join(self._space)))
+        self._space.clear()
+
+    def _boundary(self) -> None:
+        self._space.clear()
+        self._trims_start = True
+
+    def _text(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+        if self._trims_start:
+            text = text.lstrip()
+        if not text:
+            return
+        self._trims_start = False
+        solid = text.rstrip()
+        if solid:
+            self._events.append(kind("".join(self._space) + solid))
+            self._space.clear()
+        if len(solid) < len(text):
+            self._space.append(text[len(solid) :])
