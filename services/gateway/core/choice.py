@@ -6,6 +6,7 @@ from services.common.finish_reason import FinishReason
 from services.gateway.core.delta import Delta
 from services.gateway.core.detokenizer import new_detokenizer
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.parsing.events import OutputEvent
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns, StopStrings
@@ -31,6 +32,8 @@ class Piece:
     stop_reason: str | int | None = None
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
+    events: list[OutputEvent] | None = None
+    """What the text is, where the request has an output form; None where it has none."""
 
     @property
     def is_empty(self) -> bool:
@@ -58,6 +61,7 @@ class Choice:
         self.num_prompt_tokens = len(sequence.prompt_token_ids)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._detokenizer = new_detokenizer(
             tokenizer,
@@ -69,7 +73,11 @@ class Choice:
         self._include_stop = request.include_stop_str_in_output
         self._final_ids = frozenset(sampling.stop_token_ids + sampling.eos_token_ids)
         self._stops = StopStrings(stops, include=self._include_stop) if request.stop else None
-        self._wants_logprobs = sampling.logprobs is not None
+        form = request.output_form
+        self._parser = None if form is None else form.make_parser()
+        self._counts_each = (
+            self._stops is not None or sampling.logprobs is not None or form is not None
+        )
 
     def accept(self, delta: Delta) -> Piece:
         """The piece that a delta makes. Must not be called again once `finish_reason` is set."""
@@ -77,13 +85,16 @@ class Choice:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
             return self._accept_prompt_only(delta)
-        if self._stops is None and not self._wants_logprobs:
+        events: list[OutputEvent] | None = None if self._parser is None else []
+        if not self._counts_each:
             text, num_tokens, offsets, stop = self._plain_text(delta.token_ids), None, None, None
         else:
-            text, num_tokens, offsets, stop = self._text_token_by_token(delta.token_ids)
+            text, num_tokens, offsets, stop = self._text_token_by_token(delta.token_ids, events)
         reason, stop_reason = self._finish(delta, stop)
-        if reason is not None and stop is None:
-            text += self._rest()
+        rest = "" if reason is None or stop is not None else self._rest()
+        text += rest
+        if self._parser is not None and events is not None and reason is not None:
+            events += [*self._parser.feed(rest), *self._parser.finish()]
         tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
         logprobs = delta.logprobs
         if logprobs is not None and len(logprobs) > len(tokens):
@@ -98,6 +109,7 @@ class Choice:
             reason,
             stop_reason,
             delta.pooled,
+            events,
         )
 
     def _accept_prompt_only(self, delta: Delta) -> Piece:
@@ -115,22 +127,34 @@ class Choice:
             return self._detokenizer.feed(token_ids[:-1])
         return self._detokenizer.feed(token_ids)
 
-    def _text_token_by_token(self, token_ids: list[int]) -> tuple[str, int, list[int], str | None]:
-        """Text to show, how many tokens it took, where each starts, the stop string that ended."""
+    def _text_token_by_token(
+        self, token_ids: list[int], events: list[OutputEvent] | None
+    ) -> tuple[str, int, list[int], str | None]:
+        """Text to show, how many tokens it took, where each starts, the stop string that ended.
+        What the text is, is added to `events`.
+        """
         shown: list[str] = []
         offsets: list[int] = []
         for count, token in enumerate(token_ids, start=1):
             self.num_output_tokens += 1
             offsets.append(self._detokenizer.num_characters)
             text = "" if self._is_final(token) else self._detokenizer.feed((token,))
-            if self._stops is None or self.num_output_tokens <= self._min_tokens:
-                shown.append(text)
-                continue
-            text, stop = self._stops.feed(text)
+            stop = None
+            if self._stops is not None and self.num_output_tokens > self._min_tokens:
+                text, stop = self._stops.feed(text)
             shown.append(text)
+            self._parse(text, events)
             if stop is not None:
                 return "".join(shown), count, offsets, stop
         return "".join(shown), len(token_ids), offsets, None
+
+    def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
+        """Adds to `events` what the text of one token is, and counts the token if it is thought."""
+        if self._parser is None or events is None:
+            return
+        if text:
+            events += self._parser.feed(text)
+        self.num_reasoning_tokens += self._parser.in_reasoning
 
     def _is_final(self, token_id: int) -> bool:
         return (

@@ -9,6 +9,7 @@ from services.gateway.core.client_session import tokens_after
 from services.gateway.core.delta import Delta, parts_of
 from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows, joined
+from services.gateway.core.parsing.events import ParsedMessage
 from services.gateway.core.ports import DeltaSource, KeptSource, Source, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
@@ -24,6 +25,8 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_reasoning_tokens: int | None = None
+    """Those of them that were thought; None where reasoning is not told apart."""
 
 
 class Generation:
@@ -121,7 +124,14 @@ class Generation:
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
             num_cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
             num_generated_tokens=sum(choice.num_output_tokens for choice in self.choices),
+            num_reasoning_tokens=self._num_reasoning_tokens(),
         )
+
+    def _num_reasoning_tokens(self) -> int | None:
+        form = self.request.output_form
+        if form is None or form.reasoning is None:
+            return None
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     def finish_reasons(self) -> list[str]:
         """Why the answers ended, in order; those that have not are left out."""
@@ -139,6 +149,8 @@ class Answer:
     prompt_logprobs: LogprobRows | None = None
     pooled: bytes = b""
     """The vector of its prompt, little-endian float32; empty of one that was continued."""
+    message: ParsedMessage = field(default_factory=ParsedMessage)
+    """What the text is; empty where the request has no output form."""
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -147,6 +159,7 @@ class Answer:
 
     def add(self, piece: Piece) -> None:
         self._text.append(piece.text)
+        self.message.add(piece.events or ())
         self.token_ids += piece.token_ids
         self.offsets += piece.offsets or ()
         self.logprobs = joined(self.logprobs, piece.logprobs)

@@ -12,6 +12,7 @@ from services.common.sampling import MAX_INT32, SamplingParams
 from services.common.sampling_limits import check_sampling, check_token_ids
 from services.common.seeds import answer_seed
 from services.common.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.parsing.output_form import OutputForm
 from services.gateway.core.tenant import ANYONE, Tenant
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 256
-ChatRole = Literal["system", "developer", "user", "assistant"]
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 OTHER_RUNNER = "OTHER_RUNNER"
@@ -117,6 +118,8 @@ class ClientRequest:
     """The session of which it is a turn; None if it stands alone."""
     turn: int = 0
     """The number of that turn, from 0."""
+    output_form: OutputForm | None = None
+    """What its answers are read as; None: they are text."""
 
     @property
     def num_candidates(self) -> int:

@@ -7,9 +7,9 @@ from hashlib import sha256
 from services.common.block_hash import pack_token_ids
 from services.gateway.core.request import ClientRequest, Prompt
 
-_NOT_COMPARED = frozenset({"request_id", "tenant", "prompts"})
+_NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
 """The name of an answer is that of the first request; a key is its tenant's; prompts are compared
-as tokens.
+as tokens; how an answer is read changes none of its tokens.
 """
 
 

@@ -44,7 +44,6 @@ class Reader:
     def end(self) -> None:
         self._has_ended = True
 
-    @property
     def peek(self, count: int) -> Generator[None, None, str]:
         """The next characters, which are not read; fewer at the end."""
         while len(self._text) - self._at < count and not self._has_ended:

@@ -84,7 +84,7 @@ def _to_json(arguments: str) -> str:
         if not isinstance(call, ast.Call) or call.args:
             raise Malformed
         values = {str(word.arg): _literal(word.value) for word in call.keywords}
-        return json.dumps(values, ensure_ascii=False)
+        return json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise Malformed from error
 

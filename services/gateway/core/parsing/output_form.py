@@ -1,0 +1,66 @@
+"""What the answers of a request are read as."""
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from services.gateway.core.parsing.catalog import ToolFormat
+from services.gateway.core.parsing.formats.harmony import read_harmony
+from services.gateway.core.parsing.formats.json_calls import read_call_list
+from services.gateway.core.parsing.output_parser import FormatParser, OutputParser, ReadAnswer
+from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reasoning import ReasoningFormat
+from services.gateway.core.parsing.sink import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """How to read the answers of one request.
+
+    * `tools`: the model's own way to write calls; None: its calls are content.
+    * `schemas`: of the tools' parameters, by name.
+    * `is_call_list`: a grammar makes the answer a list of calls, see `read_call_list`.
+    * `named`: a grammar makes the answer the arguments of this tool.
+    * `is_harmony`: the answer is read by gpt-oss's channels, `tools` or not.
+    """
+
+    tools: ToolFormat | None = None
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_call_list: bool = False
+    named: str | None = None
+    reasoning: ReasoningFormat | None = None
+    begins_in_reasoning: bool = False
+    is_harmony: bool = False
+
+    def make_parser(self) -> OutputParser:
+        """The parser of one answer."""
+        return FormatParser(
+            self._read_answer(),
+            None if self._reads_channels else self.reasoning,
+            begins_in_reasoning=self.begins_in_reasoning,
+        )
+
+    @property
+    def _reads_channels(self) -> bool:
+        return self.is_harmony and self.named is None and not self.is_call_list
+
+    def _read_answer(self) -> ReadAnswer:
+        if self.named is not None:
+            return partial(_read_named, self.named)
+        if self.is_call_list:
+            return read_call_list
+        if self.is_harmony:
+            return read_harmony
+        return _read_content if self.tools is None else self.tools.make(self.schemas)
+
+
+def _read_content(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    yield from reader.rest(sink.content)
+
+
+def _read_named(name: str, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+    if not (yield from reader.skip_space()):
+        return
+    sink.call(name)
+    yield from reader.rest(sink.arguments)
