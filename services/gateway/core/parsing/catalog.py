@@ -63,9 +63,7 @@ def _deepseek_v32(schemas: Schemas) -> ReadAnswer:
 
 _HERMES = ToolFormat(
     _same(read_hermes),
-    Envelope(
-        "<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"
-    ),
+    Envelope("<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
 )
 _LLAMA3 = ToolFormat(_same(read_llama3_json))
 _QWEN_XML = ToolFormat(_qwen_xml)

@@ -1,0 +1,135 @@
+"""The incremental parser of answers: what recorded outputs mean, however they are cut."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
+
+from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
+from services.gateway.core.parsing.events import ParsedMessage
+from services.gateway.core.parsing.output_form import OutputForm
+from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
+
+EVERY = pytest.mark.parametrize("recorded", RECORDED, ids=lambda one: one.format)
+_THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
+_CALL = {"type": "function", "function": "{content}"}
+# transformers' own parser, which reads the same formats from a description of them.
+TEMPLATES: dict[str, Any] = {
+    "hermes": {
+        "open": "<tool_call>",
+        "close": "</tool_call>",
+        "content": "json",
+        "repeats": True,
+        "transform": _CALL,
+    },
+    "qwen3_coder": {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>]+)>\n(?P<value>.*?)\n</parameter>"
+        },
+        "repeats": True,
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+    },
+}
+
+
+def read(form: OutputForm, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning and calls of a text in these pieces."""
+    parser, message = form.make_parser(), ParsedMessage()
+    for piece in pieces:
+        message.add(parser.feed(piece))
+    message.add(parser.finish())
+    return message.content, message.reasoning, [(c.name, c.arguments) for c in message.calls]
+
+
+@EVERY
+def test_a_recorded_answer_means_the_same_at_each_cut(recorded: Recorded) -> None:
+    text = recorded.text
+    whole = content, reasoning, calls = read(recorded.form, [text])
+    assert (content, reasoning) == (recorded.content, recorded.reasoning)
+    assert [(n, json.loads(a)) for n, a in calls] == (CALLS if recorded.calls else [])
+    for at in range(1, len(text)):
+        assert read(recorded.form, [text[:at], text[at:]]) == whole
+    assert read(recorded.form, text) == whole  # character by character
+
+
+@EVERY
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_damaged_answer_means_the_same_in_any_pieces(recorded: Recorded, data: Any) -> None:
+    text = recorded.text
+    start = data.draw(st.integers(0, len(text)))
+    stop = data.draw(st.integers(start, min(len(text), start + 12)))
+    text = text[:start] + data.draw(st.text('<>{}[]"\\=n ', max_size=3)) + text[stop:]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    bounds = [0, *cuts, len(text)]
+    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    assert read(recorded.form, pieces) == read(recorded.form, [text])
+
+
+@pytest.mark.parametrize("recorded", [r for r in RECORDED if r.format in TEMPLATES])
+def test_transformers_reads_the_same(recorded: Recorded) -> None:
+    fields = {"content": {"content": "text"}, "thinking": _THOUGHT}
+    if recorded.calls:
+        fields["tool_calls"] = TEMPLATES[recorded.format]
+    template = {"defaults": {"role": "assistant"}, "fields": fields}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
+        for name, schema in SCHEMAS.items()
+    ]
+    theirs = parse_response(recorded.text, template, tools=tools)
+    content, reasoning, calls = read(recorded.form, [recorded.text])
+    assert theirs.get("content", "") == content.strip()
+    assert theirs.get("thinking", "") == reasoning
+    functions = [call["function"] for call in theirs.get("tool_calls", [])]
+    assert [(f["name"], f["arguments"]) for f in functions] == [
+        (n, json.loads(a)) for n, a in calls
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.text('<tool_call>[f(){}"\\a=1', max_size=80))
+@example("hermes", '<tool_call>{"name": "f", "arguments": ')
+@example("llama3_json", '{"name": "f"')
+def test_any_text_is_read_without_an_error(name: str, text: str) -> None:
+    form = OutputForm(tools=TOOL_FORMATS[name], schemas=SCHEMAS)
+    assert read(form, text) == read(form, [text])
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = OutputForm(tools=TOOL_FORMATS["hermes"]).make_parser()
+    assert not parser.feed('<tool_call>{"name": "f", "argu')
+    events = [*parser.feed('ments": {"text": "once'), *parser.feed(" upon")]
+    assert [getattr(event, "text", None) for event in events] == [None, '{"text": "once', " upon"]
+
+
+def test_reasoning_that_the_prompt_began_or_ended() -> None:
+    always, asked = REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["qwen3"]
+    assert asked.begins_inside("<|im_start|>assistant\n<think>\n")
+    assert not asked.begins_inside("<|im_start|>assistant\n")
+    assert always.begins_inside("<｜Assistant｜>")
+    assert not always.begins_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    form = OutputForm(reasoning=asked, begins_in_reasoning=True)
+    assert read(form, ["hm\n</think>\n\nyes"]) == ("yes", "hm", [])
+    assert read(form, ["cut short"]) == ("", "cut short", [])
+
+
+UNITS = ("<tool_call>", '{"name": "f", "arguments": {', "[", "<", '{"a":"\\', "[f(", " ", "<｜")
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_hostile_text_takes_time_in_proportion(name: str) -> None:
+    form = OutputForm(tools=TOOL_FORMATS[name], schemas=SCHEMAS)
+    for unit in UNITS:
+        text = (unit * 20_000)[:20_000]
+        began = time.process_time()
+        read(form, [text[at : at + 2] for at in range(0, len(text), 2)])
+        # 3 to 10 microseconds a piece; rescanning would take a thousand times as long.
+        assert time.process_time() - began < 2, (name, unit)
