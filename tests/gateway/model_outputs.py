@@ -49,14 +49,10 @@ _HERMES = (
     f'<tool_call>\n{{"name": "get_weather", "arguments": {_JSON}}}\n</tool_call>\n'
     '<tool_call>\n{"arguments": {}, "name": "now"}\n</tool_call>'
 )
-_DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-)
-_ALL, _CALL, _SEP, _END = _DEEPSEEK
-_ALL_END = "<｜tool▁calls▁end｜>"
+_ALL, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_SEP = "<｜tool▁sep｜>"
+_NOT_A_CALL = '{"name": "Bob", "age": 3}.'
 _DSML_VALUE = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
 
 RECORDED = [
@@ -87,9 +83,7 @@ RECORDED = [
         f'<|python_tag|>{{"name": "get_weather", "parameters": {_JSON}}};'
         '{"name": "now", "parameters": {}}',
     ),
-    Recorded(
-        "llama3_json", '{"name": "Bob", "age": 3}.', '{"name": "Bob", "age": 3}.', calls=False
-    ),
+    Recorded("llama3_json", _NOT_A_CALL, _NOT_A_CALL, calls=False),
     Recorded(
         "mistral",
         f"I look.[TOOL_CALLS]get_weather[ARGS]{_JSON}[TOOL_CALLS]now[ARGS]{{}}",

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -70,28 +71,32 @@ def test_a_damaged_answer_means_the_same_in_any_pieces(recorded: Recorded, data:
     text = text[:start] + data.draw(st.text('<>{}[]"\\=n ', max_size=3)) + text[stop:]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     bounds = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
     assert read(recorded.form, pieces) == read(recorded.form, [text])
 
 
 @pytest.mark.parametrize("recorded", [r for r in RECORDED if r.format in TEMPLATES])
 def test_transformers_reads_the_same(recorded: Recorded) -> None:
-    fields = {"content": {"content": "text"}, "thinking": _THOUGHT}
+    content_field = {"content": "text", "repeats": True, "join": ""}
+    fields = {"content": content_field, "thinking": _THOUGHT}
     if recorded.calls:
         fields["tool_calls"] = TEMPLATES[recorded.format]
-    template = {"defaults": {"role": "assistant"}, "fields": fields}
+    template = {
+        "defaults": {"role": "assistant"},
+        "fields": fields,
+        "start_anchor": "<|assistant|>",
+    }
     tools = [
         {"type": "function", "function": {"name": name, "description": "", "parameters": schema}}
         for name, schema in SCHEMAS.items()
     ]
-    theirs = parse_response(recorded.text, template, tools=tools)
+    theirs = parse_response(recorded.text, template, prefix="<|assistant|>", tools=tools)
     content, reasoning, calls = read(recorded.form, [recorded.text])
     assert theirs.get("content", "") == content.strip()
     assert theirs.get("thinking", "") == reasoning
     functions = [call["function"] for call in theirs.get("tool_calls", [])]
-    assert [(f["name"], f["arguments"]) for f in functions] == [
-        (n, json.loads(a)) for n, a in calls
-    ]
+    parsed = [(name, json.loads(arguments)) for name, arguments in calls]
+    assert [(f["name"], f["arguments"]) for f in functions] == parsed
 
 
 @settings(max_examples=60, deadline=None)
