@@ -18,11 +18,13 @@ class Sink:
         self.in_reasoning = False
         self.num_calls = 0
         self._events: list[OutputEvent] = []
+        self._arguments: list[str] = []
         self._space: list[str] = []
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
         """The events since the last time."""
+        self._close_arguments()
         events, self._events = self._events, []
         return events
 
@@ -42,6 +44,7 @@ class Sink:
 
     def call(self, name: str) -> int:
         """A call has begun; its number."""
+        self._close_arguments()
         self._boundary()
         self._events.append(CallStart(self.num_calls, name))
         self.num_calls += 1
@@ -49,8 +52,7 @@ class Sink:
 
     def arguments(self, text: str) -> None:
         """More arguments of the last call."""
-        if text:
-            self._events.append(CallArguments(self.num_calls - 1, text))
+        self._arguments.append(text)
 
     def whole_call(self, name: str, arguments: str) -> None:
         self.call(name)
@@ -61,6 +63,12 @@ class Sink:
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()
+
+    def _close_arguments(self) -> None:
+        """Makes one event of the arguments since the last one."""
+        if text := "".join(self._arguments):
+            self._events.append(CallArguments(self.num_calls - 1, text))
+        self._arguments.clear()
 
     def _boundary(self) -> None:
         self._space.clear()
@@ -74,6 +82,7 @@ class Sink:
         self._trims_start = False
         solid = text.rstrip()
         if solid:
+            self._close_arguments()
             self._events.append(kind("".join(self._space) + solid))
             self._space.clear()
         if len(solid) < len(text):
