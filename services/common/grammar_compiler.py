@@ -5,11 +5,12 @@ workers to hold outputs to it. Both find the same.
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from services.common.structured_outputs import (
+    JSON_OPTIONS,
     StructuredOutputs,
     StructuredOutputsKind,
     invalid,
@@ -23,13 +24,6 @@ MAX_COMPILE_SECONDS = 2.0
 text of those sizes takes about as long.
 """
 
-_JSON_OPTIONS: "JsonCompileOptions" = {
-    # Between two tokens of JSON; without a bound a model may go on with blanks for ever.
-    "whitespace_pattern": r"[ \n\t]{1,80}",
-    # What it cannot hold outputs to exactly is refused, whatever the schema says.
-    "lenient": False,
-    "coerce_one_of": False,
-}
 # Bounds of a token's mask, in llguidance's units of work, of which some 15,000 take a millisecond.
 _STEP_LEXER_FUEL = 60_000
 _STEP_MAX_ITEMS = 10_000
@@ -85,7 +79,9 @@ class GrammarCompiler:
 def _grammar(wanted: StructuredOutputs) -> str:
     """What is demanded, in llguidance's form. Raises ValueError for what cannot be one."""
     if wanted.kind is StructuredOutputsKind.JSON:
-        return LLMatcher.grammar_from_json_schema(wanted.text, overrides=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(
+            wanted.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
+        )
     if wanted.kind is StructuredOutputsKind.REGEX:
         return LLMatcher.grammar_from_regex(wanted.text)
     if wanted.kind is StructuredOutputsKind.CHOICE:

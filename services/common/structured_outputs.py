@@ -11,6 +11,14 @@ MAX_TEXT_BYTES = 65_536
 MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
+JSON_OPTIONS = {
+    # Between two tokens of JSON; without a bound a model may go on with blanks for ever.
+    "whitespace_pattern": r"[ \n\t]{1,80}",
+    # What it cannot hold outputs to exactly is refused, whatever the schema says.
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""How llguidance reads JSON Schemas, everywhere."""
 
 
 class StructuredOutputsKind(enum.Enum):

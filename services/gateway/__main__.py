@@ -110,6 +110,7 @@ class Gateway:
     ) -> None:
         """See Parts."""
         settings.require_admin_key()
+        settings.require_tool_call_parser()
         self._settings = settings
         self.parts = Parts(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
         self.fleet = self.parts.fleet

@@ -44,6 +44,7 @@ from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.cached_estimate import CachedEstimate
 from services.gateway.core.limits.tenant_limits import TenantLimits
+from services.gateway.core.parsing.output_formats import OutputFormats
 from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.replica import Replica
 from services.gateway.core.routing import make_policy
@@ -169,6 +170,9 @@ def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fl
         tokenizer,
         fleet,
         GrammarJudge(tokenizer.to_json),
+        output_formats=OutputFormats(
+            settings.reasoning_parser, settings.tool_call_parser, settings.enable_auto_tool_choice
+        ),
         defaults=read_sampling_defaults(settings.generation_config, settings.model),
         max_choices=settings.max_choices_per_request,
         max_items=settings.max_items_per_request,

@@ -23,6 +23,7 @@ from services.common.settings import (
 )
 from services.gateway.core.client_sessions import SessionLimits
 from services.gateway.core.idempotency.keyed_requests import KeyLimits
+from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
 from services.gateway.core.routing import POLICIES
 
 DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
@@ -52,6 +53,23 @@ class GatewaySettings(ServiceSettings):
         doc="where default sampling parameters come from: auto, the model's "
         "generation_config.json; vllm, no file; or a directory with such a file, whose "
         "max_new_tokens bounds every answer",
+    )
+    reasoning_parser: str = setting(
+        "",
+        doc="how the model marks its reasoning, which answers of chats have apart: "
+        + ", ".join(REASONING_FORMATS)
+        + "; empty: it is content",
+        check=one_of(("", *REASONING_FORMATS)),
+    )
+    tool_call_parser: str = setting(
+        "",
+        doc="how the model writes calls of tools: "
+        + ", ".join(TOOL_FORMATS)
+        + "; empty: it calls only where a grammar makes it",
+        check=one_of(("", *TOOL_FORMATS)),
+    )
+    enable_auto_tool_choice: bool = setting(
+        False, doc="let the model choose to call tools, in the form that tool_call_parser reads"
     )
     schedulers: tuple[str, ...] | None = setting(
         None,
@@ -305,6 +323,11 @@ class GatewaySettings(ServiceSettings):
             raise SettingError(
                 f"--admin-key must be given: other machines reach --admin-address {address}"
             )
+
+    def require_tool_call_parser(self) -> None:
+        """Raises SettingError where calls are to be read whose form is not known."""
+        if self.enable_auto_tool_choice and not self.tool_call_parser:
+            raise SettingError("--enable-auto-tool-choice needs --tool-call-parser")
 
     @property
     def model_name(self) -> str:

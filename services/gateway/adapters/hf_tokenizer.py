@@ -124,6 +124,7 @@ class HfTokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],
@@ -140,6 +141,7 @@ class HfTokenizer:
         def work() -> str:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -148,7 +150,7 @@ class HfTokenizer:
             return text
 
         size = sum(_CHARACTERS_OF_MESSAGE + len(message["content"]) for message in messages)
-        if variables:  # they may be anything that the template goes through
+        if variables or tools:  # they may be anything that the template goes through
             size += _INLINE_CHARACTERS
         try:
             return await self._off_loop(size, work)

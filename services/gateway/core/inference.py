@@ -15,6 +15,7 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import in_session
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
+from services.gateway.core.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request import (
     OTHER_RUNNER,
@@ -67,6 +68,7 @@ class Inference:
         engine: Engine,
         grammars: Grammars,
         *,
+        output_formats: OutputFormats = NO_FORMATS,
         defaults: SamplingDefaults,
         max_choices: int,
         max_items: int,
@@ -76,6 +78,7 @@ class Inference:
     ) -> None:
         self.model_name = model_name
         self.tokenizer = tokenizer
+        self.output_formats = output_formats
         self.default_sampling = defaults.sampling
         self.max_items = max_items
         self.max_logprobs = max_logprobs

@@ -228,6 +228,7 @@ class Tokenizer(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any],

@@ -60,6 +60,7 @@ def _check_as_the_service_does(settings: object, environ: Mapping[str, str]) -> 
     """Raises SettingError for settings that contradict each other."""
     if isinstance(settings, GatewaySettings):
         settings.require_admin_key()
+        settings.require_tool_call_parser()
         assert settings.known_schedulers or settings.redis_url
     if isinstance(settings, SchedulerSettings):
         Registration(settings)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from services.common.errors import StepwellError
+from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.fields import (
     Body,
     Ignored,
@@ -25,9 +25,11 @@ from services.gateway.adapters.http.formats import (
     StructuredOutputsBody,
     TextFormat,
 )
+from services.gateway.adapters.http.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.core.request import ChatRole
 
-_NO_TOOLS = "tools are not supported"
+_NO_FUNCTIONS = "functions have become tools"
+_NO_SEARCH = "the web is not searched"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
@@ -135,15 +137,16 @@ class ChatMessage(Body):
     """One turn of a conversation."""
 
     role: ChatRole
-    content: TextOrParts
+    content: TextOrParts | None = None
     name: str | None = None
     # A turn of the assistant may be sent back as it came: here, or from a server or through a
     # proxy that adds to it.
     refusal: Annotated[Any, Only(why="refusals are not supported")] = None
     audio: Annotated[Any, Only(why="audio is not supported")] = None
-    function_call: Annotated[Any, Only(why=_NO_TOOLS)] = None
-    tool_calls: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    tool_call_id: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
+    tool_calls: ToolCalls | None = None
+    # Of a tool's answer: which call it answers.
+    tool_call_id: str | None = Field(default=None, max_length=256)
     images: Annotated[Any, Only([], why="images are not supported")] = None
     prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
     partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
@@ -160,12 +163,21 @@ class ChatMessage(Body):
     reasoning_items: Ignored = None
     thinking_blocks: Ignored = None
 
-    def to_template(self) -> dict[str, str]:
-        """The turn as chat templates take it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
-        turn = {"role": self.role, "content": content}
+    def to_template(self, where: str) -> dict[str, Any]:
+        """The turn as chat templates take it. Raises InvalidArgument, which says `where`, for one
+        that lacks its content, or has calls that are not the assistant's.
+        """
+        turn: dict[str, Any] = {"role": self.role, "content": self._text(where)}
+        if self.tool_calls:
+            if self.role != "assistant":
+                field = f"{where}.tool_calls"
+                raise InvalidArgument(f"{field}: only the assistant calls tools", field=field)
+            turn["tool_calls"] = [
+                call.to_template(f"{where}.tool_calls[{number}]")
+                for number, call in enumerate(self.tool_calls)
+            ]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             turn["name"] = self.name
         thought = self.reasoning_content or self.reasoning or self.thinking
@@ -173,6 +185,15 @@ class ChatMessage(Body):
             # transformers gives templates the other names of it, too.
             turn["reasoning_content"] = thought
         return turn
+
+    def _text(self, where: str) -> str:
+        content = self.content
+        if content is None:
+            if self.role == "assistant" and self.tool_calls:
+                return ""
+            field = f"{where}.content"
+            raise InvalidArgument(f"{field} is missing", field=field, reason="MISSING_PARAMETER")
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -184,6 +205,7 @@ class ChatTemplateBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
 
 class ChatCompletionBody(SamplingBody, ChatTemplateBody):
@@ -193,23 +215,25 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     max_completion_tokens: Int | None = None
-    tools: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    tool_choice: Annotated[Any, Only("none", why=_NO_TOOLS)] = None
-    parallel_tool_calls: Annotated[Any, Only(True, False, why=_NO_TOOLS)] = None
-    functions: Annotated[Any, Only([], why=_NO_TOOLS)] = None
-    function_call: Annotated[Any, Only("none", why=_NO_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
+    function_call: Annotated[Any, Only("none", why=_NO_FUNCTIONS)] = None
     modalities: Annotated[Any, Only(["text"], why="only text is generated")] = None
     audio: Annotated[Any, Only(why="only text is generated")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
     reasoning_effort: Annotated[Any, Only("none", why="reasoning effort is not supported")] = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
-    web_search_options: Annotated[Any, Only(why=_NO_TOOLS)] = None
+    web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None
     prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.tools and self.response_format is None and self.structured_outputs is None:
+            names["structured_outputs"] = "tools"
         if self.max_tokens is None:
             names["max_tokens"] = "max_completion_tokens"
         return renamed(super().in_client_words(error), names)

@@ -1,23 +1,29 @@
 """/v1/chat/completions: from its body to a request, from answers to its chunks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from services.common import names
 from services.common.errors import InvalidArgument
+from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.bodies import ChatCompletionBody, TokenizeBody
+from services.gateway.adapters.http.chat_messages import MessageWriter
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.logprobs import chat_logprobs
+from services.gateway.adapters.http.output_plan import AUTO, NONE, ToolUse, plan_output
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     client_request,
     sampling_from_body,
 )
+from services.gateway.adapters.http.tool_bodies import check_tools
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest, Prompt
 
 
@@ -26,6 +32,8 @@ async def chat_request(
 ) -> ClientRequest:
     """The request that a body asks for. Raises InvalidArgument for contradictions."""
     check_stream_options(body)
+    use = tool_use(body)
+    use.check(inference)
     text = await render(body, inference)
     [token_ids] = await inference.encode([text], add_special_tokens=bool(body.add_special_tokens))
     sampling = await sampling_from_body(
@@ -35,7 +43,29 @@ async def chat_request(
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
     )
-    return client_request(body, request_id, (Prompt(token_ids),), sampling)
+    plan = await plan_output(use, sampling.structured_outputs, text, inference)
+    sampling = replace(sampling, structured_outputs=plan.structured_outputs)
+    request = client_request(body, request_id, (Prompt(token_ids),), sampling)
+    return replace(
+        request,
+        output_form=plan.output_form,
+        skip_special_tokens=request.skip_special_tokens and not plan.shows_special_tokens,
+    )
+
+
+def tool_use(body: ChatCompletionBody) -> ToolUse:
+    """What the model may call. Raises InvalidArgument for tools that contradict one another."""
+    tools = body.tools or []
+    choice = body.tool_choice or (AUTO if tools else NONE)
+    return ToolUse(
+        tools=[
+            CallableTool(tool.function.name, tool.function.schema_, bool(tool.function.strict))
+            for tool in tools
+        ],
+        choice=choice if isinstance(choice, str) else NONE,
+        named=None if isinstance(choice, str) else choice.function.name,
+        parallel=body.parallel_tool_calls is not False,
+    )
 
 
 async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> str:
@@ -46,9 +76,14 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
             "continue_final_message and add_generation_prompt exclude each other",
             field="continue_final_message",
         )
-    messages = [message.to_template() for message in body.messages or ()]
+    check_tools(body.tools or [])
+    messages = [
+        message.to_template(f"messages[{number}]")
+        for number, message in enumerate(body.messages or ())
+    ]
     return await inference.tokenizer.render_chat(
         messages,
+        tools=[tool.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
         variables=body.chat_template_kwargs or {},
@@ -82,6 +117,18 @@ class ChatDialect(Dialect):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        body: ChatCompletionBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        super().__init__(body, request, created, model_name, tokenizer)
+        shows_reasoning = body.include_reasoning is not False
+        self._messages = MessageWriter(request, created, shows_reasoning=shows_reasoning)
+
     def opening(self) -> list[dict[str, Any]]:
         choices = []
         for index in range(self.request.num_choices):
@@ -94,15 +141,19 @@ class ChatDialect(Dialect):
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         chunks = []
         has_tokens = piece.logprobs or (self.return_token_ids and piece.token_ids)
-        if piece.text or has_tokens:
-            chunk = self._chunk(piece.index, {"content": piece.text})
-            chunk["logprobs"] = self._logprobs(piece.logprobs)
-            if self.return_token_ids:
-                chunk["token_ids"] = piece.token_ids
+        deltas = self._messages.deltas(piece)
+        if has_tokens and not deltas:
+            deltas = [{"content": ""}]
+        for number, delta in enumerate(deltas):
+            chunk = self._chunk(piece.index, delta)
+            if number == 0:
+                chunk["logprobs"] = self._logprobs(piece.logprobs)
+                if self.return_token_ids:
+                    chunk["token_ids"] = piece.token_ids
             chunks.append(chunk)
         if piece.finish_reason is not None:
             chunk = self._chunk(piece.index, {})
-            chunk["finish_reason"] = piece.finish_reason.value
+            chunk["finish_reason"] = self._messages.finish_reason(piece)
             chunk["stop_reason"] = stop_reason(piece)
             chunks.append(chunk)
         return chunks
@@ -111,9 +162,11 @@ class ChatDialect(Dialect):
         last = answer.last
         shaped = {
             "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": self._messages.whole(index, answer),
             "logprobs": self._logprobs(answer.logprobs),
-            "finish_reason": last.finish_reason.value if last.finish_reason else None,
+            "finish_reason": self._messages.finish_reason(
+                last, num_calls=len(answer.message.calls)
+            ),
             "stop_reason": stop_reason(last),
         }
         if self.return_token_ids:
@@ -132,7 +185,7 @@ class ChatDialect(Dialect):
         token_ids = self.request.prompts[0].token_ids
         return listed(token_ids, len(token_ids))
 
-    def _chunk(self, index: int, delta: dict[str, str]) -> dict[str, Any]:
+    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, rows: LogprobRows | None) -> dict[str, Any] | None:

@@ -126,9 +126,12 @@ def stop_reason(piece: Piece) -> str | int | None:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_generated_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
     }
+    if usage.num_reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return body

@@ -9,12 +9,18 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidArgument
-from services.common.structured_outputs import FIELD, StructuredOutputs, StructuredOutputsKind
-from services.gateway.adapters.http.fields import Body, Only, Texts, given
+from services.common.structured_outputs import (
+    FIELD,
+    StructuredOutputs,
+    StructuredOutputsKind,
+    invalid,
+)
+from services.gateway.adapters.grammars.structural_tags import structural_tag
+from services.gateway.adapters.http.fields import Body, Texts, given
+from services.gateway.core.ports import Tokenizer
 
 _ANY_OBJECT = '{"type": "object"}'
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
-_NO_TAGS = "structural tags are not supported"
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class TextFormat(Body):
@@ -45,6 +51,18 @@ class JsonSchemaFormat(Body):
     json_schema: JsonSchema
 
 
+class StructuralTagFormat(Body):
+    """Text with parts that have forms: `format`, or `structures` and what triggers them."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: Texts | None = None
+
+
+AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
 def _by_type(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
@@ -53,12 +71,13 @@ def _by_type(value: Any) -> str | None:
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
-    | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
+    | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
     Discriminator(
         _by_type,
         custom_error_type="alternative",
-        custom_error_message="must be an object whose type is text, json_object or json_schema: "
-        + _NO_TAGS,
+        custom_error_message="must be an object whose type is text, json_object, json_schema or "
+        "structural_tag",
     ),
 ]
 
@@ -73,20 +92,28 @@ class StructuredOutputsBody(Body):
     choice: Texts | None = None
     grammar: str | None = None
     json_object: Literal[True] | None = None
-    structural_tag: Annotated[Any, Only(why=_NO_TAGS)] = None
+    structural_tag: dict[str, Any] | str | None = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        forms = (self.json_, self.regex, self.choice, self.grammar, self.json_object)
+        forms = (
+            self.json_,
+            self.regex,
+            self.choice,
+            self.grammar,
+            self.json_object,
+            self.structural_tag,
+        )
         if sum(form is not None for form in forms) != 1:
             raise PydanticCustomError(
                 "alternative", "must have exactly one of " + ", ".join(_FORMS)
             )
         return self
 
-    @property
-    def wanted(self) -> StructuredOutputs:
-        """The form, not checked."""
+    async def wanted(self, tokenizer: Tokenizer) -> StructuredOutputs:
+        """The form, not checked. Raises InvalidArgument for a structural tag that is none."""
+        if self.structural_tag is not None:
+            return await structural_tag(_tag(self.structural_tag), tokenizer)
         if self.regex is not None:
             return StructuredOutputs(StructuredOutputsKind.REGEX, self.regex)
         if self.choice is not None:
@@ -100,9 +127,10 @@ class StructuredOutputsBody(Body):
         return StructuredOutputs(StructuredOutputsKind.JSON, text)
 
 
-def wanted_form(
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
+async def wanted_form(
+    response_format: AnswerFormat | None,
     structured_outputs: StructuredOutputsBody | None,
+    tokenizer: Tokenizer,
 ) -> StructuredOutputs | None:
     """What an answer is to conform to; None: it is free. Raises InvalidArgument for two forms."""
     of_format = None
@@ -111,6 +139,8 @@ def wanted_form(
     elif isinstance(response_format, JsonSchemaFormat):
         text = _schema_text(response_format.json_schema.schema_)
         of_format = StructuredOutputs(StructuredOutputsKind.JSON, text)
+    elif isinstance(response_format, StructuralTagFormat):
+        of_format = await structural_tag(response_format.model_dump(), tokenizer)
     if structured_outputs is None:
         return of_format
     if of_format is not None:
@@ -118,7 +148,18 @@ def wanted_form(
             f"{FIELD} and response_format both say what an answer conforms to: send one of them",
             field=FIELD,
         )
-    return structured_outputs.wanted
+    return await structured_outputs.wanted(tokenizer)
+
+
+def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
+    """A structural tag, which vLLM's clients send as a text, too."""
+    try:
+        tag = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise invalid("structural_tag is not JSON") from error
+    if not isinstance(tag, dict):
+        raise invalid("structural_tag must be an object")
+    return tag
 
 
 def _schema_text(schema: dict[str, Any]) -> str:

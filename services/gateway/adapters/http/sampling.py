@@ -59,7 +59,9 @@ async def sampling_from_body(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        structured_outputs=wanted_form(body.response_format, body.structured_outputs),
+        structured_outputs=await wanted_form(
+            body.response_format, body.structured_outputs, inference.tokenizer
+        ),
         **given,
     )
 

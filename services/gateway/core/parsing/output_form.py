@@ -23,6 +23,7 @@ class OutputForm:
     * `is_call_list`: a grammar makes the answer a list of calls, see `read_call_list`.
     * `named`: a grammar makes the answer the arguments of this tool.
     * `is_harmony`: the answer is read by gpt-oss's channels, `tools` or not.
+    * `single_call`: calls after the first are dropped.
     """
 
     tools: ToolFormat | None = None
@@ -32,6 +33,7 @@ class OutputForm:
     reasoning: ReasoningFormat | None = None
     begins_in_reasoning: bool = False
     is_harmony: bool = False
+    single_call: bool = False
 
     def make_parser(self) -> OutputParser:
         """The parser of one answer."""
@@ -39,6 +41,7 @@ class OutputForm:
             self._read_answer(),
             None if self._reads_channels else self.reasoning,
             begins_in_reasoning=self.begins_in_reasoning,
+            max_calls=1 if self.single_call else None,
         )
 
     @property

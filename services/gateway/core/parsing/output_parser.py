@@ -43,9 +43,11 @@ class FormatParser:
         reasoning: ReasoningFormat | None = None,
         *,
         begins_in_reasoning: bool = False,
+        max_calls: int | None = None,
     ) -> None:
+        """Calls beyond `max_calls` are dropped."""
         self._reader = Reader()
-        self._sink = Sink()
+        self._sink = Sink(max_calls)
         self._sink.in_reasoning = begins_in_reasoning
         self._work = self._read(read_answer, reasoning)
         next(self._work)

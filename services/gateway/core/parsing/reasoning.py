@@ -19,10 +19,13 @@ class ReasoningFormat:
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether what follows this prompt is reasoning from its first character on."""
-        tail = prompt[-256:].rstrip()
-        if tail.endswith(self.start):
+        if prompt[-256:].rstrip().endswith(self.start):
             return True
-        return self.is_assumed and not tail.endswith(self.end)
+        return self.is_assumed and not self.is_over(prompt)
+
+    def is_over(self, prompt: str) -> bool:
+        """Whether the prompt has ended it already."""
+        return prompt[-256:].rstrip().endswith(self.end)
 
 
 def read_reasoning(

@@ -14,7 +14,8 @@ class Sink:
     with before something else, belongs to the format and is dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_calls: int | None = None) -> None:
+        self._max_calls = max_calls
         self.in_reasoning = False
         self.num_calls = 0
         self._events: list[OutputEvent] = []
@@ -46,7 +47,8 @@ class Sink:
         """A call has begun; its number."""
         self._close_arguments()
         self._boundary()
-        self._events.append(CallStart(self.num_calls, name))
+        if not self._is_full:
+            self._events.append(CallStart(self.num_calls, name))
         self.num_calls += 1
         return self.num_calls - 1
 
@@ -64,9 +66,14 @@ class Sink:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()
 
+    @property
+    def _is_full(self) -> bool:
+        return self._max_calls is not None and self.num_calls >= self._max_calls
+
     def _close_arguments(self) -> None:
         """Makes one event of the arguments since the last one."""
-        if text := "".join(self._arguments):
+        text = "".join(self._arguments)
+        if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))
         self._arguments.clear()
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length", "abort", "repetition"]
+ChatFinishReason = Literal["stop", "length", "abort", "repetition", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -37,6 +38,12 @@ class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Answer):
+    """Of the generated tokens, those that were thought."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     """Token counts: each prompt once, every answer, also those of best_of that are not returned."""
 
@@ -44,6 +51,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class PromptLogprob(Answer):
@@ -141,12 +149,45 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    """What is called, with the text of its arguments, which is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class FunctionDelta(Answer):
+    """The name of a call, then pieces of its arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    """What an event adds to a call: its id, type and name in the first one."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class AssistantMessage(Answer):
     """What the model says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Answer):
@@ -155,7 +196,7 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None
     token_ids: list[int] | None = None
 
@@ -178,6 +219,8 @@ class Delta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -186,7 +229,7 @@ class ChatChunkChoice(Answer):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

@@ -1,0 +1,104 @@
+"""Grammars that force calls of tools, or hold the calls that a model chooses to make."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.structured_outputs import StructuredOutputs
+from services.gateway.adapters.grammars.after_reasoning import thought
+from services.gateway.adapters.grammars.lark import SPACE, make_lark
+from services.gateway.core.parsing.catalog import Envelope
+from services.gateway.core.parsing.reasoning import ReasoningFormat
+from services.gateway.core.ports import Tokenizer
+
+_NOTES = frozenset({"title", "description", "examples", "$comment", "default", "deprecated"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_VALUES = frozenset({"const", "enum"})
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool by its name and the schema of its arguments; `strict`: its calls conform to it."""
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool = False
+
+
+async def forced_calls(
+    tools: Sequence[CallableTool],
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    *,
+    parallel: bool,
+) -> StructuredOutputs:
+    """A list of calls, at least one, or exactly one where they must not be `parallel`."""
+    lark = await make_lark(tokenizer, _reasoning_literals(reasoning))
+    calls = []
+    for tool in tools:
+        opened = lark.literal('{"name": ' + json.dumps(tool.name) + ', "parameters": ')
+        calls.append(lark.rule(f'{opened} {lark.schema(bare(tool.schema))} "}}"'))
+    call = lark.rule(" | ".join(calls))
+    more = f'("," {SPACE} {call})*' if parallel else ""
+    before = "" if reasoning is None else thought(lark, reasoning, prompt)
+    return lark.text(f'{before} "[" {call} {more} "]"')
+
+
+async def strict_calls(
+    tools: Sequence[CallableTool],
+    envelope: Envelope,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    *,
+    parallel: bool,
+) -> StructuredOutputs:
+    """Free text with calls in the model's own form, whose names are those of tools and whose
+    arguments are objects, of a strict tool what its schema accepts.
+    """
+    begins = {tool.name: _begin(envelope, tool.name) for tool in tools}
+    literals = [*begins.values(), envelope.end, *_reasoning_literals(reasoning)]
+    lark = await make_lark(tokenizer, literals)
+    calls = []
+    for tool in tools:
+        schema = bare(tool.schema) if tool.strict else {"type": "object"}
+        opened = lark.literal(begins[tool.name].removeprefix(envelope.trigger))
+        calls.append(lark.rule(f"{opened} {lark.schema(schema)} {lark.literal(envelope.end)}"))
+    call = lark.rule(f"{lark.text_to(envelope.trigger)} ({' | '.join(calls)})")
+    before = "" if reasoning is None else thought(lark, reasoning, prompt)
+    rest = lark.text_without([envelope.trigger])
+    return lark.text(f"{before} {call}{'*' if parallel else '?'} {rest}")
+
+
+def bare(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema without its notes to readers, which only make a grammar longer."""
+    return {
+        key: _bare_value(key, value, _MAX_DEPTH)
+        for key, value in schema.items()
+        if key not in _NOTES
+    }
+
+
+def _bare_value(key: str, value: Any, depth: int) -> Any:
+    if depth == 0 or key in _VALUES:
+        return value
+    if isinstance(value, Mapping):
+        return {
+            name: _bare_value("" if key in _NAMED else name, inner, depth - 1)
+            for name, inner in value.items()
+            if key in _NAMED or name not in _NOTES
+        }
+    if isinstance(value, list):
+        return [_bare_value("", inner, depth - 1) for inner in value]
+    return value
+
+
+def _begin(envelope: Envelope, name: str) -> str:
+    return envelope.begin.format(name=name, json_name=json.dumps(name))
+
+
+def _reasoning_literals(reasoning: ReasoningFormat | None) -> list[str]:
+    return [] if reasoning is None else [reasoning.start, reasoning.end]

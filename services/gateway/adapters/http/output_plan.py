@@ -1,0 +1,139 @@
+"""What a chat's answer is held to and read as: its tools, its form, its reasoning."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import InvalidArgument
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.grammars.after_reasoning import after_reasoning
+from services.gateway.adapters.grammars.tool_calls import (
+    CallableTool,
+    bare,
+    forced_calls,
+    strict_calls,
+)
+from services.gateway.core.inference import Inference
+from services.gateway.core.parsing.output_form import OutputForm
+
+NONE, AUTO, REQUIRED = "none", "auto", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a client lets, or makes, the model call. `choice` is none, auto or required; `named` is
+    the tool that is to be called in place of these.
+    """
+
+    tools: Sequence[CallableTool] = ()
+    choice: str = NONE
+    named: str | None = None
+    parallel: bool = True
+
+    def check(self, inference: Inference) -> None:
+        """Raises InvalidArgument for a choice that these tools, or the server, do not allow."""
+        if self.named is not None:
+            if self.named not in {tool.name for tool in self.tools}:
+                raise InvalidArgument(
+                    f"tool_choice: there is no tool {self.named[:100]!r} in tools",
+                    field="tool_choice",
+                )
+        elif self.choice != NONE and not self.tools:
+            raise InvalidArgument(
+                f"tool_choice is {self.choice}, but there are no tools", field="tool_choice"
+            )
+        elif self.choice == AUTO:
+            formats = inference.output_formats
+            if formats.tools is None or not formats.auto_tools:
+                raise InvalidArgument(
+                    "tool_choice auto, the default where there are tools, needs a server that was "
+                    "started with --enable-auto-tool-choice and --tool-call-parser; required, none "
+                    "and a named function need neither",
+                    field="tool_choice",
+                )
+
+    @property
+    def is_forced(self) -> bool:
+        return self.named is not None or self.choice == REQUIRED
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What the request to the engine says, and how its answers are read. `shows_special_tokens`:
+    the text holds special tokens, since they are marks of its format.
+    """
+
+    structured_outputs: StructuredOutputs | None
+    output_form: OutputForm | None
+    shows_special_tokens: bool
+
+
+async def plan_output(
+    use: ToolUse, wanted: StructuredOutputs | None, prompt: str, inference: Inference
+) -> OutputPlan:
+    """The plan for answers to a rendered prompt, which are to have the form `wanted` where they are
+    content. Raises InvalidArgument.
+
+    As in vLLM a call that is forced takes the place of that form, and a form is that of what
+    follows the reasoning.
+    """
+    use.check(inference)
+    formats, tokenizer = inference.output_formats, inference.tokenizer
+    reasoning = formats.reasoning
+    grammar = wanted
+    if use.named is not None:
+        named = next(tool for tool in use.tools if tool.name == use.named)
+        grammar = await _arguments(named, inference, prompt)
+    elif use.choice == REQUIRED:
+        grammar = await forced_calls(use.tools, tokenizer, reasoning, prompt, parallel=use.parallel)
+    elif wanted is not None:
+        if reasoning is not None:
+            grammar = await after_reasoning(wanted, reasoning, prompt, tokenizer)
+    elif use.choice == AUTO and any(tool.strict for tool in use.tools):
+        grammar = await _strict(use, prompt, inference)
+    calls_freely = use.choice == AUTO and use.named is None and wanted is None
+    if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
+        return OutputPlan(grammar, None, shows_special_tokens=False)
+    is_harmony = formats.is_harmony and grammar is None
+    form = OutputForm(
+        tools=formats.tools if calls_freely else None,
+        schemas={tool.name: tool.schema for tool in use.tools} if calls_freely else {},
+        is_call_list=use.is_forced and use.named is None,
+        named=use.named,
+        reasoning=reasoning,
+        begins_in_reasoning=reasoning is not None and reasoning.begins_inside(prompt),
+        is_harmony=is_harmony,
+        single_call=not use.parallel,
+    )
+    shows = calls_freely or reasoning is not None or is_harmony
+    return OutputPlan(grammar, form, shows_special_tokens=shows)
+
+
+async def _arguments(tool: CallableTool, inference: Inference, prompt: str) -> StructuredOutputs:
+    """The arguments of one tool."""
+    schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
+    reasoning = inference.output_formats.reasoning
+    if reasoning is None:
+        return schema
+    return await after_reasoning(schema, reasoning, prompt, inference.tokenizer)
+
+
+async def _strict(use: ToolUse, prompt: str, inference: Inference) -> StructuredOutputs:
+    formats = inference.output_formats
+    if formats.tools is None or formats.tools.envelope is None:
+        number = next(at for at, tool in enumerate(use.tools) if tool.strict)
+        field = f"tools[{number}].function.strict"
+        raise InvalidArgument(
+            f"{field}: calls that the model chooses to make are held to schemas by the tool call "
+            f"parsers hermes, mistral, deepseek_v3 and deepseek_v31, not by "
+            f"{formats.tool_call_parser}; with tool_choice required they are by all",
+            field=field,
+        )
+    return await strict_calls(
+        use.tools,
+        formats.tools.envelope,
+        inference.tokenizer,
+        formats.reasoning,
+        prompt,
+        parallel=use.parallel,
+    )

@@ -1,0 +1,134 @@
+"""Tools in requests: what a model may call, what it called, and whether it must."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from services.common.errors import InvalidArgument
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.fields import Body, Ignored
+
+MAX_TOOLS = 512
+MAX_TOOL_CALLS = 512
+"""Of one message."""
+_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
+
+
+class FunctionBody(Body):
+    """A function that the model may call. Without parameters it takes none."""
+
+    name: str = Field(pattern=_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """The schema of its arguments."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+class ToolBody(Body):
+    """A tool, as chat completions write one."""
+
+    type: Literal["function"]
+    function: FunctionBody
+    cache_control: Ignored = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it; `strict` is the server's business."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}
+
+
+Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Body):
+    """The function that is to be called."""
+
+    name: str = Field(max_length=256)
+
+
+class NamedTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _text_or_object(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "<text>"
+    return "<object>" if isinstance(value, dict) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(
+        _text_or_object,
+        custom_error_type="alternative",
+        custom_error_message="must be none, auto, required, or an object that names a function",
+    ),
+]
+
+
+class CalledFunction(Body):
+    """What was called, with arguments as JSON in a text."""
+
+    name: str = Field(max_length=256)
+    arguments: str = ""
+
+
+class ToolCallBody(Body):
+    """A call that the assistant made. Some servers number calls in whole answers, too."""
+
+    id: str | None = Field(default=None, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: Ignored = None
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """The call as chat templates take it, with its arguments as an object. Raises
+        InvalidArgument, which says `where`, for arguments that are none.
+        """
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            field = f"{where}.function.arguments"
+            raise InvalidArgument(f"{field} must be the text of a JSON object", field=field)
+        call: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+        return call if self.id is None else {"id": self.id, **call}
+
+
+ToolCalls = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+
+
+def check_tools(tools: list[ToolBody]) -> None:
+    """Raises InvalidArgument for a tool that is there twice, or whose schema is too large."""
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}].function"
+        if tool.function.name in names:
+            raise InvalidArgument(
+                f"{where}.name: there are two tools {tool.function.name!r}", field=f"{where}.name"
+            )
+        names.add(tool.function.name)
+        _check_schema(tool.function.schema_, f"{where}.parameters")
+
+
+def _check_schema(schema: dict[str, Any], field: str) -> None:
+    try:
+        StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(schema)).validate()
+    except (InvalidArgument, RecursionError) as error:
+        why = getattr(error, "message", "is nested too deep").partition("json ")[2]
+        raise InvalidArgument(f"{field} {why or 'is nested too deep'}", field=field) from error
