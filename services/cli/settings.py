@@ -67,6 +67,15 @@ class UpSettings:
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "
         "generation_config.json",
     )
+    reasoning_parser: str | None = passed_to(
+        "gateway", doc="how the model marks its reasoning, such as qwen3 or deepseek_r1"
+    )
+    tool_call_parser: str | None = passed_to(
+        "gateway", doc="how the model writes calls of tools, such as hermes or llama3_json"
+    )
+    enable_auto_tool_choice: bool | None = passed_to(
+        "gateway", doc="let the model choose to call tools"
+    )
     redis: str | None = setting(
         None,
         doc="URL of the Redis that holds what the pools cache, and in which further replicas "

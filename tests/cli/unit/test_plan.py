@@ -26,6 +26,9 @@ SETTINGS: dict[str, type[Any]] = {
 EVERYTHING = {
     "served_model_name": "other",
     "generation_config": "vllm",
+    "reasoning_parser": "qwen3",
+    "tool_call_parser": "hermes",
+    "enable_auto_tool_choice": True,
     "routing_policy": "round-robin",
     "api_keys": ("one", "two"),
     "admin_key": "operator",

@@ -141,8 +141,12 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0].type",
     ),
-    ("tools", {"messages": CHAT, "tools": [{}]}, "tools"),
-    ("a call of a tool", {"messages": [{**SAID, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ("tools", {"messages": CHAT, "tools": [{}]}, "tools[0].type"),
+    (
+        "a call of a tool",
+        {"messages": [{**SAID, "tool_calls": [{}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
     ("an image of the assistant", {"messages": [{**SAID, "images": [{}]}]}, "messages[0].images"),
     ("a refusal", {"messages": [{**SAID, "refusal": "no"}]}, "messages[0].refusal"),
     ("a beginning", {"messages": [{**SAID, "prefix": True}]}, "messages[0].prefix"),
@@ -201,7 +205,7 @@ CHATS: list[tuple[str, dict[str, Any], str]] = [
     (
         "a structural tag",
         {"messages": CHAT, "structured_outputs": {"regex": "a", "structural_tag": {}}},
-        "structured_outputs.structural_tag",
+        "structured_outputs",
     ),
     ("an old name", {"messages": CHAT, "guided_json": {}}, "guided_json"),
     ("top without logprobs", {"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),

@@ -89,6 +89,7 @@ COMPLETIONS: dict[str, Handling] = {
 MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 CHAT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6, "seed": 3}
+REQUIRED = {"tools": [TOOL], "tool_choice": "required"}
 CHATS: dict[str, Handling] = {
     "messages": honoured({"messages": [{"role": "user", "content": "the"}]}),
     "model": refused("another"),
@@ -104,7 +105,7 @@ CHATS: dict[str, Handling] = {
     "modalities": no_effect(["text"], refused=(["text", "audio"],)),
     "moderation": refused({"model": "omni-moderation-latest"}),
     "n": honoured({"n": 2}),
-    "parallel_tool_calls": no_effect(True, False),
+    "parallel_tool_calls": honoured({**REQUIRED, "parallel_tool_calls": False}),
     "prediction": refused({"type": "content", "content": "a"}),
     "presence_penalty": honoured({"presence_penalty": 0.5}),
     "prompt_cache_key": honoured({"prompt_cache_key": "session"}),
@@ -130,8 +131,8 @@ CHATS: dict[str, Handling] = {
     "stream": honoured({"stream": True}),
     "stream_options": honoured({"stream": True, "stream_options": {"include_usage": True}}),
     "temperature": honoured({"temperature": 0.5}),
-    "tool_choice": no_effect("none", refused=("auto", "required", TOOL)),
-    "tools": no_effect([], refused=([TOOL],)),
+    "tool_choice": honoured(REQUIRED, {**REQUIRED, "tool_choice": TOOL}),
+    "tools": honoured(REQUIRED),
     "top_logprobs": honoured({"logprobs": True, "top_logprobs": 2}),
     "top_p": honoured({"top_p": 0.5}),
     "user": no_effect("someone"),
@@ -140,13 +141,13 @@ CHATS: dict[str, Handling] = {
 }
 
 ASSISTANT: dict[str, Handling] = {
-    "role": refused("tool", "function"),
+    "role": refused("function"),
     "content": honoured({"content": "the"}, {"content": [{"type": "text", "text": "the"}]}),
     "audio": refused({"id": "a"}),
     "function_call": refused({"name": "f", "arguments": "{}"}),
     "name": honoured({"name": "someone"}),
     "refusal": refused("no"),
-    "tool_calls": no_effect([], refused=([{"id": "a", **TOOL}],)),
+    "tool_calls": no_effect([], refused=("f",)),
 }
 OTHER_ROLES: dict[str, Handling] = {name: ASSISTANT[name] for name in ("role", "content", "name")}
 TEXT_PART: dict[str, Handling] = {

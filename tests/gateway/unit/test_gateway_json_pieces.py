@@ -8,7 +8,12 @@ import pytest
 
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
-from services.gateway.adapters.http.bodies import SamplingBody
+from services.gateway.adapters.http.bodies import (
+    ChatCompletionBody,
+    ChatMessage,
+    CompletionBody,
+    SamplingBody,
+)
 from services.gateway.adapters.http.chat import ChatDialect
 from services.gateway.adapters.http.completions import CompletionDialect
 from services.gateway.adapters.http.dialect import Dialect
@@ -36,11 +41,18 @@ def test_pieces_are_the_same_json():
         to_json({"a": LongList([])})
 
 
-@pytest.mark.parametrize("kind", [ChatDialect, CompletionDialect])
-def test_many_logprobs_are_never_whole_in_memory(kind: type[Dialect], model: Path):
+CHAT = ChatCompletionBody(messages=[ChatMessage(role="user", content="hi")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"), [(ChatDialect, CHAT), (CompletionDialect, CompletionBody(prompt="hi"))]
+)
+def test_many_logprobs_are_never_whole_in_memory(
+    kind: type[Dialect], body: SamplingBody, model: Path
+):
     tokenizer = load_tokenizer(model)
     request = ClientRequest("r", (Prompt([5]),), SamplingParams(logprobs=WIDTH - 1), n=NUM_ANSWERS)
-    dialect = kind(SamplingBody(), request, 0, "tiny", tokenizer)
+    dialect = kind(body, request, 0, "tiny", tokenizer)
     tracemalloc.start()
     answers = [Answer() for _ in range(NUM_ANSWERS)]
     for token in range(NUM_TOKENS):

@@ -96,7 +96,7 @@ async def bad_words(words: list[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(ord, word)) for word in words)
 
 
-INFERENCE = SimpleNamespace(default_sampling=SamplingParams(), bad_words=bad_words)
+INFERENCE = SimpleNamespace(default_sampling=SamplingParams(), bad_words=bad_words, tokenizer=None)
 
 
 def test_the_contract_has_the_fields_of_the_dataclass() -> None:

@@ -123,4 +123,5 @@ def _quoted(text: str) -> str:
 
 
 def _as_regex(text: str) -> str:
-    return re.sub(r"[^\w ]", lambda found: "\\" + found[0] if found[0] != "\n" else r"\n", text)
+    escaped = re.sub(r"[\\.+*?()|\[\]{}^$/&~#-]", lambda found: "\\" + found[0], text)
+    return escaped.replace("\n", r"\n")
