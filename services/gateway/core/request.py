@@ -23,7 +23,8 @@ MAX_STOP_STRING_LENGTH = 1024
 MAX_CACHE_SALT_BYTES = 256
 MAX_SESSION_ID_BYTES = 256
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
-CHAT_ROLES: tuple[str, ...] = get_args(ChatRole)
+CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
+"""Those of a conversation over gRPC, whose turns have no calls."""
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 OTHER_RUNNER = "OTHER_RUNNER"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

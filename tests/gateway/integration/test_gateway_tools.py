@@ -196,7 +196,7 @@ def _deep(levels: int) -> dict[str, Any]:
 _CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 90_000}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()] * 2, "tool_choice": "required"}, "tools[1].function.name"),
-    ({"tools": [tool(f"f{n}") for n in range(1000)]}, "tools"),
+    ({"tools": [tool(f"f{n}") for n in range(600)]}, "tools"),
     ({"tools": [tool(parameters=_deep(70))]}, "tools[0].function.parameters"),
     ({"tools": [tool("no spaces")]}, "tools[0].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
