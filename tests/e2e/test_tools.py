@@ -1,0 +1,125 @@
+"""Tools that grammars force, by the servers and the model as they ship, with clients that people
+use, unchanged.
+"""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from enum import StrEnum
+from typing import Annotated, Any
+
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.e2e.stack import ROOT, Stack
+
+
+class Unit(StrEnum):
+    METRIC = "metric"
+    IMPERIAL = "imperial"
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: Annotated[str, Field(max_length=8)]
+    days: Annotated[int, Field(ge=1, le=9)]
+    unit: Unit
+
+
+ASK: list[Any] = [{"role": "user", "content": "The weather in Rome?"}]
+TOOL = openai.pydantic_function_tool(Weather)
+FLAGS = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--num-blocks", "200")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Stack]:
+    stack = Stack(ROOT / "models" / "demo", *FLAGS)
+    yield stack
+    stack.close()
+
+
+@pytest.fixture
+async def client(demo: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{demo.url}/v1",
+        api_key="unused",
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(verify=False),
+    ) as client:
+        yield client
+
+
+@pytest.mark.parametrize("choice", ["required", "named"])
+async def test_the_typed_helpers_of_openai(
+    client: openai.AsyncOpenAI, demo: Stack, choice: str
+) -> None:
+    named = {"type": "function", "function": {"name": "Weather"}}
+    ask: dict[str, Any] = {
+        "model": demo.model,
+        "messages": ASK,
+        "tools": [TOOL],
+        "tool_choice": named if choice == "named" else choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "seed": 7,
+    }
+    parsed = await client.chat.completions.parse(**ask)
+    (call,) = parsed.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert parsed.choices[0].finish_reason == ("stop" if choice == "named" else "tool_calls")
+    async with client.chat.completions.stream(**ask) as stream:
+        pieces = [e async for e in stream if e.type == "tool_calls.function.arguments.delta"]
+        final = await stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls
+    assert len(pieces) > 3
+    assert streamed.function.parsed_arguments == call.function.parsed_arguments
+    assert "".join(piece.arguments_delta for piece in pieces) == call.function.arguments
+
+
+async def test_strict_calls_that_the_model_may_make(
+    client: openai.AsyncOpenAI, demo: Stack
+) -> None:
+    answer = await client.chat.completions.create(
+        model=demo.model, messages=ASK, tools=[TOOL], max_tokens=60, seed=3
+    )
+    message = answer.choices[0].message
+    assert message.content or message.tool_calls
+    for call in message.tool_calls or ():
+        assert call.function.name == "Weather"
+
+
+async def test_pydantic_ai(client: openai.AsyncOpenAI, demo: Stack) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    provider = providers.OpenAIProvider(openai_client=client)
+    agent = pydantic_ai.Agent(
+        models.OpenAIChatModel(demo.model, provider=provider),
+        output_type=Weather,
+        model_settings={"max_tokens": 200, "parallel_tool_calls": False},
+    )
+    assert isinstance((await agent.run("The weather in Rome?")).output, Weather)
+
+
+async def test_langchain(demo: Stack) -> None:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    with openai.DefaultHttpxClient(verify=False) as plain:
+        async with openai.DefaultAsyncHttpxClient(verify=False) as http:
+            model = langchain_openai.ChatOpenAI(
+                model=demo.model,
+                base_url=f"{demo.url}/v1",
+                api_key="none",
+                max_tokens=200,
+                http_client=plain,
+                http_async_client=http,
+            )
+            bound = model.bind_tools([Weather], tool_choice="required", parallel_tool_calls=False)
+            said = await bound.ainvoke("The weather in Rome?")
+            structured = model.with_structured_output(Weather, method="function_calling")
+            got = await structured.ainvoke("The weather in Rome?")
+    (call,) = said.tool_calls
+    assert Weather.model_validate_json(json.dumps(call["args"]))
+    assert isinstance(got, Weather)

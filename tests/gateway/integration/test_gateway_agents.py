@@ -1,0 +1,109 @@
+"""Agents of other projects, unchanged, that call tools through the gateway: the model's answers are
+replayed, the tools are called in this process.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.integration.test_gateway_tools import TEMPLATE
+from tests.gateway.serving import Serving, serving
+from tests.gateway.tiny_tokenizer import write_tokenizer
+
+CALL = (
+    "<think>\nI need the weather.\n</think>\n\n"
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
+)
+ANSWER = "Sunny in Rome."
+
+
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Serving]:
+    model = write_tokenizer(tmp_path / "tiny", chat_template=TEMPLATE)
+    scheduler = FakeScheduler(max_model_len=4096, max_request_tokens=4000)
+    async with serving(
+        model,
+        scheduler,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        enable_auto_tool_choice=True,
+    ) as running:
+        scheduler.answer = running.tokens(CALL)
+        yield running
+
+
+def prompts(served: Serving) -> list[str]:
+    """What the model was asked, turn by turn."""
+    texts = []
+    for add in served.scheduler.adds:
+        raw = add.prompt_token_ids
+        ids = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
+        texts.append(served.tokenizer.decode(ids, skip_special_tokens=False))
+    return texts
+
+
+def check_turns(served: Serving, calls: list[tuple[str, int]]) -> None:
+    """The tool was called once as the model asked, and the model got what it gave."""
+    assert calls == [("Rome", 2)]
+    first, second = prompts(served)
+    assert "[weather]" in first
+    assert "weather city=Rome days=2)" in second
+    assert "tool:sunny#chatcmpl-tool-" in second
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_pydantic_ai(served: Serving, is_streamed: bool) -> None:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    models = pytest.importorskip("pydantic_ai.models.openai")
+    providers = pytest.importorskip("pydantic_ai.providers.openai")
+    calls: list[tuple[str, int]] = []
+    async with served.openai() as client:
+        provider = providers.OpenAIProvider(openai_client=client)
+        agent: Any = pydantic_ai.Agent(models.OpenAIChatModel("tiny", provider=provider))
+
+        @agent.tool_plain
+        def weather(city: str, days: int) -> str:
+            calls.append((city, days))
+            served.scheduler.answer = served.tokens(ANSWER)
+            return "sunny"
+
+        if is_streamed:
+            async with agent.run_stream("the weather?") as result:
+                output = await result.get_output()
+        else:
+            output = (await agent.run("the weather?")).output
+    assert output == ANSWER
+    check_turns(served, calls)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_langchain(served: Serving, is_streamed: bool) -> None:
+    agents = pytest.importorskip("langchain.agents")
+    langchain_openai = pytest.importorskip("langchain_openai")
+    calls: list[tuple[str, int]] = []
+
+    def weather(city: str, days: int) -> str:
+        """The weather of the next days."""
+        calls.append((city, days))
+        served.scheduler.answer = served.tokens(ANSWER)
+        return "sunny"
+
+    with openai.DefaultHttpxClient(verify=False) as plain:
+        async with openai.DefaultAsyncHttpxClient(verify=False) as http:
+            model = langchain_openai.ChatOpenAI(
+                model="tiny",
+                base_url=f"{served.base_url}/v1",
+                api_key="none",
+                max_retries=0,
+                streaming=is_streamed,
+                http_client=plain,
+                http_async_client=http,
+            )
+            agent = agents.create_agent(model, [weather])
+            state = await agent.ainvoke({"messages": [{"role": "user", "content": "so?"}]})
+    assert state["messages"][-1].content == ANSWER
+    check_turns(served, calls)
