@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.gateway.fake_scheduler import FakeScheduler
-from tests.gateway.integration.test_gateway_tools import TEMPLATE
+from tests.gateway.integration.test_gateway_tools import TEMPLATE, served_prompts
 from tests.gateway.serving import Serving, serving
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
@@ -36,20 +36,10 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
         yield running
 
 
-def prompts(served: Serving) -> list[str]:
-    """What the model was asked, turn by turn."""
-    texts = []
-    for add in served.scheduler.adds:
-        raw = add.prompt_token_ids
-        ids = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, len(raw), 4)]
-        texts.append(served.tokenizer.decode(ids, skip_special_tokens=False))
-    return texts
-
-
 def check_turns(served: Serving, calls: list[tuple[str, int]]) -> None:
     """The tool was called once as the model asked, and the model got what it gave."""
     assert calls == [("Rome", 2)]
-    first, second = prompts(served)
+    first, second = served_prompts(served)
     assert "[weather]" in first
     assert "weather city=Rome days=2)" in second
     assert "tool:sunny#chatcmpl-tool-" in second

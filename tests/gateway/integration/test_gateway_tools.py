@@ -11,6 +11,7 @@ import openai
 import pytest
 from stepwell.common.v1 import common_pb2
 
+from services.common.block_hash import unpack_token_ids
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 from tests.gateway.serving import Serving, serving
@@ -22,6 +23,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}({{ c.id }} {{ c.function.name }}"
     "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}){% endfor %}"
     "{% if m.tool_call_id %}#{{ m.tool_call_id }}{% endif %};{% endfor %}"
+    "{% if reasoning_effort %}~{{ reasoning_effort }}{% endif %}"
     "{% if add_generation_prompt %}A:{% if thinks %}<think>\n{% endif %}{% endif %}"
 )
 TOOLS: list[Any] = [
@@ -124,9 +126,11 @@ async def test_reasoning_that_the_prompt_began_is_apart_and_counted(hermes: Serv
     # All but the last character of the mark that ends it are read before it is known to be one.
     counted = len(hermes.tokens("hm\n</think>")) - 1
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
-    body["include_reasoning"] = False
+    body |= {"include_reasoning": False, "reasoning_effort": "low"}
     answer = (await hermes.http.post("/v1/chat/completions", json=body)).json()
     assert "reasoning" not in answer["choices"][0]["message"]
+    plain, low = served_prompts(hermes)
+    assert low == plain.replace("A:", "~lowA:")
 
 
 async def test_a_conversation_with_calls_is_rendered(hermes: Serving) -> None:
@@ -141,6 +145,12 @@ async def test_a_conversation_with_calls_is_rendered(hermes: Serving) -> None:
     )
     text = "[get_weather]user:hi;assistant:(c1 f a=1);tool:7#c1;A:"
     assert response.json()["tokens"] == hermes.tokens(text)
+
+
+def served_prompts(served: Serving) -> list[str]:
+    """What the model was asked, request by request."""
+    prompts = [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
+    return [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
 
 def wanted(served: Serving) -> Any:
@@ -184,6 +194,10 @@ async def test_strict_tools_hold_free_calls_and_one_call_is_all_that_is_wanted(
     body["tools"] = [tool()]
     await hermes.http.post("/v1/chat/completions", json=body)
     assert not hermes.scheduler.adds[-1].sampling.HasField("structured_outputs")
+    body["response_format"] = {"type": "json_object"}
+    answer = (await hermes.http.post("/v1/chat/completions", json=body)).json()
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    assert wanted(hermes).kind == common_pb2.STRUCTURED_OUTPUTS_KIND_GRAMMAR
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -221,6 +235,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": {"format": _deep(40)}}}, "structured_outputs"),
     ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    (
+        {
+            "structured_outputs": {
+                "structural_tag": '{"format": ' + '{"json_schema":' * 900 + "1" + "}" * 901
+            }
+        },
+        "structured_outputs",
+    ),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
 ]
 
 

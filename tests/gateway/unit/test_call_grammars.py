@@ -17,6 +17,7 @@ from services.gateway.adapters.grammars.structural_tags import structural_tag
 from services.gateway.adapters.grammars.tool_calls import (
     CallableTool,
     bare,
+    calls_or_form,
     forced_calls,
     strict_calls,
 )
@@ -96,6 +97,20 @@ async def test_strict_calls(
     grammar = await strict_calls(TOOLS, envelope, tokenizer, form, prompt, parallel=True)
     good = ["hello", "hi " + call("f", '{"a": 1}'), call("f", '{"a": 1}') + call("g", "{}") + "ok"]
     bad = [call("f", "{}"), call("h", "{}")]
+    check(tokenizer, grammar, [thought + t for t in good], [thought + t for t in bad])
+
+
+@THOUGHTS
+async def test_calls_or_a_form(
+    tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str
+) -> None:
+    envelope = TOOL_FORMATS["hermes"].envelope
+    assert envelope is not None
+    wanted = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(SCHEMA))
+    grammar = await calls_or_form(TOOLS, envelope, wanted, tokenizer, form, prompt, parallel=True)
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    good = ['{"a": 1}', call, f"{call}\n{call}"]
+    bad = ["hi", "{}", call + '{"a": 1}', call.replace("1", '"1"')]
     check(tokenizer, grammar, [thought + t for t in good], [thought + t for t in bad])
 
 

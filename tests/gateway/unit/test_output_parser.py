@@ -138,3 +138,12 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
         read(form, [text[at : at + 2] for at in range(0, len(text), 2)])
         # 3 to 10 microseconds a piece; rescanning would take a thousand times as long.
         assert time.process_time() - began < 2, (name, unit)
+
+
+def test_calls_that_are_not_wanted_are_dropped() -> None:
+    (harmony,) = [one for one in RECORDED if one.format == "openai"]
+    form = OutputForm(is_harmony=True, reasoning=REASONING_FORMATS["openai_gptoss"])
+    assert read(form, harmony.text) == ("I look.", "hm", [])
+    form = OutputForm(tools=TOOL_FORMATS["hermes"], single_call=True)
+    call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    assert read(form, call * 3) == ("", "", [("f", '{"a": 1}')])

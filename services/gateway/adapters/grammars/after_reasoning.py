@@ -19,11 +19,15 @@ async def after_reasoning(
     if reasoning.is_over(prompt):
         return form
     lark = await make_lark(tokenizer, [reasoning.start, reasoning.end])
+    return lark.text(f"{thought(lark, reasoning, prompt)} {wanted_rule(lark, form)}")
+
+
+def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
+    """The form that a client demands, as a rule. Raises InvalidArgument."""
     try:
-        wanted = lark.wanted(form)
+        return lark.wanted(form)
     except ValueError as error:
         raise invalid(f"grammar: {error}") from error
-    return lark.text(f"{thought(lark, reasoning, prompt)} {wanted}")
 
 
 def thought(lark: Lark, reasoning: ReasoningFormat, prompt: str) -> str:

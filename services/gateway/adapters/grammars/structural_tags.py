@@ -2,6 +2,7 @@
 which form.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from services.gateway.core.ports import Tokenizer
 
 MAX_DEPTH = 16
 MAX_TAGS = 512
+MAX_TRIGGERS = 16
 _NAME = "structural_tag"
 
 
@@ -106,6 +108,10 @@ class _Tags:
             schema = {}
         if not isinstance(schema, Mapping):
             raise _wrong("json_schema must be an object")
+        try:
+            StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(schema)).validate()
+        except RecursionError as error:
+            raise _wrong("has a schema that is nested too deep") from error
         return self._lark.schema(schema)
 
     def _tag(self, tag: Mapping[str, Any], after: str) -> str:
@@ -163,8 +169,8 @@ def _objects(form: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
 
 def _texts(form: Mapping[str, Any], key: str) -> list[str]:
     values = form.get(key)
-    if not isinstance(values, list) or not values or len(values) > MAX_TAGS:
-        raise _wrong(f"{key} must be a list of 1 to {MAX_TAGS} texts")
+    if not isinstance(values, list) or not values or len(values) > MAX_TRIGGERS:
+        raise _wrong(f"{key} must be a list of 1 to {MAX_TRIGGERS} texts")
     if not all(isinstance(one, str) and one for one in values):
         raise _wrong(f"{key} must be a list of texts, none of them empty")
     return values

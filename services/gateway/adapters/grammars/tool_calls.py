@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.structured_outputs import StructuredOutputs
-from services.gateway.adapters.grammars.after_reasoning import thought
+from services.gateway.adapters.grammars.after_reasoning import thought, wanted_rule
 from services.gateway.adapters.grammars.lark import SPACE, make_lark
 from services.gateway.core.parsing.catalog import Envelope
 from services.gateway.core.parsing.reasoning import ReasoningFormat
@@ -71,6 +71,32 @@ async def strict_calls(
     before = "" if reasoning is None else thought(lark, reasoning, prompt)
     rest = lark.text_without([envelope.trigger])
     return lark.text(f"{before} {call}{'*' if parallel else '?'} {rest}")
+
+
+async def calls_or_form(
+    tools: Sequence[CallableTool],
+    envelope: Envelope,
+    form: StructuredOutputs,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+    prompt: str,
+    *,
+    parallel: bool,
+) -> StructuredOutputs:
+    """Either calls in the model's own form, see `strict_calls`, and nothing else, or a text of the
+    form that the client demands. Raises InvalidArgument for a grammar that is none.
+    """
+    begins = {tool.name: _begin(envelope, tool.name) for tool in tools}
+    literals = [*begins.values(), envelope.end, *_reasoning_literals(reasoning)]
+    lark = await make_lark(tokenizer, literals)
+    calls = []
+    for tool in tools:
+        schema = lark.schema(bare(tool.schema) if tool.strict else {"type": "object"})
+        opened, closed = lark.literal(begins[tool.name]), lark.literal(envelope.end)
+        calls.append(lark.rule(f"{opened} {schema} {closed}"))
+    call = lark.rule(f"({' | '.join(calls)}) {SPACE}")
+    before = "" if reasoning is None else thought(lark, reasoning, prompt)
+    return lark.text(f"{before} ({call}{'+' if parallel else ''} | {wanted_rule(lark, form)})")
 
 
 def bare(schema: Mapping[str, Any]) -> dict[str, Any]:

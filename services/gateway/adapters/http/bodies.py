@@ -223,7 +223,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     modalities: Annotated[Any, Only(["text"], why="only text is generated")] = None
     audio: Annotated[Any, Only(why="only text is generated")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
-    reasoning_effort: Annotated[Any, Only("none", why="reasoning effort is not supported")] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None

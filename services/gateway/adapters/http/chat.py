@@ -86,7 +86,21 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
         tools=[tool.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
-        variables=body.chat_template_kwargs or {},
+        variables={**_effort(body, inference), **(body.chat_template_kwargs or {})},
+    )
+
+
+def _effort(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> dict[str, Any]:
+    """What templates read of how much a model is to reason, as vLLM passes it."""
+    effort = body.reasoning_effort if isinstance(body, ChatCompletionBody) else None
+    if inference.output_formats.reasoning is not None and effort is not None:
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if effort in (None, "none"):
+        return {}
+    raise InvalidArgument(
+        "reasoning_effort is not supported by a server without --reasoning-parser",
+        field="reasoning_effort",
+        reason="UNSUPPORTED_PARAMETER",
     )
 
 

@@ -10,6 +10,7 @@ from services.gateway.adapters.grammars.after_reasoning import after_reasoning
 from services.gateway.adapters.grammars.tool_calls import (
     CallableTool,
     bare,
+    calls_or_form,
     forced_calls,
     strict_calls,
 )
@@ -75,7 +76,8 @@ async def plan_output(
     content. Raises InvalidArgument.
 
     As in vLLM a call that is forced takes the place of that form, and a form is that of what
-    follows the reasoning.
+    follows the reasoning. Where the model may call tools, calls of formats with an envelope may
+    take its place, too; of others none is made.
     """
     use.check(inference)
     formats, tokenizer = inference.output_formats, inference.tokenizer
@@ -87,11 +89,11 @@ async def plan_output(
     elif use.choice == REQUIRED:
         grammar = await forced_calls(use.tools, tokenizer, reasoning, prompt, parallel=use.parallel)
     elif wanted is not None:
-        if reasoning is not None:
-            grammar = await after_reasoning(wanted, reasoning, prompt, tokenizer)
+        grammar = await _form(use, wanted, prompt, inference)
     elif use.choice == AUTO and any(tool.strict for tool in use.tools):
         grammar = await _strict(use, prompt, inference)
-    calls_freely = use.choice == AUTO and use.named is None and wanted is None
+    envelope = None if formats.tools is None else formats.tools.envelope
+    calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
     if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
         return OutputPlan(grammar, None, shows_special_tokens=False)
     is_harmony = formats.is_harmony and grammar is None
@@ -107,6 +109,27 @@ async def plan_output(
     )
     shows = calls_freely or reasoning is not None or is_harmony
     return OutputPlan(grammar, form, shows_special_tokens=shows)
+
+
+async def _form(
+    use: ToolUse, wanted: StructuredOutputs, prompt: str, inference: Inference
+) -> StructuredOutputs:
+    """The form of content that a client demands, or calls in its place."""
+    formats, tokenizer = inference.output_formats, inference.tokenizer
+    envelope = None if formats.tools is None else formats.tools.envelope
+    if use.choice == AUTO and envelope is not None:
+        return await calls_or_form(
+            use.tools,
+            envelope,
+            wanted,
+            tokenizer,
+            formats.reasoning,
+            prompt,
+            parallel=use.parallel,
+        )
+    if formats.reasoning is None:
+        return wanted
+    return await after_reasoning(wanted, formats.reasoning, prompt, tokenizer)
 
 
 async def _arguments(tool: CallableTool, inference: Inference, prompt: str) -> StructuredOutputs:

@@ -23,7 +23,7 @@ class OutputForm:
     * `is_call_list`: a grammar makes the answer a list of calls, see `read_call_list`.
     * `named`: a grammar makes the answer the arguments of this tool.
     * `is_harmony`: the answer is read by gpt-oss's channels, `tools` or not.
-    * `single_call`: calls after the first are dropped.
+    * `single_call`: calls after the first are dropped; without `tools` those in channels are, too.
     """
 
     tools: ToolFormat | None = None
@@ -41,8 +41,14 @@ class OutputForm:
             self._read_answer(),
             None if self._reads_channels else self.reasoning,
             begins_in_reasoning=self.begins_in_reasoning,
-            max_calls=1 if self.single_call else None,
+            max_calls=self._max_calls,
         )
+
+    @property
+    def _max_calls(self) -> int | None:
+        if self._reads_channels and self.tools is None:
+            return 0
+        return 1 if self.single_call else None
 
     @property
     def _reads_channels(self) -> bool:
