@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.worker.invariance_price import LOADS, MODES, StepTimer, build, table
+from benchmarks.worker.invariance_price import LOADS, MODES, build, table
+from benchmarks.worker.step_timer import StepTimer
 from services.worker.models.config import DtypeSetting
 
 NUM_STEPS = 3

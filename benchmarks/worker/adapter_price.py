@@ -1,0 +1,119 @@
+"""What adapters cost a worker on the CPU: steps with 0, 1, 4 and 16 of them, in turns.
+
+    python -m benchmarks.worker.adapter_price --model 135m --threads 2 --rounds 9
+
+One runner with 16 adapters of random weights in memory, on every projection, runs the same steps
+again and again, whose requests have none of them, the same one, or several in turn: decodes of 1
+and of 32 requests behind prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, of
+which the median counts; the price is the median over rounds of a turn's time to that of the one
+without adapters.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import show
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model
+from benchmarks.common.random_adapter import write_adapter
+from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
+from services.common.adapter_files import adapter_digest
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
+from services.worker.settings import WorkerSettings
+
+NUM_ADAPTERS = 16
+LOADS = (
+    (StepsLoad("decode, alone", 1, 128), (1,)),
+    (StepsLoad("decode, 32 at once", 32, 128), (1, 4, 16)),
+    (StepsLoad("prompt of 512 tokens", 1, 0, 512), (1,)),
+)
+"""Each with numbers of adapters."""
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = make_parser("worker.adapter_price", (__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", default="135m", help="a directory, or the size of a random model"
+    )
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each number of adapters")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a turn")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    model = find_model(arguments.model)
+    worker = build(model, arguments.rank, arguments.steps, arguments.threads)
+    with tempfile.TemporaryDirectory(prefix="stepwell-adapters-") as directory:
+        digests = load_adapters(worker, model, Path(directory), arguments.rank)
+    show(machine_text(machine(), "worker.adapter_price"))
+    show(table(StepTimer(worker.runner, arguments.steps), digests, arguments.rounds))
+
+
+def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
+    """Measures every load, after a round that does not count."""
+    lines = ["| load | adapters | without, ms | with, ms | price |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: |")
+    for load, numbers in LOADS:
+        turns = [turn(timer, load, numbers, digests) for _ in range(num_rounds + 1)][1:]
+        without = statistics.median(times[0] for times in turns)
+        for index, number in enumerate(numbers, 1):
+            adapted = statistics.median(times[index] for times in turns)
+            price = statistics.median(times[index] / times[0] for times in turns) - 1
+            lines.append(
+                f"| {load.name} | {number} | {without:.2f} | {adapted:.2f} | {price:+.1%} |"
+            )
+    return "\n".join(lines)
+
+
+def turn(
+    timer: StepTimer, load: StepsLoad, numbers: Sequence[int], digests: Sequence[bytes]
+) -> list[float]:
+    """A turn without adapters, and one with each number of them."""
+    return [
+        timer.turn(load),
+        *(timer.turn(load, digests[:number]) for number in numbers),
+    ]
+
+
+def load_adapters(worker: Worker, model: Path, directory: Path, rank: int) -> list[bytes]:
+    """Writes adapters and loads them; returns their digests."""
+    if worker.adapters is None:
+        raise ValueError("the model takes no adapters")
+    digests = []
+    for number in range(NUM_ADAPTERS):
+        path = directory / str(number)
+        write_adapter(model, path, rank=rank, seed=number)
+        digests.append(adapter_digest(path))
+        worker.adapters.load(digests[-1], path, digests)
+    return digests
+
+
+def build(model: Path, rank: int, num_steps: int, num_threads: int) -> Worker:
+    """A worker that can hold every load and all adapters."""
+    most = max(load.num_requests * load.num_blocks(num_steps) for load, _ in LOADS)
+    settings = WorkerSettings(
+        model=model,
+        enable_lora=True,
+        max_loras=NUM_ADAPTERS,
+        max_lora_rank=rank,
+        num_threads=num_threads,
+        block_size=BLOCK_SIZE,
+        max_model_len=1024,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        num_blocks=1 + most,
+    )
+    return build_worker(settings, "benchmark", lambda: None)
+
+
+if __name__ == "__main__":
+    main()
