@@ -62,6 +62,24 @@ class UpSettings:
     served_model_name: str | None = passed_to(
         "gateway", "worker", doc="name that clients use (default: the directory's)"
     )
+    enable_lora: bool | None = passed_to(
+        "worker", doc="serve adapters (LoRA, in PEFT's format) beside the model"
+    )
+    lora_modules: tuple[str, ...] | None = passed_to(
+        "gateway", doc="adapters that clients may name in place of the model, each as name=path"
+    )
+    lora_dir: Path | None = passed_to(
+        "gateway", doc="directory from which operators may load further adapters"
+    )
+    max_loras: int | None = passed_to(
+        "worker", doc="adapters that the requests of a step may have", check=at_least(1)
+    )
+    max_lora_rank: int | None = passed_to(
+        "worker", doc="highest rank of an adapter", check=at_least(1)
+    )
+    max_cpu_loras: int | None = passed_to(
+        "worker", doc="adapters in memory (default: max_loras)", check=at_least(1)
+    )
     generation_config: str | None = passed_to(
         "gateway",
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "

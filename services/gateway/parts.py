@@ -30,6 +30,7 @@ from services.gateway.adapters.idempotency.metrics import KeyedCollector
 from services.gateway.adapters.idempotency.shared_answers import make_sharing
 from services.gateway.adapters.keys.make import make_key_store
 from services.gateway.adapters.limits.make import make_limit_store
+from services.gateway.adapters.lora_files import lora_modules
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_recorder import RecorderSettings, RequestRecorder
@@ -174,6 +175,7 @@ def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fl
             settings.reasoning_parser, settings.tool_call_parser, settings.enable_auto_tool_choice
         ),
         defaults=read_sampling_defaults(settings.generation_config, settings.model),
+        adapters=lora_modules(settings.model_name, settings.lora_modules),
         max_choices=settings.max_choices_per_request,
         max_items=settings.max_items_per_request,
         max_logprobs=settings.max_logprobs_per_request,

@@ -20,6 +20,7 @@ from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.generation_routes import OPERATIONS, GenerationRoutes
 from services.gateway.adapters.http.hosts import HostNames, hosts_for
 from services.gateway.adapters.http.http_counts import HttpCounts
+from services.gateway.adapters.http.lora_routes import LoraRoutes
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.route import Route
@@ -105,11 +106,16 @@ def admin_server(parts: Parts) -> HttpServer | None:
     administration = Administration(
         lambda: [parts.links[replica.address].admin for replica in parts.membership.replicas]
     )
+    budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
+    bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
     app = make_app(
         "Stepwell's operators' calls",
         "What changes the replicas for all clients. It is served apart from the clients' API.",
         (
             *AdminRoutes(administration, parts.server_routes, settings).routes(),
+            *LoraRoutes(
+                parts.inference.adapters, administration, bodies, settings.lora_dir
+            ).routes(),
             *_view_routes(parts, sees_all=True),
         ),
         ApiKeys((settings.admin_key,) if settings.admin_key else ()),

@@ -38,6 +38,14 @@ def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
     return None
 
 
+def _are_named_paths(entries: tuple[str, ...]) -> str | None:
+    """A check: each is a name and a path, and no name stands twice."""
+    names = [entry.partition("=")[0] for entry in entries]
+    if not all(entry.partition("=")[0] and entry.partition("=")[2] for entry in entries):
+        return "must be name=path each"
+    return "must not give a name twice" if len(set(names)) < len(names) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings(ServiceSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
@@ -47,6 +55,18 @@ class GatewaySettings(ServiceSettings):
     )
     served_model_name: str = setting(
         "", doc="name by which clients ask for the model; empty: the directory's name"
+    )
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        doc="adapters (LoRA, in PEFT's format) that clients may name in place of the model, each "
+        "as name=path; workers must see the same paths, and run with --enable-lora",
+        check=_are_named_paths,
+    )
+    lora_dir: Path | None = setting(
+        None,
+        doc="directory from which operators may load further adapters: /v1/load_lora_adapter at "
+        "--admin-address (default: they may not)",
+        check=existing_directory,
     )
     generation_config: str = setting(
         "auto",

@@ -26,6 +26,7 @@ from services.common.tls_metrics import TlsCollector
 from services.common.tls_settings import tls_of
 from services.common.tracing_metrics import TracingCollector
 from services.scheduler.adapters.activity import Activity, WatchedSteps
+from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
@@ -224,12 +225,19 @@ class SchedulerService:
         opened = session_opened_to_proto(shape, config, incarnation)
         opened.cache_node = cache_node
         opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
+        adapters = AdapterLoader(
+            workers,
+            description.max_cpu_loras,
+            lambda: self._engine.unfinished,
+            self._engine.grammar_compiled,
+        )
+        replica.prepare_workers = adapters.reload
         self._submitter = RequestSubmitter(
             self._engine,
             intake,
             sessions,
             client_sessions,
-            GrammarPreparation(workers, self._engine.grammar_compiled),
+            GrammarPreparation(workers, adapters, self._engine.grammar_compiled),
         )
         activity = Activity(
             self._engine, self.statistics, counts, steps, pool_channel, settings.replica
@@ -249,7 +257,9 @@ class SchedulerService:
         )
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerAdminServicer_to_server,
-            SchedulerAdminServicer(self._engine, self._submitter, sessions, self._readiness),
+            SchedulerAdminServicer(
+                self._engine, self._submitter, sessions, self._readiness, adapters
+            ),
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerAdmin"].full_name,
         )
         ecosystem.serve_vllm_engine(

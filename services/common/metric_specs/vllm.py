@@ -29,6 +29,14 @@ _STATE = (
         "cache_dtype",
         "enable_prefix_caching",
     ),
+    gauge(
+        names.METRIC_LORA_REQUESTS,
+        "",
+        "When it was read, in seconds since the epoch; the labels name the adapters of requests.",
+        "max_lora",
+        "waiting_lora_adapters",
+        "running_lora_adapters",
+    ),
     counter(
         names.METRIC_EXTERNAL_PREFIX_CACHE_QUERIES,
         "tokens",

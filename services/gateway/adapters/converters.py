@@ -5,6 +5,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common import errors
+from services.common.adapter_proto import adapter_to_proto
 from services.common.block_hash import pack_token_ids
 from services.common.finish_reason import FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
@@ -36,7 +37,11 @@ _CLIENT_REASONS = {
 }
 
 # Fields of AddRequest that clients know by another name.
-_CLIENT_FIELDS = {"prompt_token_ids": "prompt", "output_token_ids": "prompt"}
+_CLIENT_FIELDS = {
+    "prompt_token_ids": "prompt",
+    "output_token_ids": "prompt",
+    "adapter": "model",
+}
 
 
 def client_sampling_from_proto(
@@ -93,6 +98,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         num_choices=0 if inflight.was_accepted else request.num_choices,
         pooling=pooling_to_proto(request.pooling),
         resumable=request.session is not None,
+        adapter=adapter_to_proto(request.adapter),
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
     )
 

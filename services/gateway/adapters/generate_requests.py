@@ -53,6 +53,7 @@ class GenerateRequests:
             session_id=request.session_id,
             tenant=CALL_TENANT.get(),
             session=session,
+            adapter=self._inference.adapters.find(request.model),
         )
 
     async def _prompt(

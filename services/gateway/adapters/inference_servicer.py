@@ -210,6 +210,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
             session_id=request.session_id,
             tenant=CALL_TENANT.get(),
+            adapter=self._inference.adapters.find(request.model),
             pooling=PoolingParams(
                 dimensions=request.dimensions if request.HasField("dimensions") else None,
                 use_activation=request.use_activation
@@ -258,14 +259,19 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, _request: gateway_pb2.ListModelsRequest, context: Context
     ) -> gateway_pb2.ListModelsResponse:
-        if not CALL_TENANT.get().may_use(self._inference.model_name):
-            return gateway_pb2.ListModelsResponse()
-        model = gateway_pb2.Model(
-            name=self._inference.model_name,
-            max_model_len=self._membership.max_model_len() or 0,
-            num_ready_replicas=self._membership.num_ready,
-        )
-        return gateway_pb2.ListModelsResponse(models=[model])
+        base, tenant = self._inference.model_name, CALL_TENANT.get()
+        parents = {base: ""} | {adapter.name: base for adapter in self._inference.adapters}
+        models = [
+            gateway_pb2.Model(
+                name=name,
+                max_model_len=self._membership.max_model_len() or 0,
+                num_ready_replicas=self._membership.num_ready,
+                parent=parent,
+            )
+            for name, parent in parents.items()
+            if tenant.may_use(name)
+        ]
+        return gateway_pb2.ListModelsResponse(models=models)
 
     def _reader_timed_out(self) -> None:
         self._metrics.reader_timed_out("grpc")

@@ -6,6 +6,8 @@ from typing import TypeVar
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+from services.common.adapter import Adapter
+from services.common.adapter_proto import adapter_to_proto
 from services.common.errors import DeadlineExceeded
 from services.common.pause_mode import PauseMode
 from services.common.pause_mode_proto import pause_mode_to_proto
@@ -14,6 +16,7 @@ from services.common.status import from_peer
 T = TypeVar("T")
 
 _TIMEOUT_SECONDS = 10.0
+_ADAPTER_TIMEOUT_SECONDS = 60.0
 
 
 class SchedulerAdmin:
@@ -53,6 +56,11 @@ class SchedulerAdmin:
     async def undrain(self) -> None:
         request = scheduler_pb2.UndrainRequest()
         await self._answer(self._admin.Undrain(request, timeout=_TIMEOUT_SECONDS))
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        request = scheduler_pb2.LoadAdapterRequest(adapter=adapter_to_proto(adapter))
+        call = self._admin.LoadAdapter(request, timeout=_ADAPTER_TIMEOUT_SECONDS)
+        await self._answer(call)
 
     async def _answer(self, call: Awaitable[T]) -> T:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from services.common.adapter import Adapter
 from services.common.errors import NotFound, StepwellError, Unavailable
 from services.common.pause_mode import PauseMode
 
@@ -30,6 +31,9 @@ class ReplicaAdmin(Protocol):
         """Refuses new requests; returns how many run or wait there still."""
 
     async def undrain(self) -> None: ...
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """InvalidArgument if its workers cannot serve it."""
 
 
 Said = Mapping[str, bool | int]
@@ -107,6 +111,15 @@ class Administration:
             return {}
 
         return await self._ask(addresses, undrain)
+
+    async def load_adapter(self, adapter: Adapter) -> list[Outcome]:
+        """Has every replica load an adapter."""
+
+        async def load(replica: ReplicaAdmin) -> Said:
+            await replica.load_adapter(adapter)
+            return {}
+
+        return await self._ask((), load)
 
     async def _ask(
         self, addresses: Sequence[str], call: Callable[[ReplicaAdmin], Awaitable[Said]]

@@ -35,6 +35,7 @@ class HeldSession:
     num_tokens: int
     priority: int
     cache_salt: str
+    adapter_digest: bytes
 
     def fits(self, request: EngineRequest) -> bool:
         """Whether a turn may go on from there: the rest of a request is that of the first turn."""
@@ -43,6 +44,7 @@ class HeldSession:
             and not request.skip_reading_prefix_cache
             and self.priority == request.priority
             and self.cache_salt == request.cache_salt
+            and self.adapter_digest == request.adapter_digest
         )
 
     def release(self) -> None:

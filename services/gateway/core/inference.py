@@ -15,6 +15,7 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import in_session
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
+from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request import (
@@ -70,6 +71,7 @@ class Inference:
         *,
         output_formats: OutputFormats = NO_FORMATS,
         defaults: SamplingDefaults,
+        adapters: LoraModules | None = None,
         max_choices: int,
         max_items: int,
         max_logprobs: int,
@@ -77,6 +79,7 @@ class Inference:
         unix_nanos: Callable[[], int],
     ) -> None:
         self.model_name = model_name
+        self.adapters = adapters or LoraModules(model_name)
         self.tokenizer = tokenizer
         self.output_formats = output_formats
         self.default_sampling = defaults.sampling
@@ -90,9 +93,12 @@ class Inference:
         self._unix_nanos = unix_nanos
 
     def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
-        """Raises NotFound unless the name is the model's, or none is given, and PermissionDenied
-        where the tenant may not use the model.
+        """Raises NotFound unless the name is the model's or an adapter's, or none is given, and
+        PermissionDenied where the tenant may not use it.
         """
+        if (adapter := self.adapters.find(name)) is not None:
+            tenant.check_model(adapter.name)
+            return
         if name and name != self.model_name:
             raise NotFound(
                 f"there is no model {name[:100]!r} here; this server has {self.model_name!r}",

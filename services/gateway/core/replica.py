@@ -224,7 +224,8 @@ class Replica:
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids) - 1
         self._held[handle] = session
         self.load.num_sessions += 1
-        session.hold(HeldSession(self, handle, num_tokens, request.priority, request.cache_salt))
+        cached_apart = request.cache_salt, request.adapter_digest
+        session.hold(HeldSession(self, handle, num_tokens, request.priority, *cached_apart))
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:

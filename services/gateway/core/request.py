@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
+from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, OutOfRange
 from services.common.pooling import Pooler, PoolingParams, PoolingTask
 from services.common.prompt_embeds import PromptEmbeds
@@ -121,6 +122,8 @@ class ClientRequest:
     """The number of that turn, from 0."""
     output_form: OutputForm | None = None
     """What its answers are read as; None: they are text."""
+    adapter: Adapter | None = None
+    """The adapter that it names in place of the model."""
 
     @property
     def num_candidates(self) -> int:
@@ -166,6 +169,12 @@ class EngineRequest:
     """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
     alone.
     """
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """By which its cached blocks are told apart; empty without an adapter."""
+        return b"" if self.adapter is None else self.adapter.digest
 
 
 def is_request_id(name: str) -> bool:
@@ -257,6 +266,7 @@ def to_engine_requests(
                     num_choices=0 if child else request.n,
                     skip_reading_prefix_cache=request.skip_reading_prefix_cache,
                     session=request.session,
+                    adapter=request.adapter,
                     pooling=request.pooling
                     and replace(
                         request.pooling, num_first_text_tokens=prompt.num_first_text_tokens

@@ -6,8 +6,10 @@ from typing import Any
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+from services.common.adapter_proto import adapter_from_proto
 from services.common.errors import InvalidArgument
 from services.common.pause_mode_proto import pause_mode_from_proto
+from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.submitter import RequestSubmitter
@@ -27,11 +29,13 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
         submitter: RequestSubmitter,
         sessions: Sessions,
         readiness: ReplicaReadiness,
+        adapters: AdapterLoader,
     ) -> None:
         self._engine = engine
         self._submitter = submitter
         self._sessions = sessions
         self._readiness = readiness
+        self._adapters = adapters
 
     async def Abort(
         self, request: scheduler_pb2.AbortRequest, context: _Context
@@ -71,6 +75,14 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
             preempt_running=request.preempt_running, reset_connector=request.reset_connector
         )
         return scheduler_pb2.ResetPrefixCacheResponse()
+
+    async def LoadAdapter(
+        self, request: scheduler_pb2.LoadAdapterRequest, context: _Context
+    ) -> scheduler_pb2.LoadAdapterResponse:
+        """See the contract."""
+        logger.info("an operator loads the adapter %s", request.adapter.name)
+        await self._adapters.load(adapter_from_proto(request.adapter))
+        return scheduler_pb2.LoadAdapterResponse()
 
     async def Drain(
         self, request: scheduler_pb2.DrainRequest, context: _Context

@@ -1,5 +1,6 @@
 """Prometheus metrics of an engine, read from its counts at each scrape."""
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client.core import Metric
@@ -56,6 +57,8 @@ class EngineCollector(Collector):
         yield self._state()
         yield self._recoveries()
         yield self._cache_config()
+        if scheduler.config.max_loras is not None:
+            yield self._adapters(scheduler.config.max_loras)
         yield from self._wait_reasons(engine.num_waiting)
 
     def _state(self) -> Metric:
@@ -80,6 +83,15 @@ class EngineCollector(Collector):
         )
         shape.add_metric([str(value) for value in values], 1)
         return shape
+
+    def _adapters(self, max_loras: int) -> Metric:
+        scheduler, info = self._engine.scheduler, value_family(names.METRIC_LORA_REQUESTS)
+        running = {one.adapter_name for one in scheduler.running}
+        unfinished = (one for one in self._engine.unfinished if one not in scheduler.running)
+        waiting = {one.adapter_name for one in unfinished}
+        named = (",".join(sorted(of - {""})) for of in (waiting, running))
+        info.add_metric([str(max_loras), *named], time.time())
+        return info
 
     def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
         reasons = self._counts.wait_reasons

@@ -1,5 +1,5 @@
-"""Grammars of requests that arrive: the workers compile them while the requests wait, and others
-overtake.
+"""What workers prepare for requests that arrive, while these wait and others overtake: they compile
+grammars and load adapters.
 """
 
 import asyncio
@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.structured_outputs import StructuredOutputs
+from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.request import InputChunk, Request
 
@@ -25,29 +27,46 @@ class GrammarWorkers(Protocol):
 
 
 class GrammarPreparation:
-    """Lets workers compile the grammars of requests, and says when each is there."""
+    """Lets workers compile the grammars of requests and load their adapters, and says when each is
+    there.
+    """
 
-    def __init__(self, workers: GrammarWorkers, compiled: Callable[[Request, str], None]) -> None:
-        """`compiled` is called with a request and why its grammar cannot be compiled, or ""."""
+    def __init__(
+        self,
+        workers: GrammarWorkers,
+        adapters: AdapterLoader,
+        compiled: Callable[[Request, str], None],
+    ) -> None:
+        """`compiled` is called with a request and why something cannot be prepared, or ""."""
+        self._adapters = adapters
         self._workers = workers
         self._compiled = compiled
         self._tasks: set[asyncio.Task[object]] = set()
 
-    def begin(self, request: Request) -> None:
-        """Lets a request that is about to be queued wait for its grammar, if it has one."""
+    def begin(self, request: Request, adapter: Adapter | None = None) -> None:
+        """Lets a request that is about to be queued wait for its grammar, if it has one, and for
+        its adapter, unless that is loaded.
+        """
         wanted = request.sampling.structured_outputs
-        if wanted is None:
+        if adapter is not None and self._adapters.is_loaded(adapter.digest):
+            adapter = None
+        if wanted is None and adapter is None:
             return
-        request.grammar = GrammarStatus.COMPILING
-        self._spawn(self._compile(request, wanted))
+        request.grammar, request.awaits_adapter = GrammarStatus.COMPILING, adapter is not None
+        self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
         """Lets workers compile the grammar of a session's next turn, which does not wait for it."""
         if (wanted := chunk.sampling.structured_outputs) is not None:
             self._spawn(self._error(wanted))
 
-    async def _compile(self, request: Request, wanted: StructuredOutputs) -> None:
-        self._compiled(request, await self._error(wanted))
+    async def _prepare(
+        self, request: Request, wanted: StructuredOutputs | None, adapter: Adapter | None
+    ) -> None:
+        error = "" if adapter is None else await self._adapters.load_for(request, adapter)
+        if wanted is not None and not error:
+            error = await self._error(wanted)
+        self._compiled(request, error)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
         """Why a grammar cannot be compiled; empty once it is, or will be when its request runs: by

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.output import WaitReason, preparation_wait
 from services.scheduler.core.request import Request
 
 MAX_WAITS = 256
@@ -40,7 +40,7 @@ class OwnWaits:
     def arrived(self, request: Request, now: int) -> None:
         """Notes why a request waits that came before a step could look at it."""
         if request.grammar is GrammarStatus.COMPILING:
-            self._last[request] = WaitReason.GRAMMAR
+            self._last[request] = preparation_wait(request)
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from stepwell.worker.v1 import worker_pb2
@@ -82,6 +82,8 @@ class ReplicaClient:
         self._incarnations: list[str] = []
         self.on_new_workers: Callable[[], None] = lambda: None
         """Called before the first step of workers that are other processes than those before."""
+        self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
+        """Awaited then, too. It may raise StepwellError if one is away."""
 
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers without limit, and opens them as a new generation. Logs what
@@ -137,6 +139,7 @@ class ReplicaClient:
         await self._workers.open(generation)
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
+            await self.prepare_workers()
             self._incarnations = incarnations
             self.on_new_workers()
         self._shape = shape
@@ -148,6 +151,10 @@ class ReplicaClient:
             generation,
         )
         return shape
+
+
+async def _nothing() -> None:
+    """Workers need no preparation."""
 
 
 def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
@@ -196,6 +203,11 @@ def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
     if after.description.num_tier_blocks != before.description.num_tier_blocks:
         raise FailedPrecondition(
             "the worker came back with another kv_offloading_size: restart the scheduler"
+        )
+    loras = [(one.description.max_loras, one.description.max_cpu_loras) for one in (before, after)]
+    if loras[0] != loras[1]:
+        raise FailedPrecondition(
+            "the worker came back with another max_loras or max_cpu_loras: restart the scheduler"
         )
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(

@@ -50,6 +50,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         watermark=settings.watermark,
         groups=shape.groups,
         drop_last_hit_block=built.drop_last_hit_block,
+        max_loras=built.max_loras or None,
         kv_role=KVRole.BOTH if built.num_tier_blocks else None,
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
     )

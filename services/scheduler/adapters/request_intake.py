@@ -59,7 +59,8 @@ class RequestIntake:
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",
             )
-        self._check_adapter(message.adapter_digest)
+        if message.HasField("adapter"):
+            self._check_adapter(message.adapter.digest)
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
@@ -71,7 +72,8 @@ class RequestIntake:
             latest_start=latest_start,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
-            adapter_digest=message.adapter_digest,
+            adapter_digest=message.adapter.digest,
+            adapter_name=message.adapter.name,
             traceparent=message.traceparent,
             tracestate=message.tracestate,
             baggage=message.baggage,
@@ -106,13 +108,13 @@ class RequestIntake:
         )
 
     def _check_adapter(self, digest: bytes) -> None:
-        if digest and self.config.max_loras is None:
+        if self.config.max_loras is None:
             raise InvalidArgument(
-                "adapter_digest is set, but this replica serves no adapters", field="adapter_digest"
+                "adapter is set, but this replica serves no adapters", field="adapter"
             )
-        if digest and len(digest) != hashlib.sha256().digest_size:
+        if len(digest) != hashlib.sha256().digest_size:
             raise InvalidArgument(
-                f"adapter_digest has {len(digest)} bytes; a SHA-256 has 32", field="adapter_digest"
+                f"adapter.digest has {len(digest)} bytes; a SHA-256 has 32", field="adapter"
             )
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:

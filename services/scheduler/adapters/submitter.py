@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.adapter_proto import adapter_from_proto
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.grammar_preparation import GrammarPreparation
@@ -66,7 +67,8 @@ class RequestSubmitter:
         request.resumable = message.resumable and self._client_sessions.has_room
         await self._hash(request)
         self._sessions.own(session, message.handle, request)
-        self._grammars.begin(request)
+        has_adapter = message.HasField("adapter")
+        self._grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
         self._engine.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:

@@ -4,12 +4,15 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
+from services.common.adapter import Adapter
+from services.common.adapter_proto import adapter_to_proto
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
@@ -29,6 +32,7 @@ _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.E
 
 DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
+ADAPTER_TIMEOUT_SECONDS = 60.0
 STEP_FLOOR_SECONDS = 2.0
 """The least time that a step is allowed, however short steps are: the machine may be busy."""
 
@@ -64,6 +68,16 @@ class Rank:
                 worker_pb2.PrepareGrammarRequest(structured_outputs=message),
                 timeout=GRAMMAR_TIMEOUT_SECONDS,
             )
+        except grpc.aio.AioRpcError as error:
+            raise from_peer(f"the worker at {self.address}", error) from error
+
+    async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
+        """Lets the worker load it, and forget those that are not kept. Raises StepwellError."""
+        request = worker_pb2.LoadAdapterRequest(
+            adapter=adapter_to_proto(adapter), kept_digests=kept
+        )
+        try:
+            await self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
             raise from_peer(f"the worker at {self.address}", error) from error
 
@@ -160,10 +174,11 @@ class WorkerGroup:
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
-        ranks = (rank.prepare_grammar(wanted) for rank in self._ranks)
-        for done in await asyncio.gather(*ranks, return_exceptions=True):
-            if isinstance(done, BaseException):
-                raise done
+        await _by_all(rank.prepare_grammar(wanted) for rank in self._ranks)
+
+    async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
+        """Lets every rank load it. Raises StepwellError as a rank does, once all are done."""
+        await _by_all(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
         """Ends every stream."""
@@ -195,3 +210,10 @@ class WorkerGroup:
                 step.fail(error.message)
                 raise
         return step.output
+
+
+async def _by_all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Raises the first failure once all calls are done."""
+    for done in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(done, BaseException):
+            raise done

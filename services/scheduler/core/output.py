@@ -40,7 +40,8 @@ class WaitReason(Enum):
     RECOVERY = "recovery"
     """Pool or workers are away. No step has it, since none is planned."""
     ADAPTERS = "adapters"
-    """Running requests use as many adapters as may be used at once, and its own is not among them.
+    """Running requests use as many adapters as may be used at once, and its own is not among them;
+    or the workers have yet to load it.
     """
     SESSION = "session"
     """It is a session, and waits for its next input."""
@@ -65,6 +66,11 @@ OWN_REASONS = frozenset(
     }
 )
 """Reasons of single requests, which others overtake."""
+
+
+def preparation_wait(request: Request) -> WaitReason:
+    """Why a request waits for which the workers prepare something."""
+    return WaitReason.ADAPTERS if request.awaits_adapter else WaitReason.GRAMMAR
 
 
 class PreemptionCause(Enum):

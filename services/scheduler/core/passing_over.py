@@ -8,7 +8,7 @@ others, as one does that lacks blocks or budget: these it would take as soon as 
 from collections.abc import Iterable
 
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.output import WaitReason, preparation_wait
 from services.scheduler.core.request import Request, RequestStatus
 
 
@@ -47,7 +47,7 @@ class PassingOver:
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             return WaitReason.REMOTE_KV
         if request.grammar is not None and request.grammar is not GrammarStatus.READY:
-            return WaitReason.GRAMMAR
+            return preparation_wait(request)
         if request.awaited_step is not None and request.awaited_step > self._last_updated_step:
             return WaitReason.OUTPUT_IN_FLIGHT
         adapter = request.adapter_digest

@@ -93,6 +93,10 @@ class Request(ComputedTokens):
     """SHA-256 of the files of its adapter; empty: it has none. With other content an adapter of the
     same name is another one.
     """
+    adapter_name: str = ""
+    """What clients call it."""
+    awaits_adapter: bool = False
+    """Whether the workers have yet to load it; `grammar` is COMPILING then."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Items of the prompt whose embeddings an encoder computes, in the order of their offsets."""
     traceparent: str = ""
@@ -125,7 +129,9 @@ class Request(ComputedTokens):
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 
     grammar: GrammarStatus | None = None
-    """Of the grammar that its output must follow; None: its output is free."""
+    """Of the grammar that its output must follow, and of its adapter, if the workers had to load
+    that; None: it needs nothing of them.
+    """
     error: str = ""
     """What went wrong, if it ended with FinishReason.ERROR."""
 

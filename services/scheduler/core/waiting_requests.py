@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.output import WaitReason, preparation_wait
 from services.scheduler.core.policies.policy import RequestQueue, SchedulingPolicy
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 
@@ -69,7 +69,7 @@ class WaitingRequests:
             self.between_turns[request] = None
             self.passed_over[request] = WaitReason.SESSION
         elif request.grammar is not None:
-            self.passed_over[request] = WaitReason.GRAMMAR
+            self.passed_over[request] = preparation_wait(request)
         if request.holds_blocks:
             self.kv_waiting.add(request)
         elif self.admitted_only is None:

@@ -25,6 +25,12 @@ SETTINGS: dict[str, type[Any]] = {
 
 EVERYTHING = {
     "served_model_name": "other",
+    "enable_lora": True,
+    "lora_modules": ("sql=adapters/sql",),
+    "lora_dir": Path(__file__).parent,
+    "max_loras": 2,
+    "max_lora_rank": 32,
+    "max_cpu_loras": 3,
     "generation_config": "vllm",
     "reasoning_parser": "qwen3",
     "tool_call_parser": "hermes",

@@ -1,13 +1,16 @@
 """Requests wait while the workers compile their grammars, and no longer."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
+from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.request import InputChunk, Request
@@ -26,6 +29,9 @@ class Workers:
         self.asked.append(wanted)
         await self.done
 
+    async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
+        raise AssertionError(f"no request has {adapter.name}, beside {len(kept)} others")
+
 
 class Preparing:
     """A preparation, with what it says of requests."""
@@ -38,7 +44,8 @@ class Preparing:
         def note(request: Request, error: str) -> None:
             compiled.put_nowait((request, error))
 
-        self.preparation = GrammarPreparation(self.workers, note)
+        adapters = AdapterLoader(self.workers, 2, lambda: (), note)
+        self.preparation = GrammarPreparation(self.workers, adapters, note)
 
     def begin(self, wanted: StructuredOutputs | None) -> Request:
         sampling = SamplingParams(structured_outputs=wanted)

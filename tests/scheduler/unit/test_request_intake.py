@@ -243,11 +243,11 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 def test_an_adapter_is_refused_by_name_where_none_are_served() -> None:
     digest = bytes(range(32))
     with pytest.raises(InvalidArgument, match="serves no adapters") as refused:
-        make_intake().accept(message(adapter_digest=digest))
-    assert refused.value.field == "adapter_digest"
+        make_intake().accept(message(adapter={"digest": digest}))
+    assert refused.value.field == "adapter"
     serving = make_intake()
     serving = replace(serving, config=replace(serving.config, max_loras=1))
-    assert serving.accept(message(adapter_digest=digest)).adapter_digest == digest
+    assert serving.accept(message(adapter={"digest": digest})).adapter_digest == digest
     with pytest.raises(InvalidArgument, match="has 31 bytes") as refused:
-        serving.accept(message(adapter_digest=digest[1:]))
-    assert refused.value.field == "adapter_digest"
+        serving.accept(message(adapter={"digest": digest[1:]}))
+    assert refused.value.field == "adapter"

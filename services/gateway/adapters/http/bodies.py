@@ -133,6 +133,20 @@ class SessionBody(Body):
     model: str | None = None
 
 
+class LoadLoraBody(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraBody(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 

@@ -152,7 +152,8 @@ class GenerationRoutes:
 
             async def client_request() -> ClientRequest:
                 asked = await to_request(body, self._inference, name)
-                return replace(asked, tenant=tenant)
+                adapter = self._inference.adapters.find(body.model)
+                return replace(asked, tenant=tenant, adapter=adapter)
 
             return Exchange(
                 body=body,

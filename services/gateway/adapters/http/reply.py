@@ -148,10 +148,11 @@ class GenerationReply(Response):
                     generation, exchange.key, exchange.id_prefix, inference.again
                 )
         record.enter(Part.PREPARE)
+        adapter = generation.request.adapter
         dialect = exchange.make_dialect(
             generation.request,
             generation.identity.created,
-            inference.model_name,
+            inference.model_name if adapter is None else adapter.name,
             inference.tokenizer,
         )
         pieces = observation.watch(generation, inference.run(generation), stream=is_stream)

@@ -43,8 +43,9 @@ class ServerRoutes:
 
     async def models(self, request: Request) -> Response:
         """The models served here that the key may use."""
-        may_use = request.state.tenant.may_use(self._inference.model_name)
-        data = [self._model_card()] if may_use else []
+        adapters, tenant = self._inference.adapters, request.state.tenant
+        names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
+        data = [self._model_card(name) for name in names if tenant.may_use(name)]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
@@ -54,7 +55,7 @@ class ServerRoutes:
         if not name:
             return await self.models(request)
         self._inference.check_model(name, request.state.tenant)
-        return JSONResponse(self._model_card())
+        return JSONResponse(self._model_card(name))
 
     async def status(self) -> Response:
         """Replicas, their queues and pools, as seen from here."""
@@ -98,9 +99,11 @@ class ServerRoutes:
         """Prometheus metrics, of this gateway and of every replica."""
         return Response(await self._metrics.collect(), media_type=CONTENT_TYPE)
 
-    def _model_card(self) -> dict[str, Any]:
-        name = self._inference.model_name
+    def _model_card(self, name: str) -> dict[str, Any]:
+        adapter = self._inference.adapters.find(name)
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "stepwell"}
+        if adapter is not None:
+            card |= {"root": adapter.path, "parent": self._inference.model_name}
         return {**card, "max_model_len": self._membership.max_model_len()}
 
 

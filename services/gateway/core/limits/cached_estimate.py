@@ -32,6 +32,7 @@ class CachedEstimate:
             served.block_size,
             request.cache_salt,
             served.hash_block_size,
+            request.adapter_digest,
         )
         depth = max(self._directory.match(keys).values(), default=0)
         return min(depth * served.block_size, len(tokens) - 1)

@@ -123,6 +123,7 @@ class CacheAware:
             served.block_size,
             request.cache_salt,
             served.hash_block_size,
+            request.adapter_digest,
         )
 
     def _offers(

@@ -35,6 +35,7 @@ class ChainKeys:
         block_size: int,
         cache_salt: str,
         hash_block_size: int | None = None,
+        adapter_digest: bytes = b"",
     ) -> list[int]:
         """The keys of the full blocks of a prompt, in order: of each the last hash, where hashes
         stand for fewer tokens than a block. `root` is the model's fingerprint.
@@ -43,7 +44,7 @@ class ChainKeys:
         last = block_size // unit - 1
         stride = 4 * block_size * BLOCKS_PER_SEGMENT
         packed = pack_token_ids(token_ids[: len(token_ids) // block_size * block_size])
-        parent, extra_keys = root, encode_extra_keys(cache_salt)
+        parent, extra_keys = root, encode_extra_keys(cache_salt, adapter_digest)
         keys: list[int] = []
         for start in range(0, len(packed), stride):
             part = packed[start : start + stride]

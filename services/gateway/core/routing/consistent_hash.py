@@ -61,8 +61,10 @@ def _key(inflight: Inflight) -> bytes:
     request = inflight.request
     if request.session_id:
         return request.session_id.encode()
-    return request.cache_salt.encode() + pack_token_ids(
-        request.prompt_token_ids[:NUM_PREFIX_TOKENS]
+    return (
+        request.cache_salt.encode()
+        + request.adapter_digest
+        + pack_token_ids(request.prompt_token_ids[:NUM_PREFIX_TOKENS])
     )
 
 

@@ -300,13 +300,17 @@ class Text(Answer):
 
 
 class ModelCard(Answer):
-    """A model; its context is null while no replica is ready."""
+    """A model; its context is null while no replica is ready. An adapter has its directory as its
+    root, and the model as its parent.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int | None
+    root: str | None = None
+    parent: str | None = None
 
 
 class ModelList(Answer):

@@ -1,0 +1,50 @@
+"""Adapters on disk: what --lora-modules names, and what operators may load from --lora-dir."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from services.common.adapter import Adapter
+from services.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
+from services.common.errors import NotFound, PermissionDenied
+from services.common.settings import SettingError
+from services.gateway.core.lora_modules import LoraModules
+
+
+def read_adapter(name: str, directory: Path) -> Adapter:
+    """The adapter of a directory, by the digest of its files, all of which are read. Raises
+    NotFound if one is missing.
+    """
+    try:
+        return Adapter(adapter_digest(directory), name, str(directory))
+    except OSError as error:
+        raise NotFound(
+            f"lora_path: {error.filename} cannot be read: {error.strerror}",
+            field="lora_path",
+            reason="ADAPTER_NOT_FOUND",
+        ) from error
+
+
+def within(allowed: Path, path: str) -> Path:
+    """The directory of an adapter, which a relative path names within the allowed one. Raises
+    PermissionDenied where it or one of its files lies elsewhere, also behind links.
+    """
+    root = allowed.resolve()
+    directory = (root / path).resolve()
+    for one in (directory, directory / CONFIG_FILE, directory / WEIGHTS_FILE):
+        if not one.resolve().is_relative_to(root):
+            raise PermissionDenied(
+                f"lora_path: {path[:200]!r} is outside of --lora-dir", field="lora_path"
+            )
+    return directory
+
+
+def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
+    """The adapters of --lora-modules, each as name=path. Raises SettingError."""
+    modules = LoraModules(model_name)
+    for entry in named:
+        name, _, path = entry.partition("=")
+        try:
+            modules.add(read_adapter(name, Path(path).resolve()))
+        except Exception as error:
+            raise SettingError(f"--lora-modules {entry}: {error}") from error
+    return modules

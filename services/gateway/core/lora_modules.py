@@ -1,0 +1,50 @@
+"""The adapters that clients may name in place of the model."""
+
+from collections.abc import Iterator
+
+from services.common.adapter import Adapter
+from services.common.errors import InvalidArgument, NotFound
+
+
+class LoraModules:
+    """Adapters by name. None of them is called as the model is."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._adapters: dict[str, Adapter] = {}
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(self._adapters.values())
+
+    def find(self, name: str | None) -> Adapter | None:
+        """The adapter of this name, if there is one."""
+        return None if name is None else self._adapters.get(name)
+
+    def check_new(self, name: str, *, in_place: bool = False) -> None:
+        """Raises InvalidArgument for a name that an adapter may not get: none, the model's, or that
+        of another adapter, unless it is to take its place.
+        """
+        if not name:
+            raise InvalidArgument("lora_name must not be empty", field="lora_name")
+        if name == self._model_name:
+            raise InvalidArgument(f"lora_name: {name!r} is the model's name", field="lora_name")
+        if name in self._adapters and not in_place:
+            raise InvalidArgument(
+                f"lora_name: the adapter {name!r} has already been loaded; load_inplace loads "
+                "it again",
+                field="lora_name",
+            )
+
+    def add(self, adapter: Adapter, *, in_place: bool = False) -> None:
+        """Adds an adapter. Raises InvalidArgument as `check_new` does."""
+        self.check_new(adapter.name, in_place=in_place)
+        self._adapters[adapter.name] = adapter
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; its requests that run go on. Raises NotFound."""
+        if self._adapters.pop(name, None) is None:
+            raise NotFound(
+                f"there is no adapter {name[:100]!r} here",
+                field="lora_name",
+                reason="ADAPTER_NOT_FOUND",
+            )
