@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import openai
 import pytest
 from stepwell.common.v1 import common_pb2
@@ -178,18 +177,9 @@ async def test_where_queues_are_full_an_answer_that_is_there_is_given(model: Pat
         await cut_after(served, 3)
         fake.set_queue(num_waiting=1, max_num_waiting=1)
         body = {"prompt": "other", "max_tokens": 2}
-
-        async def refuses() -> bool:
-            # One that was sent before the gateway knew of the queue waits in it.
-            try:
-                answer = await served.http.post("/v1/completions", json=body, timeout=0.5)
-            except httpx.ReadTimeout:
-                return False
-            return answer.status_code == 503
-
-        async with asyncio.timeout(60):
-            while not await refuses():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        (replica,) = served.gateway.membership.replicas
+        await until(lambda: replica.queue_refusal(None) is not None)
+        assert (await served.http.post("/v1/completions", json=body)).status_code == 503
         again = Stream(served, headers=KEY)
         await until(lambda: again.token_ids == expected(3))
         fake.run_freely()
