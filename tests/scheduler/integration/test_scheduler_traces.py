@@ -65,6 +65,9 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.say(
                 keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
             )
+            # Messages are read in their order: the one before has been, once this is answered.
+            await gateway.add(4, prompt(9), sampling=sampling(1))
+            await gateway.finish(4)
             await gateway.close()
             running.scheduler.process.terminate()
             assert await running.scheduler.wait() == 0
