@@ -122,18 +122,18 @@ async def _check_content(request: Request) -> None:
         )
 
 
-async def _stepwell_error(_request: Request, error: Exception) -> Response:
+async def _stepwell_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, StepwellError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    response = plain_error_response(error.status_code, message)
+    response = plain_error_response(error.status_code, message, request.scope)
     response.headers.update(error.headers or {})
     return response
 
 
-async def _defect(_request: Request, _error: Exception) -> Response:
-    return error_response(InternalError("a defect here"))
+async def _defect(request: Request, _error: Exception) -> Response:
+    return error_response(InternalError("a defect here"), request.scope)

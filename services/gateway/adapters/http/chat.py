@@ -20,7 +20,7 @@ from services.gateway.adapters.http.sampling import (
 )
 from services.gateway.adapters.http.tool_bodies import check_tools
 from services.gateway.core.choice import Piece
-from services.gateway.core.generation import Answer
+from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.ports import Tokenizer
@@ -143,7 +143,7 @@ class ChatDialect(Dialect):
         shows_reasoning = body.include_reasoning is not False
         self._messages = MessageWriter(request, created, shows_reasoning=shows_reasoning)
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, _usage: Usage) -> list[dict[str, Any]]:
         choices = []
         for index in range(self.request.num_choices):
             choice = self._chunk(index, {"role": "assistant", "content": ""})

@@ -1,11 +1,13 @@
-"""What completions and chat completions have in common on the way out."""
+"""How answers are written: what every API does, and what completions and chat completions share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
 from services.gateway.adapters.http.bodies import SamplingBody, StreamOptions
+from services.gateway.adapters.http.errors import error_body
 from services.gateway.adapters.http.json_pieces import (
     HoldsLongList,
     LongList,
@@ -21,11 +23,45 @@ from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest
 
 
-class Dialect(ABC):
-    """One API's way to write answers and chunks."""
+class StreamingDialect(ABC):
+    """One API's way to write answers, whole and streamed. One is made for each request."""
 
     operation: str
+    """The GenAI operation."""
     id_prefix: str
+
+    @abstractmethod
+    def opening(self, usage: Usage) -> list[dict[str, Any]]:
+        """What comes before any token; `usage` has the counts of the prompt."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece adds, if anything."""
+
+    @abstractmethod
+    def encode_chunks(
+        self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        """Server-sent events of what `opening` and `chunks` gave. `usage` is called if they hold
+        it.
+        """
+
+    @abstractmethod
+    def closing(self, usage: Usage) -> bytes:
+        """The last events of an answer that is complete."""
+
+    @abstractmethod
+    def broken_off(self, error: StepwellError) -> bytes:
+        """The last events of an answer that an error ended."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+
+class Dialect(StreamingDialect):
+    """How completions and chat completions write answers and chunks: choices in a frame."""
+
     whole_object: str
     chunk_object: str
 
@@ -50,13 +86,9 @@ class Dialect(ABC):
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, _usage: Usage) -> list[dict[str, Any]]:
         """Choices of the chunks that come before any token."""
         return []
-
-    @abstractmethod
-    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Choices of the chunks that a piece makes, if any."""
 
     @abstractmethod
     def choice(self, index: int, answer: Answer) -> dict[str, Any]:
@@ -80,7 +112,7 @@ class Dialect(ABC):
         return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
 
     def encode_chunks(
-        self, choices: Sequence[dict[str, Any]], usage: Callable[[], Usage]
+        self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
         """Server-sent events, one per choice, all in one piece unless they hold long lists.
 
@@ -88,7 +120,7 @@ class Dialect(ABC):
         """
         head, tail = self._frame(usage)
         events: list[bytes] = []
-        for choice in choices:
+        for choice in chunks:
             try:
                 events.append(head + to_json(choice).encode() + tail)
             except HoldsLongList:
@@ -103,6 +135,9 @@ class Dialect(ABC):
             return b"data: [DONE]\n\n"
         body = {**self._head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
         return event(body) + b"data: [DONE]\n\n"
+
+    def broken_off(self, error: StepwellError) -> bytes:
+        return event(error_body(error)) + b"data: [DONE]\n\n"
 
     def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
         if not self._usage_in_every_chunk:

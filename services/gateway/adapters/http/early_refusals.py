@@ -45,7 +45,7 @@ class EarlyRefusals:
         if scope["method"] == "POST" and scope["path"] in self._paths:
             refusal = self._refusal(scope)
             if refusal is not None:
-                await error_response(refusal)(scope, receive, send)
+                await error_response(refusal, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

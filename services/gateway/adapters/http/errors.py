@@ -3,8 +3,10 @@
 import json
 import math
 from collections.abc import Iterable
+from typing import Protocol
 
 from starlette.responses import Response
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.common import errors
@@ -47,10 +49,39 @@ def error_body(error: errors.StepwellError, message: str | None = None) -> dict[
     }
 
 
-def error_response(error: errors.StepwellError) -> Response:
-    """The whole answer."""
+class ErrorWriter(Protocol):
+    """One API's way to write the bodies of errors."""
+
+    def body(self, error: errors.StepwellError) -> dict[str, object]:
+        """The body of an error."""
+
+    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
+        """The body of what was not understood far enough to be one of these errors."""
+
+
+class OpenAiErrors:
+    """{"error": {message, type, param, code}}"""
+
+    def body(self, error: errors.StepwellError) -> dict[str, object]:
+        return error_body(error)
+
+    def plain_body(self, _status_code: int, message: str) -> dict[str, object]:
+        kind = "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+_OPENAI = OpenAiErrors()
+
+
+def error_writer(_scope: Scope) -> ErrorWriter:
+    """The writer of the API that a request calls."""
+    return _OPENAI
+
+
+def error_response(error: errors.StepwellError, scope: Scope) -> Response:
+    """The whole answer to a request."""
     return Response(
-        json.dumps(error_body(error)),
+        json.dumps(error_writer(scope).body(error)),
         status_code=status_of(error),
         headers=error_headers(error),
         media_type=_MEDIA_TYPE,
@@ -73,10 +104,10 @@ def error_headers(error: errors.StepwellError) -> dict[str, str]:
 
 
 def raw_error_response(
-    error: errors.StepwellError, headers: Iterable[tuple[bytes, bytes]]
+    error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
     """The whole answer as it is sent on a connection that is used on, with further headers."""
-    body = json.dumps(error_body(error)).encode()
+    body = json.dumps(error_writer(scope).body(error)).encode()
     own = {
         "content-length": str(len(body)),
         "content-type": _MEDIA_TYPE,
@@ -106,22 +137,19 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
     return KINDS[errors.InternalError]
 
 
-def plain_error_response(status_code: int, message: str) -> Response:
+def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
     """The answer to what was not understood far enough to be one of these errors."""
-    body = _plain_error_body(message)
+    body = json.dumps(error_writer(scope).plain_body(status_code, message))
     return Response(body, status_code=status_code, media_type=_MEDIA_TYPE)
 
 
 def raw_refusal(status: int, message: str) -> bytes:
-    """Such an answer without an application, after which the connection is closed."""
-    body = _plain_error_body(message).encode()
+    """Such an answer before it is known which API is called, in OpenAI's form; the connection is
+    closed after it.
+    """
+    body = json.dumps(_OPENAI.plain_body(status, message)).encode()
     head = (
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         "connection: close\r\n\r\n"
     )
     return STATUS_LINE[status] + head.encode() + body
-
-
-def _plain_error_body(message: str) -> str:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return json.dumps({"error": error})

@@ -21,7 +21,7 @@ from services.gateway.adapters.http.bodies import (
 from services.gateway.adapters.http.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.deadline import deadline_of
-from services.gateway.adapters.http.dialect import Dialect
+from services.gateway.adapters.http.dialect import StreamingDialect
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.pooled import (
     EmbeddingDialect,
@@ -74,7 +74,7 @@ class _Api(Protocol[C_contra]):
         name: str,
         tokenizer: Tokenizer,
         /,
-    ) -> Dialect | WholeDialect: ...
+    ) -> StreamingDialect | WholeDialect: ...
 
 
 class GenerationRoutes:

@@ -72,7 +72,7 @@ class QuickRefusals:
         except StepwellError as error:
             # In a context of its own: what is logged later on the connection is not of this one.
             names = Context().run(self._refuse, error, scope, headers, tenant)
-            return raw_error_response(error, [*default_headers, *names])
+            return raw_error_response(error, scope, [*default_headers, *names])
         return None
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:

@@ -15,8 +15,8 @@ from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.bodies import PooledBody, SamplingBody
 from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
 from services.gateway.adapters.http.deadline import each_until, until
-from services.gateway.adapters.http.dialect import Dialect, event
-from services.gateway.adapters.http.errors import error_body, error_response
+from services.gateway.adapters.http.dialect import StreamingDialect
+from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.http.request_state import SEND_BODY
 from services.gateway.adapters.http.while_connected import while_connected
@@ -60,7 +60,7 @@ class Exchange:
     body: SamplingBody | PooledBody
     operation: str
     id_prefix: str
-    make_dialect: Callable[[ClientRequest, int, str, Tokenizer], Dialect | WholeDialect]
+    make_dialect: Callable[[ClientRequest, int, str, Tokenizer], StreamingDialect | WholeDialect]
     tenant: Tenant
     allowance: Allowance
     record: RequestRecord
@@ -71,7 +71,7 @@ class Exchange:
 
 
 class GenerationReply(Response):
-    """The answer to a completion of either kind, streamed or whole.
+    """The answer to a request of any kind, streamed or whole.
 
     The status is sent with the first item from the engine, so that a refusal by the scheduler has
     its own status also where a stream was asked for. When the client disconnects
@@ -95,6 +95,7 @@ class GenerationReply(Response):
         self._gate = gate
         self._observer = observer
         self._started = False
+        self._dialect: StreamingDialect | WholeDialect | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -105,7 +106,7 @@ class GenerationReply(Response):
                     exchange = await self._read(entered)
                 await self._answer(exchange, scope, receive, send)
         except StepwellError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
     async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         async def tracked(message: Message) -> None:
@@ -149,7 +150,7 @@ class GenerationReply(Response):
                 )
         record.enter(Part.PREPARE)
         adapter = generation.request.adapter
-        dialect = exchange.make_dialect(
+        dialect = self._dialect = exchange.make_dialect(
             generation.request,
             generation.identity.created,
             inference.model_name if adapter is None else adapter.name,
@@ -160,7 +161,7 @@ class GenerationReply(Response):
             pieces = each_until(exchange.deadline, pieces)
         exchange.arrival.end()
         async with aclosing(pieces) as source:
-            if is_stream and isinstance(dialect, Dialect):
+            if is_stream and isinstance(dialect, StreamingDialect):
                 await _stream(source, generation, dialect, state, send, record)
             else:
                 await _whole(source, generation, dialect, send)
@@ -169,16 +170,17 @@ class GenerationReply(Response):
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if self._started:
-            body = event(error_body(error)) + b"data: [DONE]\n\n"
+            assert isinstance(self._dialect, StreamingDialect)
+            body = self._dialect.broken_off(error)
             await send({"type": "http.response.body", "body": body})
         else:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
 
 async def _stream(
     pieces: AsyncIterator[list[Piece]],
     generation: Generation,
-    dialect: Dialect,
+    dialect: StreamingDialect,
     state: dict[str, Any],
     send: Send,
     record: RequestRecord,
@@ -186,7 +188,7 @@ async def _stream(
     send_body = state.get(SEND_BODY, send)
     opened = False
     async for added in pieces:
-        choices = [] if opened else dialect.opening()
+        choices = [] if opened else dialect.opening(generation.usage())
         for piece in added:
             choices += dialect.chunks(piece)
         if not opened:

@@ -56,7 +56,7 @@ class TenantChecks:
         try:
             allowance = await self._admit(Headers(scope=scope), scope["state"])
         except StepwellError as error:
-            response = error_response(error)
+            response = error_response(error, scope)
             if isinstance(error, LimitReached):
                 response.headers.update(dict(rate_limit_headers(error.limits, error.standing)))
             await response(scope, receive, send)
