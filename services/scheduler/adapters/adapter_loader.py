@@ -11,6 +11,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from services.common.adapter import Adapter
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
@@ -51,6 +52,10 @@ class AdapterLoader:
         self._claims: Counter[bytes] = Counter()
         """Requests that are about to use an adapter, or wait for it to be loaded."""
         self._turn = asyncio.Lock()
+        self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+        """By digest. Of the requests that need one adapter, one loads it: the others have it then,
+        and do not wait for the turn of an adapter that finds no place while they claim theirs.
+        """
 
     def is_loaded(self, digest: bytes) -> bool:
         """Whether a request can have an adapter at once; it counts as asked for."""
@@ -97,12 +102,14 @@ class AdapterLoader:
                         self._failed(request, refusal.message)
 
     async def _load(self, adapter: Adapter, is_over: Callable[[], bool]) -> None:
-        async with self._turn:
-            while adapter.digest not in self._loaded and not self._make_room():
-                await asyncio.sleep(_RETRY_SECONDS)
-                if is_over():
-                    return
-            if not self.is_loaded(adapter.digest):
+        async with self._locks.setdefault(adapter.digest, asyncio.Lock()):
+            if self.is_loaded(adapter.digest):
+                return
+            async with self._turn:
+                while not self._make_room():
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    if is_over():
+                        return
                 await self._workers.load_adapter(adapter, list(self._loaded))
                 self._loaded[adapter.digest] = adapter
 

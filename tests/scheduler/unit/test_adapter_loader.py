@@ -81,6 +81,19 @@ async def test_an_adapter_waits_for_a_place_while_requests_have_all() -> None:
     assert replica.workers.held == {B.digest, C.digest}
 
 
+async def test_many_requests_for_more_adapters_than_places_all_get_theirs() -> None:
+    replica = Replica()
+    requests = [(replica.request(adapter), adapter) for adapter in (A, B, C) * 3]
+
+    async def serve(request: Request, adapter: Adapter) -> None:
+        assert await replica.loader.load_for(request, adapter) == ""
+        assert adapter.digest in replica.workers.held
+        replica.end(request)
+
+    await asyncio.wait_for(asyncio.gather(*(serve(*one) for one in requests)), 5)
+    assert replica.unfinished == []
+
+
 async def test_a_request_that_ended_loads_nothing() -> None:
     replica = Replica()
     await replica.admit(A)
