@@ -153,7 +153,9 @@ class StepUpdate:
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if output.refused_tokens and output.refused_tokens.get(index, len(kept)) < len(kept):
-            request.fail("the request's grammar refuses a token that was sampled")
+            request.fail(
+                "no further token conforms to the request's grammar, or finding one takes too long"
+            )
         if plan.draft_token_ids and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
             drafts = plan.draft_token_ids.get(request, ())

@@ -7,8 +7,10 @@ after a preemption or the loss of a worker, and is the same on all ranks.
 
 import json
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -26,11 +28,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_CACHED = 32
+_MAX_SECONDS_IN_STEP = 0.005
+"""What takes longer to compile is not compiled while a step waits for it."""
+_MAX_CACHED_QUICK = 32
+_MAX_CACHED_SLOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    matcher: "LLMatcher"
+    seconds: float
+    """How long compiling took the processor."""
+
+    @property
+    def is_slow(self) -> bool:
+        return self.seconds > _MAX_SECONDS_IN_STEP
 
 
 class Grammars:
-    """What the outputs of requests conform to, compiled; the ones used last are kept.
+    """What the outputs of requests conform to, compiled; the ones used last are kept, and more of
+    those that take long, since a request may need its own again after a preemption.
 
     Nothing is loaded before the first of them. May be used by several threads: `prepare` by one
     that no step waits for.
@@ -41,7 +58,7 @@ class Grammars:
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self._making = Lock()
-        self._cached: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._cached: OrderedDict[StructuredOutputs, _Compiled] = OrderedDict()
         self._using_cache = Lock()
 
     def prepare(self, wanted: StructuredOutputs) -> None:
@@ -55,17 +72,20 @@ class Grammars:
 
         It shares its automaton, which grows while it is used, with others of the same text.
         """
-        return self._template(wanted).deep_copy()
+        return self._template(wanted).matcher.deep_copy()
 
-    def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
+    def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
         """The same with an automaton of its own, and later ones share another: for where a shared
-        one has grown to its limit. Raises as `prepare` does.
+        one has grown to its limit. None if compiling would hold up a step. Raises like `prepare`.
         """
         with self._using_cache:
+            kept = self._cached.get(wanted)
+            if kept is not None and kept.is_slow:
+                return None
             self._cached.pop(wanted, None)
-        return self._compile(wanted)
+        return self._compile(wanted).matcher
 
-    def _template(self, wanted: StructuredOutputs) -> "LLMatcher":
+    def _template(self, wanted: StructuredOutputs) -> _Compiled:
         with self._using_cache:
             if (kept := self._cached.get(wanted)) is not None:
                 self._cached.move_to_end(wanted)
@@ -73,15 +93,24 @@ class Grammars:
         compiled = self._compile(wanted)
         with self._using_cache:
             kept = self._cached.setdefault(wanted, compiled)
-            while len(self._cached) > _MAX_CACHED:
-                self._cached.popitem(last=False)
+            self._evict(
+                compiled.is_slow, _MAX_CACHED_SLOW if compiled.is_slow else _MAX_CACHED_QUICK
+            )
         return kept
 
-    def _compile(self, wanted: StructuredOutputs) -> "LLMatcher":
+    def _evict(self, is_slow: bool, most: int) -> None:
+        """Keeps `most` of those that compile slowly, or of the others."""
+        same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
+        for key in same_kind[: len(same_kind) - most]:
+            del self._cached[key]
+
+    def _compile(self, wanted: StructuredOutputs) -> _Compiled:
         with self._making:
             if self._compiler is None:
                 self._compiler = self._make_compiler()
-        return self._compiler.compile(wanted)
+        began = time.thread_time()
+        matcher = self._compiler.compile(wanted)
+        return _Compiled(matcher, time.thread_time() - began)
 
 
 class GrammarMask:
@@ -128,9 +157,10 @@ class GrammarMask:
         self._is_current = True
         if self._matcher is not None and not self._fill(self._matcher):
             # A shared automaton may have grown to its limit by others' outputs.
+            error = self._matcher.get_error()
             self._matcher = self._made(self._grammars.unshared_matcher)
-            if self._matcher is not None and not self._fill(self._matcher):
-                logger.warning("an output ends unfinished: %s", self._matcher.get_error())
+            if self._matcher is None or not self._fill(self._matcher):
+                logger.warning("an output ends unfinished: %s", error)
                 self._matcher = None
         if self._matcher is None:
             self._banned[:] = True
@@ -145,12 +175,14 @@ class GrammarMask:
         matcher.unsafe_compute_mask_ptr(self._packed.ctypes.data, self._packed.nbytes)
         return not matcher.is_error()
 
-    def _made(self, make: "Callable[[StructuredOutputs], LLMatcher]") -> "LLMatcher | None":
+    def _made(self, make: "Callable[[StructuredOutputs], LLMatcher | None]") -> "LLMatcher | None":
         """A matcher after the output so far; None if there is none."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
             logger.warning("an output cannot be constrained: %s", error.message)
+            return None
+        if matcher is None:
             return None
         for token_id in self._output:
             if matcher.is_stopped():

@@ -227,7 +227,7 @@ async def test_a_refused_token_ends_the_request_and_is_delivered() -> None:
     assert list(update.ended) == requests[1:]
     assert update.token_ids[1] == output.token_ids[1]
     assert requests[1].finish_reason is FinishReason.ERROR
-    assert "refuses a token" in requests[1].error
+    assert "no further token conforms" in requests[1].error
     assert names(story.scheduler.running) == ["a"]
     story.pool.core.check()
 

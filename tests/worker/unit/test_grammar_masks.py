@@ -1,6 +1,7 @@
 """Outputs that are held to a form: whatever the logits say, the text conforms."""
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer
 
 from services.common.sampling import SamplingParams
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.worker.sampling import grammar
 from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer
@@ -180,6 +182,36 @@ def test_outputs_of_one_form_do_not_fill_up_what_they_share(
             assert output == continued(made_grammars(), params, [], longest=60)
             return
     raise AssertionError("the automaton did not reach its limit")
+
+
+def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The output ends instead, where what it shares has reached its limit."""
+    monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
+    params = SamplingParams(seed=0, structured_outputs=HOSTILE["many states"].wanted)
+    shared = made_grammars()
+    shared.prepare(HOSTILE["many states"].wanted)
+    samplers = [Sampler(1, VOCAB_SIZE, shared) for _ in range(4)]
+    monkeypatch.setattr(shared, "_compile", None)
+    for seed, sampler in enumerate(samplers):
+        sampler.add(0, replace(params, seed=seed), np.array([7], np.int32), 1)
+        for position in range(60):
+            if len(sampler.sample(logits(position), np.array([0])).refused_rows):
+                return
+    raise AssertionError("the automaton did not reach its limit")
+
+
+def test_forms_that_take_long_to_compile_are_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may come back for its own after a preemption, in a step."""
+    kept = made_grammars()
+    forms = [of_regex(f"a{{{number}}}").wanted for number in range(1, 41)]
+    monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
+    for form in forms:
+        kept.prepare(form)
+    monkeypatch.setattr(kept, "_compile", None)
+    for form in forms:
+        kept.prepare(form)
 
 
 HOSTILE = {
