@@ -130,6 +130,10 @@ class UpSettings:
         "need none)",
         check=existing_file,
     )
+    quantization: str | None = passed_to(
+        "worker",
+        doc="weights in memory: auto as they are stored, or int8, quantized at load; on the CPU",
+    )
     runner: str | None = passed_to(
         "worker",
         doc="what the model is run for: auto, generate, or pooling, which answers a prompt with a "

@@ -38,6 +38,7 @@ from services.worker.models.errors import ModelError, UnsupportedModel
 from services.worker.models.load import load_model, takes_whole_prompts
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE
@@ -118,7 +119,8 @@ class _Builder:
         loaded, block_size = parts.loaded, parts.shape.block_size
         platform.check(parts.shape, loaded)
         fingerprint = model_fingerprint(
-            checkpoint, block_size, _name(loaded.dtype), loaded.rope_length, groups, pooling
+            *(checkpoint, block_size, _name(loaded.dtype), loaded.rope_length, groups, pooling),
+            settings.quantization,
         )
         if self._group is not None:
             self._group.require_same(self._in_common(parts, fingerprint))
@@ -201,6 +203,11 @@ class _Builder:
             raise UnsupportedModel(
                 settings.model / "config.json", "an encoder is not divided among ranks"
             )
+        if settings.quantization is not QuantizationSetting.AUTO:
+            raise UnsupportedModel(
+                settings.model / "config.json",
+                f"quantization {settings.quantization.value}: an encoder has no native code",
+            )
         if settings.enable_lora:
             raise UnsupportedModel(
                 settings.model / "config.json", "enable_lora: an encoder takes no adapters here"
@@ -238,6 +245,7 @@ class _Builder:
             pooling,
             self._membership.stage,
             self._membership.pipeline_parallel_size,
+            settings.quantization,
         )
         weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
         with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):

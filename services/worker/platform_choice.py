@@ -9,6 +9,7 @@ from services.worker.backends.attention import CPU
 from services.worker.backends.device import DeviceSetting, UnsuitableDevice
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.models.config import DtypeSetting
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.parallel.group import Group, select_cuda_device
 from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cpu_kernels import select_kernels
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 _STAGES_ON_THE_CPU = (
     "pipeline stages compute on the CPU alone; set --device cpu, or --pipeline-parallel-size 1"
+)
+
+_QUANTIZED_ON_THE_CPU = (
+    "weights are quantized at load on the CPU alone; set --device cpu, or --quantization auto"
 )
 
 
@@ -34,11 +39,11 @@ def select_platform(
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
-    if settings.pipeline_parallel_size > 1:
+    for reason in _reasons_for_the_cpu(settings):
         if settings.device is DeviceSetting.CUDA:
-            raise UnsuitableDevice(_STAGES_ON_THE_CPU)
+            raise UnsuitableDevice(reason)
         if tries_cuda:
-            logger.warning("computing on the CPU: %s", _STAGES_ON_THE_CPU)
+            logger.warning("computing on the CPU: %s", reason)
             tries_cuda = False
     if group is not None and (tries_cuda or settings.device is DeviceSetting.CUDA):
         select_cuda_device(group.local_ranks, group.membership.rank)
@@ -57,6 +62,15 @@ def select_platform(
     )
     num_sharers = num_local_workers(settings, group)
     return CpuPlatform(kernels, settings.gpu_memory_utilization, num_sharers)
+
+
+def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
+    """What is asked for and not computed on CUDA."""
+    asked = {
+        _STAGES_ON_THE_CPU: settings.pipeline_parallel_size > 1,
+        _QUANTIZED_ON_THE_CPU: settings.quantization is not QuantizationSetting.AUTO,
+    }
+    return [reason for reason, is_asked_for in asked.items() if is_asked_for]
 
 
 def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:

@@ -16,6 +16,7 @@ from services.common.settings import (
 from services.worker.backends.device import DeviceSetting
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.platforms.cpu_kernels import KernelsSetting
 
 
@@ -46,6 +47,11 @@ class WorkerSettings(ServiceSettings):
         DtypeSetting.AUTO,
         doc="data type of weights and KV cache; auto is the checkpoint's where the processor "
         "computes in it, else float32, and on CUDA bfloat16",
+    )
+    quantization: QuantizationSetting = setting(
+        QuantizationSetting.AUTO,
+        doc="weights of projections in memory: auto as they are stored; int8 with 8 bits and a "
+        "scale for each output, quantized at load; on the CPU, for native models",
     )
     runner: RunnerSetting = setting(
         RunnerSetting.AUTO,

@@ -21,6 +21,7 @@ from services.worker.backends.attention import (
 from services.worker.backends.lora import LoraRows
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
@@ -104,6 +105,7 @@ class ExactModel:
     dtype: torch.dtype
     kernels_setting: KernelsSetting
     ranks: Ranks = ALONE
+    quantization: QuantizationSetting = QuantizationSetting.AUTO
     recorder: Recorder = field(default_factory=Recorder)
     references: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -118,6 +120,7 @@ class ExactModel:
             kernels_setting=self.kernels_setting,
             ranks=self.ranks,
             around=self.recorder.around,
+            quantization=self.quantization,
         )
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":

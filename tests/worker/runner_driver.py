@@ -29,6 +29,7 @@ from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions, Model
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE, Ranks
@@ -61,6 +62,7 @@ def build_runner(
     around: Callable[[Model, PagedAttention], tuple[Model, PagedAttention]] | None = None,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
     adapters: Sequence[Path] = (),
+    quantization: QuantizationSetting = QuantizationSetting.AUTO,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
@@ -76,7 +78,9 @@ def build_runner(
     )
     checkpoint = open_checkpoint(directory)
     asked = DtypeSetting.BFLOAT16 if dtype is torch.bfloat16 else DtypeSetting.FLOAT32
-    options = LoadOptions(MAX_MODEL_LEN, asked, None, own.stage, own.pipeline_parallel_size)
+    options = LoadOptions(
+        *(MAX_MODEL_LEN, asked, None, own.stage, own.pipeline_parallel_size, quantization)
+    )
     loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
     link = None if group is None else group.link
     windows = [layer.window for layer in loaded.attention]

@@ -27,6 +27,7 @@ from services.worker.backends.lora import (
     LoraStep,
     PackedLora,
 )
+from services.worker.backends.quantized import Weight
 
 
 class Activation(enum.Enum):
@@ -159,11 +160,13 @@ class Kernels(Protocol):
     def padded_rows(self, num_rows: int) -> int:
         """The number of rows to compute in place of `num_rows`; at least as many."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """A projection. It owns its weight; once packed, the caller's tensor is not kept."""
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """A projection. It owns its weight; once packed, the caller's tensor is not kept. One that
+        is quantized may be kept dequantized, rounded to the data type that is computed in.
+        """
 
     def gated_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+        self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
         """A projection whose output is activation(gate) * value. The weight has 2 d columns: first
         the gates, then the values.

@@ -16,6 +16,7 @@ from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint, TensorInfo
 from services.worker.models.json_file import read_json_object
 from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.quantization import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
 """Weights up to this size are hashed whole; of larger ones a sample of each tensor."""
@@ -31,12 +32,14 @@ def model_fingerprint(
     rope_length: int = 0,
     groups: Sequence[LayerGroup] = (),
     pooling: PoolingConfig | None = None,
+    quantization: QuantizationSetting = QuantizationSetting.AUTO,
 ) -> bytes:
     """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
     `rope_length`: the length that rotary frequencies are fixed for; 0 if they depend on none.
     `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
     how prompts are pooled, since workers that pool otherwise answer otherwise.
+    `quantization`: of weights that are stored unquantized.
     """
     digest = sha256()
 
@@ -65,6 +68,8 @@ def model_fingerprint(
         add("group", f"{group.window} {list(group.layers)}{mode}".encode())
     if pooling is not None:
         add("pooling", str(pooling).encode())
+    if quantization is not QuantizationSetting.AUTO:
+        add("quantization", quantization.value.encode())
     return digest.digest()
 
 

@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 _LENGTH_BYTES = 8
 WHOLE = slice(None)
 """Everything along an axis."""
+Index = tuple[slice | int, ...]
+"""What is taken along each axis; an axis without an index is taken whole."""
 
 _READABLE = {"F32", "BF16", "F16", "F64"}
 
@@ -134,18 +136,18 @@ class TensorReader:
         """The number of bytes read so far, in the stored data types."""
         return sum(self._sizes)
 
-    def read_parts(
-        self, *parts: tuple[str, tuple[slice | int, ...]], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Parts of tensors, stacked along their first axis, as a new tensor of `dtype`.
+    def dimensions(self, name: str) -> int:
+        """The number of a tensor's axes."""
+        return len(self._checkpoint.tensors[name].shape)
 
-        A part is a name and an index along each axis; an axis without one is taken whole. Only the
-        parts are read.
+    def read_parts(self, *parts: tuple[str, Index], dtype: torch.dtype) -> torch.Tensor:
+        """Parts of tensors, each by name and index, stacked along their first axis, as a new tensor
+        of `dtype`. Only the parts are read.
         """
         read = [self.read_part(name, index).to(dtype) for name, index in parts]
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
-    def read_part(self, name: str, index: tuple[slice | int, ...]) -> torch.Tensor:
+    def read_part(self, name: str, index: Index) -> torch.Tensor:
         """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
         handle, stored_name = self._handles[tensor.file], tensor.name

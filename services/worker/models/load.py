@@ -21,6 +21,7 @@ from services.worker.models.lora_reader import LoraReader
 from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.pooling_config import RunnerSetting, read_pooling
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.models.rope import RopeType
 from services.worker.models.shard import Shard, check_divisible
 from services.worker.models.stage import check_stages, layers_of_stage
@@ -100,6 +101,11 @@ def load_model(
     name = read_architecture(directory)
     if is_native(name, pools=options.pooling is not None):
         loaded = _load_natively(checkpoint, options, kernels, progress, ranks)
+    elif options.quantization is not QuantizationSetting.AUTO:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"quantization {options.quantization.value}: architecture {name} has no native code",
+        )
     elif find_spec("transformers") is None:
         raise UnsupportedModel(
             directory / "config.json",
@@ -139,7 +145,10 @@ def _load_natively(
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype)
     log_loading(config.architecture.value, directory, dtype)
     stage = layers_of_stage(checkpoint, config.num_layers, options.stage, options.num_stages)
-    weights = load_weights(config, checkpoint, dtype, kernels, progress, ranks, pooling, stage)
+    weights = load_weights(
+        *(config, checkpoint, dtype, kernels, progress, ranks, pooling, stage),
+        options.quantization,
+    )
     own = Shard(ranks.rank, ranks.size).config(config)
     layers = config.layers[stage.start : stage.stop]
     return LoadedModel(

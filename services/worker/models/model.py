@@ -12,6 +12,7 @@ from services.worker.backends.attention import AttentionLayer, LayerAttention, S
 from services.worker.backends.lora import LoraRows
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.quantization import QuantizationSetting
 from services.worker.models.stage import StageLayers
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of loading a model. `max_model_len`: None for the model's own limit. `pooling`: None
-    for a model that generates. `stage` of `num_stages`: the pipeline stage to load.
+    for a model that generates. `stage` of `num_stages`: the pipeline stage to load. `quantization`:
+    what is quantized at load, in native models alone.
     """
 
     max_model_len: int | None
@@ -116,6 +118,7 @@ class LoadOptions:
     pooling: PoolingConfig | None = None
     stage: int = 0
     num_stages: int = 1
+    quantization: QuantizationSetting = QuantizationSetting.AUTO
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

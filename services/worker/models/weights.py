@@ -1,7 +1,7 @@
 """Reads the weights of a native decoder from a checkpoint."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -15,11 +15,13 @@ from services.worker.backends.kernels import (
     Linear,
     Mlp,
 )
-from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader
+from services.worker.backends.quantized import Weight
+from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.quantization import QuantizationSetting, WeightReader
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
 from services.worker.models.tensor_shapes import (
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers read and the number there are."""
+_Part = tuple[str, Index]
+"""The name of a tensor, and what is read of it."""
 
 
 def load_weights(
@@ -50,10 +54,12 @@ def load_weights(
     ranks: Ranks = ALONE,
     pooling: PoolingConfig | None = None,
     stage: StageLayers | None = None,
+    quantization: QuantizationSetting = QuantizationSetting.AUTO,
 ) -> DecoderWeights:
     """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them. Only
     this rank's part of tensors that are divided is read, and of a pipeline `stage` only what it
     computes with. A head that is tied to the embedding is read by the last stage too.
+    `quantization` is for projections, except routers and the head for classes.
 
     With `pooling` the head is the one for classes, whole on each rank, or where there are none a
     single row that nothing is projected by: no logits are computed. The checkpoint may be that of
@@ -72,7 +78,8 @@ def load_weights(
     shard = Shard(ranks.rank, ranks.size)
     stage = stage or StageLayers(0, config.num_layers, config.num_layers)
     with checkpoint.open() as reader:
-        loader = _Loader(config, reader, kernels, dtype, ranks, shard, stacked)
+        weights = WeightReader(reader, dtype, quantization)
+        loader = _Loader(config, reader, weights, kernels, dtype, ranks, shard, stacked)
         layers = []
         for index in stage.indexes:
             of_layer = replace(loader, prefix=f"model.layers.{index}.")
@@ -110,7 +117,7 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
         whole = len(embedding) == vocab_size
         shared = embedding[rows] if whole else loader.parts((EMBEDDING, (rows,)))
         head = shared if head is None else _own_head(head, shared)
-    projection = loader.kernels.linear(head, None)
+    projection = loader.kernels.linear(loader.weights.made(head), None)
     return GatheredLinear(projection, loader.ranks) if len(head) < vocab_size else projection
 
 
@@ -136,6 +143,7 @@ class _Loader:
 
     config: ModelConfig
     reader: TensorReader
+    weights: WeightReader
     kernels: Kernels
     dtype: torch.dtype
     ranks: Ranks
@@ -182,27 +190,28 @@ class _Loader:
         inner, activation = self.shard.of(size), self.config.traits.activation
         behind = slice(inner.start + size, inner.stop + size)
 
-        def read(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def parts_of(number: int) -> tuple[tuple[_Part, ...], _Part]:
             """An expert's input projections, gates before values, and its output projection."""
             if self.stacked_experts:
-                gate_up = self.parts(*((STACKED_GATE_UP, (number, x)) for x in (inner, behind)))
-                return gate_up, self.parts((STACKED_DOWN, (number, WHOLE, inner)))
+                gate_up = tuple((STACKED_GATE_UP, (number, x)) for x in (inner, behind))
+                return gate_up, (STACKED_DOWN, (number, WHOLE, inner))
             gate, up = names.gate.format(number), names.up.format(number)
-            gate_up = self.parts((gate, (inner,)), (up, (inner,)))
-            return gate_up, self.parts((names.down.format(number), (WHOLE, inner)))
+            return ((gate, (inner,)), (up, (inner,))), (names.down.format(number), (WHOLE, inner))
 
         router_name = STACKED_ROUTER if self.stacked_experts else names.router
         router = kernels.linear(self.parts((router_name, ())), None)
         picking = experts.num_experts_per_tok, experts.normalized
-        all_of_them = (read(number) for number in range(experts.num_experts))
+        all_of_them = [parts_of(number) for number in range(experts.num_experts)]
         mlp: Mlp
         if kernels.groups_experts(self.dtype, inner.stop - inner.start):
-            together = _stacked(all_of_them, experts.num_experts)
+            pairs = ((self.parts(*gate_up), self.parts(down)) for gate_up, down in all_of_them)
+            together = _stacked(pairs, experts.num_experts)
             mlp = GroupedExperts(router, *together, *picking, activation)
         else:
             apart = tuple(
                 GatedMlp(
-                    kernels.gated_linear(gate_up, None, activation), kernels.linear(down, None)
+                    kernels.gated_linear(self.weight(*gate_up), None, activation),
+                    kernels.linear(self.weight(down), None),
                 )
                 for gate_up, down in all_of_them
             )
@@ -218,17 +227,15 @@ class _Loader:
         weight = self.reader.read_parts((f"{self.prefix}{name}.weight", ()), dtype=dtype)
         return self.kernels.norm_weight(weight + offset if offset else weight)
 
-    def fused(
-        self, rows: dict[str, slice], *, bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def fused(self, rows: dict[str, slice], *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
         """Weight and bias of projections of the same input, stacked; of each, some rows."""
         weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
-        return self.parts(*weights), self.parts(*biases) if bias else None
+        return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
         """A projection of this rank's part of its input; the ranks' products are summed."""
-        weight = self.parts((f"{name}.weight", (WHOLE, columns)))
+        weight = self.weight((f"{name}.weight", (WHOLE, columns)))
         added = self.parts((f"{name}.bias", ())) if bias else None
         part = self.kernels.linear(weight, added)
         return SummedLinear(part, self.ranks) if self.ranks.size > 1 else part
@@ -238,10 +245,17 @@ class _Loader:
         device = self.reader.device
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
-    def parts(self, *parts: tuple[str, tuple[slice | int, ...]]) -> torch.Tensor:
+    def parts(self, *parts: _Part) -> torch.Tensor:
         """Parts of tensors, stacked along their first axis. See TensorReader."""
-        named = ((f"{self.prefix}{name}", index) for name, index in parts)
-        return self.reader.read_parts(*named, dtype=self.dtype)
+        return self.reader.read_parts(*self.named(parts), dtype=self.dtype)
+
+    def weight(self, *parts: _Part) -> Weight:
+        """The same of the weights of projections. See WeightReader."""
+        return self.weights.read(*self.named(parts))
+
+    def named(self, parts: Iterable[_Part]) -> Iterator[_Part]:
+        """The parts by the whole names of their tensors."""
+        return ((f"{self.prefix}{name}", index) for name, index in parts)
 
 
 def _stacked(

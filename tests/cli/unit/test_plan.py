@@ -49,6 +49,7 @@ EVERYTHING = {
     "batch_invariant": True,
     "dtype": "float32",
     "runner": "pooling",
+    "quantization": "int8",
     "gpu_memory_utilization": 0.5,
     "num_threads": 3,
     "kv_cache_memory_bytes": 1_000_000,

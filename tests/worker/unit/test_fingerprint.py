@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.quantization import QuantizationSetting
 from tests.tiny_models import edit_config, save_tiny_model
 
 
@@ -45,6 +46,16 @@ def test_config_tokenizer_block_size_and_data_type_count(directory: Path) -> Non
     edit_config(directory, rms_norm_eps=1e-4)
     found.add(fingerprint(directory))
     assert len(found) == 5
+
+
+def test_how_weights_are_quantized_at_load_counts(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
+    found = {
+        model_fingerprint(checkpoint, 16, "float32", quantization=quantization)
+        for quantization in QuantizationSetting
+    }
+    assert len(found) == len(QuantizationSetting)
+    assert fingerprint(directory) in found
 
 
 def test_which_layers_lie_together_in_a_block_counts(directory: Path) -> None:

@@ -59,7 +59,7 @@ class BatchInvariantKernels(CudaKernels):
     because torch's grouped multiplication chooses its tiles by the number of rows.
     """
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         # Imported here because it imports Triton, which a worker on the CPU does not need.
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 

@@ -31,6 +31,7 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
+from services.worker.backends.quantized import Weight
 from services.worker.backends.torch.kernels import TorchKernels
 
 
@@ -53,14 +54,14 @@ class NativeKernels(TorchKernels):
         """`num_rows`: no number is faster than others."""
         return num_rows
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         functions = self._functions.get(weight.dtype)
         if functions is None:
             return super().linear(weight, bias)
         return NativeLinear(functions, self._memory, weight, bias)
 
     def gated_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+        self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
         functions = self._functions.get(weight.dtype)
         if functions is None:

@@ -16,6 +16,10 @@ from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
+PLAIN, FORMATS = 0, {8: 1, 4: 2}
+"""The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, and for one
+of so many bits.
+"""
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ADDRESS, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -28,9 +32,22 @@ def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
 
 
 class Projection(ctypes.Structure):
-    """A packed weight, its bias or None, and its epilogue."""
+    """A packed weight, its bias or None, its epilogue, and how it is quantized."""
 
-    _fields_ = _fields({"packed bias": _ADDRESS, "columns depth": _COUNT, "epilogue": _INT})
+    _fields_ = _fields(
+        {
+            "packed bias": _ADDRESS,
+            "columns depth": _COUNT,
+            "epilogue format has_offsets": _INT,
+            "group": _COUNT,
+        }
+    )
+
+
+class NativeQuantizedWeight(ctypes.Structure):
+    """See QuantizedWeight; None for no offsets."""
+
+    _fields_ = _fields({"codes scales offsets": _ADDRESS})
 
 
 class AttentionLayer(ctypes.Structure):
@@ -177,13 +194,16 @@ class Functions:
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()
 
-        def function(name: str, *arguments: type[Any]) -> Any:
+        def function(name: str, *arguments: type[Any], returns: type[Any] | None = None) -> Any:
             address = ctypes.c_size_t.in_dll(library, f"{name}_{suffix}").value
-            return ctypes.CFUNCTYPE(None, *arguments)(address)
+            return ctypes.CFUNCTYPE(returns, *arguments)(address)
 
         projection, decoder = ctypes.POINTER(Projection), ctypes.POINTER(Decoder)
         layout, pages = ctypes.POINTER(Layout), ctypes.POINTER(Pages)
-        self.pack_weight = function("pack_weight", _ADDRESS, _ADDRESS, _COUNT, _COUNT, _INT)
+        quantized = ctypes.POINTER(NativeQuantizedWeight)
+        self.panel_bytes = function("panel_bytes", projection, returns=_COUNT)
+        self.pack_weight = function("pack_weight", projection, _ADDRESS)
+        self.pack_quantized = function("pack_quantized", projection, quantized)
         arguments = projection, _ADDRESS, _ADDRESS, _COUNT, ctypes.POINTER(LoraDelta)
         self.project = function("project", *arguments)
         self.project_full = function("project_full", *arguments)
@@ -201,6 +221,7 @@ class Functions:
 
 STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "Projection": Projection,
+    "QuantizedWeight": NativeQuantizedWeight,
     "AttentionLayer": AttentionLayer,
     "Layout": Layout,
     "Heads": Heads,

@@ -1,6 +1,8 @@
 """Multiplication by a fixed weight in C++: see cpp/linear.h."""
 
 import ctypes
+import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -8,43 +10,64 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.kernels import Activation
 from services.worker.backends.lora import Delta
 from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import EPILOGUES, Functions, Projection
+from services.worker.backends.native.library import (
+    EPILOGUES,
+    FORMATS,
+    PLAIN,
+    Functions,
+    NativeQuantizedWeight,
+    Projection,
+)
 from services.worker.backends.native.lora import NativeDelta
+from services.worker.backends.quantized import QuantizedWeight, Weight
+
+_PAIRS = {torch.bfloat16: 2, torch.float32: 1}
+"""Elements of a step of depth: DEPTH of cpp/panel.h."""
+_INT4_DEPTH = 4
+"""Elements of a column that are unpacked at once: BLOCK_DEPTH of cpp/quantized.h."""
 
 
 class NativeLinear:
     """See Linear; with an activation, see Kernels.gated_linear.
 
-    Panels in bfloat16 hold pairs along the depth, so a weight of odd depth and its inputs get a
-    column of zeros; `is_padded` then.
+    Panels hold some elements of a column together, such as pairs in bfloat16, so a weight whose
+    depth is no multiple of their number gets columns of zeros, and so do its inputs; `is_padded`
+    then.
     """
 
     def __init__(
         self,
         functions: Functions,
         memory: LargePages,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None,
         activation: Activation | None = None,
     ) -> None:
         rows, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
-        self.is_padded = self.dtype is torch.bfloat16 and self.in_features % 2 == 1
-        filled = (F.pad(weight, (0, 1)) if self.is_padded else weight).contiguous()
-        depth, width = filled.shape[1], functions.panel_width
-        self._packed = memory.take((-(-rows // width), width, depth), weight.dtype)
+        weight = _packable(weight)
+        self._padding = -self.in_features % _multiple(weight)
         self._bias = None if bias is None else bias.contiguous()
-        shape = (rows, depth, EPILOGUES[activation])
-        functions.pack_weight(filled.data_ptr(), self._packed.data_ptr(), *shape)
-        self._project, self._project_full = functions.project, functions.project_full
+        self._memory = memory
         bias_address = None if self._bias is None else self._bias.data_ptr()
-        self.projection = Projection(self._packed.data_ptr(), bias_address, *shape)
+        depth = self.in_features + self._padding
+        self.projection = Projection(None, bias_address, rows, depth, EPILOGUES[activation])
         self._reference = ctypes.byref(self.projection)
+        if isinstance(weight, QuantizedWeight):
+            self._packed = self._pack_quantized(functions, weight)
+        else:
+            self._packed = self._pack(functions, weight)
+        self._project, self._project_full = functions.project, functions.project_full
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether inputs need columns of zeros."""
+        return self._padding > 0
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         output = torch.empty((len(x), self.out_features), dtype=x.dtype)
-        filled = F.pad(x, (0, 1)) if self.is_padded else x
+        filled = self._filled(x)
         added = delta.structure if isinstance(delta, NativeDelta) else None
         self._project(self._reference, filled.data_ptr(), output.data_ptr(), len(x), added)
         return output
@@ -52,6 +75,53 @@ class NativeLinear:
     def full(self, x: torch.Tensor) -> torch.Tensor:
         """See Linear. The library sums in float32, and here it does not round."""
         output = torch.empty((len(x), self.out_features), dtype=torch.float32)
-        filled = F.pad(x, (0, 1)) if self.is_padded else x
+        filled = self._filled(x)
         self._project_full(self._reference, filled.data_ptr(), output.data_ptr(), len(x), None)
         return output
+
+    def _pack(self, functions: Functions, weight: torch.Tensor) -> torch.Tensor:
+        self.projection.format, self.projection.group = PLAIN, self.projection.depth
+        packed, filled = self._take(functions), self._filled(weight).contiguous()
+        functions.pack_weight(self._reference, filled.data_ptr())
+        return packed
+
+    def _pack_quantized(self, functions: Functions, weight: QuantizedWeight) -> torch.Tensor:
+        codes, scales = self._filled(weight.codes).contiguous(), weight.scales.contiguous()
+        offsets = None if weight.offsets is None else weight.offsets.contiguous()
+        self.projection.format = FORMATS[weight.bits]
+        self.projection.has_offsets = offsets is not None
+        self.projection.group = codes.shape[1] // scales.shape[1]
+        packed = self._take(functions)
+        address = None if offsets is None else offsets.data_ptr()
+        source = NativeQuantizedWeight(codes.data_ptr(), scales.data_ptr(), address)
+        functions.pack_quantized(self._reference, source)
+        return packed
+
+    def _take(self, functions: Functions) -> torch.Tensor:
+        """Memory for the panels, which the projection points to from then on."""
+        num_panels = -(-self.projection.columns // functions.panel_width)
+        size = num_panels, functions.panel_bytes(self._reference)
+        packed = self._memory.take(size, torch.uint8)
+        self.projection.packed = packed.data_ptr()
+        return packed
+
+    def _filled(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pad(x, (0, self._padding)) if self._padding else x
+
+
+def _packable(weight: Weight) -> Weight:
+    """The weight, or an equal one that can be packed. Groups that blocks of 4 bits do not divide
+    are held in 8 bits, and those that pairs do not divide as if they were not quantized.
+    """
+    if not isinstance(weight, QuantizedWeight) or weight.scales.shape[1] == 1:
+        return weight
+    if weight.bits == min(FORMATS) and weight.group % _INT4_DEPTH:
+        weight = replace(weight, bits=max(FORMATS))
+    return weight.dequantized() if weight.group % _multiple(weight) else weight
+
+
+def _multiple(weight: Weight) -> int:
+    """What the depth must be a multiple of."""
+    pairs = _PAIRS[weight.dtype]
+    is_int4 = isinstance(weight, QuantizedWeight) and weight.bits == min(FORMATS)
+    return math.lcm(pairs, _INT4_DEPTH) if is_int4 else pairs

@@ -20,6 +20,7 @@ from services.worker.backends.lora import (
     LoraStep,
     PackedLora,
 )
+from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.torch.gating import GatedLinear
 from services.worker.backends.torch.lora import TorchLora, TorchLoraStep
 from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
@@ -39,11 +40,18 @@ class TorchKernels:
     def padded_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Kernels. A quantized weight is dequantized here, once."""
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantized()
+        return self._plain_linear(weight, bias)
+
+    def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """A projection by a weight that is not quantized."""
         return PackedLinear(weight, bias, batch_invariant=self._batch_invariant)
 
     def gated_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+        self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
         projection = self.linear(weight, bias)
         return GatedLinear(projection, activation, batch_invariant=self._batch_invariant)

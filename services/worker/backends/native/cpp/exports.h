@@ -32,6 +32,12 @@ void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Hea
   in_team(threads, [&](Team team) { attend(plan, heads, pages, output, next, team); });
 }
 
+// The bytes of a panel of the weight.
+template <class T>
+std::int64_t panel_bytes(const Projection<T>& projection) {
+  return projection.panel_bytes();
+}
+
 // `lora`: what adapters add, without memory for `inside`; null for nothing.
 template <class T, class Out>
 void project_in_team(const Projection<T>& projection, const T* input, Out* output,
@@ -54,6 +60,8 @@ void project_in_team(const Projection<T>& projection, const T* input, Out* outpu
 
 #define EXPORT(SUFFIX, T)                                                   \
   extern "C" const auto pack_weight_##SUFFIX = &pack_weight<T>;             \
+  extern "C" const auto pack_quantized_##SUFFIX = &pack_quantized<T>;       \
+  extern "C" const auto panel_bytes_##SUFFIX = &panel_bytes<T>;             \
   extern "C" const auto project_##SUFFIX = &project_in_team<T, T>;          \
   extern "C" const auto project_full_##SUFFIX = &project_in_team<T, float>; \
   extern "C" const auto rms_norm_##SUFFIX = &norm_rows<T>;                  \

@@ -13,6 +13,7 @@ extern "C" int panel_width() { return PANEL_WIDTH; }
 extern "C" std::int64_t structure_size(const char* name) {
   const std::string_view wanted = name;
   if (wanted == "Projection") return sizeof(Projection<float>);
+  if (wanted == "QuantizedWeight") return sizeof(QuantizedWeight);
   if (wanted == "AttentionLayer") return sizeof(AttentionLayer);
   if (wanted == "Layout") return sizeof(Layout);
   if (wanted == "Heads") return sizeof(Heads<float>);

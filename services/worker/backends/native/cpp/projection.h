@@ -1,0 +1,174 @@
+// What a multiplication by a packed weight begins and ends with: the weight, rows of its input, and
+// how totals become outputs.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "panel.h"
+#include "quantized.h"
+#include "rounding.h"
+#include "vector_math.h"
+
+namespace stepwell {
+
+// What a projection's columns go through.
+enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
+
+// `packed`: of a PLAIN weight elements of T, else records as quantized.h has them, of groups of
+// `group` depths, which divides the depth.
+template <class T>
+struct Projection {
+  char* packed;
+  const T* bias;  // [columns], in the order of the weight; null for none.
+  std::int64_t columns;
+  std::int64_t depth;
+  Epilogue epilogue;
+  WeightFormat format;
+  int has_offsets;
+  std::int64_t group;
+
+  bool is_gated() const { return epilogue != Epilogue::PLAIN; }
+
+  std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
+
+  std::int64_t group_bytes() const {
+    return (has_offsets ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
+  }
+
+  std::int64_t panel_bytes() const {
+    if (format == WeightFormat::PLAIN) return PANEL_WIDTH * depth * sizeof(T);
+    return depth / group * group_bytes();
+  }
+
+  char* panel_of(std::int64_t panel) const { return packed + panel * panel_bytes(); }
+};
+
+namespace {  // Internal, so that functions with one caller are inlined.
+
+constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
+constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
+
+// Of quantized weights. Unpacking costs the less the more rows a block has, and chunks are smaller
+// because they are written as well as read.
+constexpr std::int64_t QUANTIZED_BLOCK_BYTES = 3 * BLOCK_BYTES;
+constexpr std::int64_t QUANTIZED_CHUNK_BYTES = CHUNK_BYTES / 2;
+
+constexpr int BLOCK_ROWS = 240;
+static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
+
+constexpr std::int64_t LINE_BYTES = 64;
+
+// How many elements ahead of a sequential stream the loop prefetches.
+constexpr std::int64_t PREFETCH_AHEAD = 2048;
+
+// What is prefetched before a stream begins: what memory delivers in some microseconds, and a small
+// part of a second-level cache.
+constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
+
+// The weight's row that becomes a column of a panel; the number of its rows or more for padding.
+template <class T>
+std::int64_t source_row(const Projection<T>& p, std::int64_t panel, int column) {
+  if (!p.is_gated()) return panel * PANEL_WIDTH + column;
+  const std::int64_t half = p.columns / 2;
+  const std::int64_t index = panel * LANES + column % LANES;
+  if (index >= half) return p.columns;
+  return column < LANES ? index : half + index;
+}
+
+template <class T>
+Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
+  return bias == nullptr ? Vector{} : load_partial(bias + first, int(count));
+}
+
+// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
+// from `first` on. Masked stores only if fewer columns than a panel's are left.
+template <class T, class Out>
+__attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
+                                          std::int64_t first, std::int64_t width, Out* output) {
+  const int count = int(std::min<std::int64_t>(width - first, PANEL_WIDTH));
+  const bool gated = p.is_gated();
+  const bool whole = count >= (gated ? LANES : PANEL_WIDTH);
+  output += first;
+  for (int i = 0; i < rows; ++i, total += PANEL_WIDTH, output += width) {
+    Vector left = load(total);
+    const Vector right = load(total + LANES);
+    if (gated) left = (p.epilogue == Epilogue::SILU_GATED ? silu(left) : gelu_tanh(left)) * right;
+    if (whole) {
+      store(output, left);
+      if (!gated) store(output + LANES, right);
+    } else {
+      store_partial(output, left, count);
+      if (!gated) store_partial(output + LANES, right, count - LANES);
+    }
+  }
+}
+
+template <class T>
+struct InputRows {
+  const T* first;
+  std::int64_t stride;
+  int count;
+};
+
+// Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of
+// them, read side by side, evict each other. Of such rows, a tile or more, returns a copy in which
+// they are an odd number of cache lines apart; it is valid until the thread's next call. Returns
+// others unchanged.
+template <class T>
+InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth) {
+  if (rows.count < MAX_TILE_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
+  static thread_local std::vector<T> copy;
+  constexpr std::int64_t LINE = LINE_BYTES / sizeof(T);
+  const std::int64_t stride = (divide_up(depth, LINE) | 1) * LINE;
+  if (std::int64_t(copy.size()) < rows.count * stride) copy.resize(rows.count * stride);
+  for (int row = 0; row < rows.count; ++row) {
+    std::memcpy(&copy[row * stride], rows.first + row * rows.stride, depth * sizeof(T));
+  }
+  return {copy.data(), stride, rows.count};
+}
+
+// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
+// the panel. PREFETCH and `ahead` as in `multiply`. A function of its own, so that `multiply` has
+// all registers.
+template <class T, int ROWS, bool PREFETCH>
+__attribute__((noinline)) void add_product(const float* from, std::int64_t from_stride, const T* a,
+                                           std::int64_t stride, const T* panel, int steps,
+                                           std::int64_t ahead, float* to) {
+  if (steps < 1 || ahead == 0) __builtin_unreachable();
+  Vector total[ROWS][PANEL_VECTORS];
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i, from += from_stride) {
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = load(from + v * LANES);
+  }
+  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, ahead);
+#pragma GCC unroll 16
+  for (int i = 0; i < ROWS; ++i) {
+#pragma GCC unroll 4
+    for (int v = 0; v < PANEL_VECTORS; ++v) store(to + i * PANEL_WIDTH + v * LANES, total[i][v]);
+  }
+}
+
+// The columns of the output that a panel's totals become: from `first` on, of `width` in a row; and
+// the bias that belongs to each column of the panel.
+template <class T>
+struct PanelColumns {
+  PanelColumns(const Projection<T>& p, std::int64_t panel)
+      : first(panel * (p.is_gated() ? LANES : PANEL_WIDTH)),
+        width(p.is_gated() ? p.columns / 2 : p.columns) {
+    store(bias, bias_of(p.bias, first, width - first));
+    store(bias + LANES,
+          p.is_gated() ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)
+                       : bias_of(p.bias, first + LANES, width - first - LANES));
+  }
+
+  std::int64_t first;
+  std::int64_t width;
+  alignas(64) float bias[PANEL_WIDTH];
+};
+
+}  // namespace
+
+}  // namespace stepwell

@@ -1,0 +1,264 @@
+// Panels of weights of 8 and 4 bits.
+//
+// A weight is code * scale + offset, where a scale, and an offset if there are any, belong to a
+// column and a group of consecutive depths. A panel is its groups one after the other, each of them
+// a record: the scales of its columns, the offsets, the codes. Before multiplication codes are
+// unpacked to elements of a panel (panel.h), which hold each of them exactly: also in bfloat16,
+// whose numbers have 8 significant bits. Products of codes are added up within a group, and the sum
+// is multiplied by the scale, so that a result differs from that of the weights in float32 by the
+// rounding of sums alone.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include "panel.h"
+#include "rounding.h"
+
+namespace stepwell {
+
+// What the elements of a packed weight are. INT8: -128 to 127. INT4: -8 to 7, of which 8 lie side
+// by side in a word of 32 bits.
+enum class WeightFormat : int { PLAIN, INT8, INT4 };
+
+namespace {  // Internal, so that functions with one caller are inlined.
+
+// Codes that are unpacked at once: BLOCK_DEPTH elements of each column of a panel.
+constexpr int BLOCK_DEPTH = 4;
+
+constexpr std::int64_t SCALES_BYTES = PANEL_WIDTH * sizeof(float);
+
+// How far ahead of a stream of codes the loop prefetches.
+constexpr std::int64_t CODES_AHEAD = 4096;
+
+constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
+  return depth * PANEL_WIDTH / (format == WeightFormat::INT4 ? 2 : 1);
+}
+
+// Unpacks a block: BYTES of codes become STEPS steps of a panel, `step[i][v]` being vector v of
+// step i. An object holds what it looks up.
+template <class T, WeightFormat FORMAT>
+struct Unpacker;
+
+typedef std::int8_t Codes __attribute__((vector_size(REGISTER_BYTES / 4)));
+
+template <>
+struct Unpacker<float, WeightFormat::INT8> {
+  static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
+  static Vector wide(const char* codes) {
+    constexpr int COUNT = REGISTER_BYTES / sizeof(float);
+    float numbers[LANES];
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += COUNT) {
+      Codes some;
+      std::memcpy(&some, codes + i, sizeof some);
+      const Register converted = __builtin_convertvector(some, Register);
+      std::memcpy(numbers + i, &converted, sizeof converted);
+    }
+    return load(numbers);
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) step[0][v] = wide(codes + v * LANES);
+  }
+};
+
+template <>
+struct Unpacker<float, WeightFormat::INT4> {
+  static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH;
+  // The codes in bits from `shift` on of 16 words.
+  static Vector wide(const char* words, int shift) {
+    constexpr int COUNT = REGISTER_BYTES / sizeof(float);
+    float numbers[LANES];
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += COUNT) {
+      IntRegister some;
+      std::memcpy(&some, words + 4 * i, sizeof some);
+      const Register converted = __builtin_convertvector(((some >> shift) & 15) - 8, Register);
+      std::memcpy(numbers + i, &converted, sizeof converted);
+    }
+    return load(numbers);
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+#pragma GCC unroll 8
+    for (int i = 0; i < STEPS * PANEL_VECTORS; ++i) {
+      step[i / PANEL_VECTORS][i % PANEL_VECTORS] = wide(codes, 4 * i);
+    }
+  }
+};
+
+#ifdef __AVX512BF16__
+#ifdef __AVX512VBMI__
+// Looks up the low and the high bytes of 64 magnitudes at once. The magnitude of -128 is looked up
+// as that of 0, and mended.
+template <>
+struct Unpacker<BFloat16, WeightFormat::INT8> {
+  static constexpr int BYTES = 64, STEPS = 1;
+  Unpacker() {
+    std::uint8_t low_bytes[128], high_bytes[128];
+    for (int i = 0; i < 128; ++i) {
+      const std::uint16_t bits = from_float<BFloat16>(float(i)).bits;
+      low_bytes[i] = std::uint8_t(bits);
+      high_bytes[i] = std::uint8_t(bits >> 8);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_loadu_si512(low_bytes + 64 * i);
+      high[i] = _mm512_loadu_si512(high_bytes + 64 * i);
+    }
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i some = _mm512_loadu_si512(codes), magnitude = _mm512_abs_epi8(some);
+    const __m512i low_bytes = _mm512_permutex2var_epi8(low[0], magnitude, low[1]);
+    __m512i high_bytes = _mm512_permutex2var_epi8(high[0], magnitude, high[1]);
+    const __m512i most = _mm512_set1_epi8(from_float<BFloat16>(128).bits >> 8);
+    high_bytes = _mm512_mask_mov_epi8(high_bytes, _mm512_movepi8_mask(magnitude), most);
+    constexpr int FIRST_OR_BOTH_OTHERS = 0xf8;
+    high_bytes =
+        _mm512_ternarylogic_epi32(high_bytes, some, _mm512_set1_epi8(-128), FIRST_OR_BOTH_OTHERS);
+    step[0][0] = (Vector)_mm512_unpacklo_epi8(low_bytes, high_bytes);
+    step[0][1] = (Vector)_mm512_unpackhi_epi8(low_bytes, high_bytes);
+  }
+  __m512i low[2], high[2];
+};
+#else
+template <>
+struct Unpacker<BFloat16, WeightFormat::INT8> {
+  static constexpr int BYTES = 64, STEPS = 1;
+  // Integers in words, of which those at even places and those at odd ones become floats: the upper
+  // half of such a float is the whole of it.
+  static Vector wide(__m512i words) {
+    const auto bits = [](__m512i number) {
+      return _mm512_castps_si512(_mm512_cvtepi32_ps(number));
+    };
+    const __m512i even = bits(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+    const __m512i odd = bits(_mm512_srai_epi32(words, 16));
+    return (Vector)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i some = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
+    step[0][0] = wide(_mm512_srai_epi16(_mm512_unpacklo_epi8(zero, some), 8));
+    step[0][1] = wide(_mm512_srai_epi16(_mm512_unpackhi_epi8(zero, some), 8));
+  }
+};
+#endif
+
+// The instruction looks up the low five bits of a word, so the table has each code twice, and the
+// other codes of the word need not be masked out.
+template <>
+struct Unpacker<BFloat16, WeightFormat::INT4> {
+  static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH / 2;
+  Unpacker() {
+    BFloat16 numbers[32];
+    for (int i = 0; i < 32; ++i) numbers[i] = from_float<BFloat16>(float(i % 16 - 8));
+    table = _mm512_loadu_si512(numbers);
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i words = _mm512_loadu_si512(codes);
+#pragma GCC unroll 4
+    for (int i = 0; i < STEPS * PANEL_VECTORS; ++i) {
+      step[i / PANEL_VECTORS][i % PANEL_VECTORS] =
+          (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
+    }
+  }
+  __m512i table;
+};
+#endif
+
+// Unpacks `depth` elements of each column, a multiple of what a block has.
+template <class T, WeightFormat FORMAT>
+__attribute__((noinline)) void unpack(const char* codes, std::int64_t depth, T* panel) {
+  using Block = Unpacker<T, FORMAT>;
+  constexpr int DEPTH = PanelOps<T>::DEPTH;
+  const Block block;
+  for (std::int64_t done = 0; done < depth; done += Block::STEPS * DEPTH) {
+    Vector step[Block::STEPS][PANEL_VECTORS];
+    block(codes, step);
+    __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
+    std::memcpy(panel, step, sizeof step);
+    codes += Block::BYTES;
+    panel += sizeof step / sizeof(T);
+  }
+}
+
+// total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps; see
+// `multiply`, which adds up in the same order.
+template <class T, WeightFormat FORMAT, int ROWS>
+inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][PANEL_VECTORS],
+                                                          const Unpacker<T, FORMAT>& block,
+                                                          const T* a, std::int64_t stride,
+                                                          const char* codes, int steps) {
+  using Ops = PanelOps<T>;
+  using Block = Unpacker<T, FORMAT>;
+  const T* fourths[(ROWS + 3) / 4];
+  std::int64_t triple = 3 * stride;
+  asm("" : "+r"(triple));
+#pragma GCC unroll 4
+  for (const T*& fourth : fourths) {
+    fourth = a;
+    asm("" : "+r"(fourth));
+    a += 4 * stride;
+  }
+  for (int done = 0; done < steps; done += Block::STEPS, codes += Block::BYTES) {
+    Vector step[Block::STEPS][PANEL_VECTORS];
+    block(codes, step);
+    __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
+#pragma GCC unroll 4
+    for (int i = 0; i < Block::STEPS; ++i) {
+#pragma GCC unroll 16
+      for (int row = 0; row < ROWS; ++row) {
+        const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
+        const Vector value = Ops::broadcast(fourths[row / 4] + offset + i * Ops::DEPTH);
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL_VECTORS; ++v) {
+          total[row][v] = Ops::multiply_add(total[row][v], value, step[i][v]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (const T*& fourth : fourths) {
+      fourth += Block::STEPS * Ops::DEPTH;
+      asm("" : "+r"(fourth));
+    }
+  }
+}
+
+// Where the code of an element of a panel lies among those of INT8. In bfloat16 the low and the
+// high bytes of 64 elements are interleaved within lanes of 128 bits.
+template <class T>
+std::int64_t place_of_int8(std::int64_t element) {
+  if (sizeof(T) == 4) return element;
+  const std::int64_t vector = element / 32 % 2, word = element % 32;
+  return round_down(element, 64) + word / 8 * 16 + vector * 8 + word % 8;
+}
+
+// The same of INT4, counted in halves of a byte. A block has a word of the size of T for each
+// element of a vector, and the codes of the vectors from the lowest bits of a word up.
+template <class T>
+std::int64_t place_of_int4(std::int64_t element) {
+  constexpr std::int64_t BLOCK = BLOCK_DEPTH * PANEL_WIDTH, LENGTH = 64 / sizeof(T);
+  const std::int64_t vector = element % BLOCK / LENGTH, word = element % LENGTH;
+  return round_down(element, BLOCK) + word * 2 * sizeof(T) + vector;
+}
+
+}  // namespace
+
+// Packs a group of a panel. `code_of(column, depth)` gives its codes.
+template <class T, class CodeOf>
+void pack_codes(WeightFormat format, char* to, std::int64_t depth, CodeOf&& code_of) {
+  constexpr int DEPTH = PanelOps<T>::DEPTH;
+  std::memset(to, 0, code_bytes(format, depth));
+  for (std::int64_t element = 0; element < depth * PANEL_WIDTH; ++element) {
+    const std::int64_t cell = element / DEPTH;
+    const int column = int(cell % PANEL_WIDTH);
+    const int code = code_of(column, cell / PANEL_WIDTH * DEPTH + element % DEPTH);
+    if (format == WeightFormat::INT8) {
+      to[place_of_int8<T>(element)] = char(code);
+    } else {
+      const std::int64_t place = place_of_int4<T>(element);
+      to[place / 2] |= char((code + 8) << place % 2 * 4);
+    }
+  }
+}
+
+}  // namespace stepwell

@@ -1,0 +1,92 @@
+"""Weights of fewer bits than the data type that is computed in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Union
+
+import torch
+
+Weight = Union[torch.Tensor, "QuantizedWeight"]
+"""A weight [out, in]."""
+
+_MOST_INT8 = 127
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight [out, in] whose element in row n and column k is
+    `codes[n, k] * scales[n, k // group] + offsets[n, k // group]`.
+
+    `codes` int8 [out, in], of so many `bits`: 8, or 4 for codes from -8 to 7. `scales` and
+    `offsets`, unless they are None, float32 [out, groups], where a group is `in / groups` columns.
+    `dtype`: in which it is computed with.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    bits: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return self.codes.shape
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight in `dtype`, to which float32 is rounded."""
+        rows, columns = self.codes.shape
+        grouped = self.codes.view(rows, -1, self.group) * self.scales.unsqueeze(-1)
+        if self.offsets is not None:
+            grouped += self.offsets.unsqueeze(-1)
+        return grouped.view(rows, columns).to(self.dtype)
+
+    def columns(self, taken: slice) -> "QuantizedWeight":
+        """Some columns: of a weight with several groups whole groups."""
+        if self.scales.shape[1] == 1:
+            return replace(self, codes=self.codes[:, taken])
+        first, end, _ = taken.indices(self.shape[1])
+        if first % self.group or end % self.group:
+            raise ValueError(f"columns {first} to {end} are not groups of {self.group}")
+        groups = slice(first // self.group, end // self.group)
+        return replace(
+            self,
+            codes=self.codes[:, taken],
+            scales=self.scales[:, groups],
+            offsets=None if self.offsets is None else self.offsets[:, groups],
+        )
+
+
+def quantize_int8(weight: torch.Tensor) -> QuantizedWeight:
+    """Rounds to 8 bits, with a scale for each row, by which its largest magnitude becomes 127."""
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1, keepdim=True) / _MOST_INT8
+    divisor = torch.where(scales == 0, 1.0, scales)
+    codes = (wide / divisor).round().to(torch.int8)
+    return QuantizedWeight(codes, scales, None, 8, weight.dtype)
+
+
+def stacked(weights: Sequence[Weight]) -> Weight:
+    """Weights of as many columns one below the other. Raises ValueError unless all are quantized
+    in the same way, or none is.
+    """
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if not quantized:
+        return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+    first = quantized[0]
+    kinds = {(one.bits, one.group, one.dtype, one.offsets is None) for one in quantized}
+    if len(quantized) < len(weights) or len(kinds) > 1:
+        raise ValueError("they are quantized in different ways")
+    offsets = [one.offsets for one in quantized if one.offsets is not None]
+    return QuantizedWeight(
+        codes=torch.cat([one.codes for one in quantized]),
+        scales=torch.cat([one.scales for one in quantized]),
+        offsets=torch.cat(offsets) if offsets else None,
+        bits=first.bits,
+        dtype=first.dtype,
+    )
