@@ -11,7 +11,7 @@ import schemathesis
 MOST_TOKENS = 4
 LEAST_SECONDS = 60.0
 _TIMEOUT = "X-Request-Timeout"
-_GENERATING = ("/v1/completions", "/v1/chat/completions")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 _LENGTHS = ("max_tokens", "max_completion_tokens")
 
 

@@ -70,7 +70,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     app = make_app(
         "Stepwell",
-        "OpenAI's API with vLLM's common extras.",
+        "OpenAI's API with vLLM's common extras, and Anthropic's messages.",
         routes,
         parts.keys,
         asks_for_keys=parts.keys.are_needed,

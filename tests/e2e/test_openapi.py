@@ -39,7 +39,7 @@ def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "Operations:       34 selected / 34 total" in done.stdout
+    assert "Operations:       36 selected / 36 total" in done.stdout
     assert not [line for line in demo.output if "defect" in line or "Traceback" in line]
     assert http_get(f"{demo.url}/health").status_code == 200
 
@@ -49,6 +49,7 @@ def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path
     [
         ("/v1/completions", {"prompt": "def f(", "n": 2, "logprobs": 1}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}]}),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from enum import StrEnum
 from typing import Annotated, Any
 
+import anthropic
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -89,6 +90,45 @@ async def test_strict_calls_that_the_model_may_make(
     assert message.content or message.tool_calls
     for call in message.tool_calls or ():
         assert call.function.name == "Weather"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Weather"}])
+async def test_the_client_of_anthropic(demo: Stack, choice: dict[str, Any]) -> None:
+    async with anthropic.AsyncAnthropic(
+        base_url=demo.url,
+        api_key="unused",
+        max_retries=0,
+        http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
+    ) as client:
+        conversation: dict[str, Any] = {
+            "model": demo.model,
+            "system": "Be brief.",
+            "messages": ASK,
+            "tools": [{"name": "Weather", "input_schema": Weather.model_json_schema()}],
+            "tool_choice": choice | {"disable_parallel_tool_use": True},
+        }
+        ask: dict[str, Any] = {**conversation, "max_tokens": 200, "extra_body": {"seed": 7}}
+        counted = await client.messages.count_tokens(**conversation)
+        whole = await client.messages.create(**ask)
+        async with client.messages.stream(**ask) as stream:
+            pieces = [event async for event in stream if event.type == "input_json"]
+            streamed = await stream.get_final_message()
+        (call,) = whole.content
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "Sunny."}]
+        ask["messages"] = [
+            *ASK,
+            {"role": "assistant", "content": whole.content},
+            {"role": "user", "content": results},
+        ]
+        again = await client.messages.create(**ask | {"tool_choice": {"type": "none"}})
+    assert Weather.model_validate_json(json.dumps(call.input))
+    assert (whole.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
+    assert streamed.content[0].input == call.input
+    assert len(pieces) > 3
+    usage = streamed.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    assert usage.cache_read_input_tokens > 0  # the same prompt came before
+    assert again.content[0].type == "text"
 
 
 async def test_pydantic_ai(client: openai.AsyncOpenAI, demo: Stack) -> None:

@@ -37,16 +37,21 @@ class Documented:
         kind = response.headers["content-type"]
         content = documented["content"].get(kind) or documented["content"][kind.partition(";")[0]]
         if "itemSchema" in content:
-            data = content["itemSchema"]["properties"]["data"]
-            self._check_events(data["anyOf"][0]["contentSchema"], response.text)
+            parts = content["itemSchema"]["properties"]
+            schema = parts["data"]["anyOf"][0]["contentSchema"]
+            self._check_events(schema, response.text, has_names="event" in parts)
         elif kind == "application/json":
             self._validate(content["schema"], response.json())
 
-    def _check_events(self, schema: dict[str, Any], text: str) -> None:
-        *events, last = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
-        assert last == "[DONE]"
+    def _check_events(self, schema: dict[str, Any], text: str, *, has_names: bool) -> None:
+        events = text.strip().split("\n\n")
+        if not has_names:
+            assert events.pop() == "data: [DONE]"
         for event in events:
-            self._validate(schema, json.loads(event))
+            head, _, data = event.rpartition("data: ")
+            body = json.loads(data)
+            assert head == (f"event: {body['type']}\n" if has_names else "")
+            self._validate(schema, body)
 
     def _validate(self, schema: dict[str, Any], value: Any) -> None:
         whole = {**_closed(schema), "components": self._components}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anthropic
 import grpc
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -58,6 +59,14 @@ class Serving:
             "http_client": DefaultAsyncHttpxClient(verify=False),
         }
         return AsyncOpenAI(base_url=f"{self.base_url}/v1", **defaults | options)
+
+    def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        defaults = {
+            "api_key": "none",
+            "max_retries": 0,
+            "http_client": anthropic.DefaultAsyncHttpxClient(verify=False),
+        }
+        return anthropic.AsyncAnthropic(base_url=self.base_url, **defaults | options)
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer._backend.encode(text, add_special_tokens=False).ids

@@ -3,7 +3,7 @@
 import contextlib
 import hmac
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 
 from services.common.api_keys import KeyState, key_id_of, time_text
@@ -97,6 +97,15 @@ class ApiKeys:
                 )
 
 
+def authorization_of(headers: Mapping[str, str]) -> str:
+    """What the headers of a request, by lower-case names, say of its key: the value of
+    `authorization`, or one made of `x-api-key`, by which Anthropic's clients send keys.
+    """
+    given = headers.get("authorization", "")
+    key = headers.get("x-api-key", "")
+    return f"Bearer {key}" if key and not given else given
+
+
 def _key(authorization: str) -> str:
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != _SCHEME:
@@ -110,7 +119,8 @@ def _bytes_of(key: str) -> bytes:
 
 def _invalid() -> Unauthenticated:
     return Unauthenticated(
-        "a valid API key is needed: Authorization: Bearer KEY", reason="INVALID_API_KEY"
+        "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY",
+        reason="INVALID_API_KEY",
     )
 
 

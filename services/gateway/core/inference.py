@@ -129,7 +129,7 @@ class Inference:
         if pooler is None:
             raise InvalidArgument(
                 "this model generates text and gives no embeddings or scores: ask for "
-                "/v1/completions or /v1/chat/completions",
+                "/v1/completions, /v1/chat/completions or /v1/messages",
                 field="model",
                 reason=OTHER_RUNNER,
             )

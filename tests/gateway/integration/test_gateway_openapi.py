@@ -10,6 +10,7 @@ from tests.gateway.serving import Serving, serving, until
 from tests.plain_http import async_http_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ANTHROPIC, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 MESSAGES = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}
 
@@ -35,6 +36,17 @@ OF_CHAT: tuple[dict[str, Any], ...] = (
     {"logprobs": True, "top_logprobs": 2},
     {"logprobs": True, "stream": True},
 )
+OF_MESSAGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"stream": True},
+    {"stop_sequences": ["e"], "stream": True},
+    {
+        "tools": [{"name": "f", "input_schema": {}}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "stream": True,
+    },
+    {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "f"}},
+)
 
 
 async def documented(served: Serving) -> Documented:
@@ -52,11 +64,16 @@ async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
             response = await served.http.post(path, json=body)
             assert response.status_code == 200, (more, response.text)
             document.check(path, response)
+    for more in OF_MESSAGES:
+        body = {"max_tokens": 8, "messages": MESSAGES, "seed": 1, **more}
+        response = await served.http.post(ANTHROPIC, json=body)
+        assert response.status_code == 200, (more, response.text)
+        document.check(ANTHROPIC, response)
 
 
 async def test_every_other_answer_is_as_documented(served: Serving) -> None:
     document = await documented(served)
-    assert len(document.document["paths"]) == 20
+    assert len(document.document["paths"]) == 22
     opened = await served.http.post("/v1/sessions", json={})
     document.check("/v1/sessions", opened)
     session = opened.json()["id"]
@@ -72,6 +89,7 @@ async def test_every_other_answer_is_as_documented(served: Serving) -> None:
         ("/tokenize", {"prompt": "the", "return_token_strs": True}),
         ("/tokenize", {"messages": MESSAGES}),
         ("/detokenize", {"tokens": [5, 6]}),
+        (COUNT, {"messages": MESSAGES}),
         ("/ping", None),
     ):
         response = await served.http.post(path, json=body)
@@ -85,6 +103,9 @@ async def test_errors_are_as_documented(served: Serving) -> None:
     asked: tuple[tuple[int, str, str, dict[str, Any]], ...] = (
         (400, "POST", COMPLETIONS, {"json": {"prompt": "a", "top_p": 2}}),
         (400, "POST", CHAT, {"content": b"{", "headers": JSON}),
+        (400, "POST", ANTHROPIC, {"content": b"{", "headers": JSON}),
+        (404, "POST", COUNT, {"json": {"messages": MESSAGES, "model": "another"}}),
+        (415, "POST", COUNT, {"content": b"{}"}),
         (
             400,
             "POST",
@@ -122,7 +143,7 @@ async def test_answers_of_a_server_that_is_full_are_as_documented(model: Path) -
         body = {"prompt": "the", "max_tokens": 2}
         first = asyncio.create_task(served.http.post(COMPLETIONS, json=body))
         await until(lambda: fake.num_running == 1)
-        for path in (COMPLETIONS, "/tokenize"):
+        for path in (COMPLETIONS, ANTHROPIC, "/tokenize", COUNT):
             response = await served.http.post(path, json=body)
             assert response.status_code == 503
             document.check(path, response)
@@ -163,9 +184,12 @@ async def test_an_error_in_a_stream_is_as_documented(served: Serving) -> None:
     response = await asked
     assert (response.status_code, '"error"' in response.text) == (200, True)
     document.check(COMPLETIONS, response)
-    whole = await served.http.post(COMPLETIONS, json={**body, "stream": False})
-    assert whole.status_code == 500
-    document.check(COMPLETIONS, whole)
+    body |= {"stream": False, "messages": MESSAGES}
+    del body["prompt"]
+    for path in (CHAT, ANTHROPIC):
+        whole = await served.http.post(path, json=body)
+        assert whole.status_code == 500
+        document.check(path, whole)
 
 
 async def test_keys_are_documented_where_there_are_some(model: Path, served: Serving) -> None:

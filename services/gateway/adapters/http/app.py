@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.errors import (
     HINT_HEADERS,
     error_response,
@@ -52,8 +52,7 @@ def make_app(
     async def authenticate(request: Request) -> None:
         # A coroutine, since the framework would run a function in a thread of its own.
         if not hasattr(request.state, "tenant"):
-            authorization = request.headers.get("authorization", "")
-            request.state.tenant = await keys.authenticate(authorization)
+            request.state.tenant = await keys.authenticate(authorization_of(request.headers))
 
     for route in routes:
         needed = [*checks]

@@ -1,24 +1,22 @@
 """/v1/chat/completions: from its body to a request, from answers to its chunks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from services.common import names
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.bodies import ChatCompletionBody, TokenizeBody
 from services.gateway.adapters.http.chat_messages import MessageWriter
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.logprobs import chat_logprobs
-from services.gateway.adapters.http.output_plan import AUTO, NONE, ToolUse, plan_output
+from services.gateway.adapters.http.output_plan import AUTO, NONE, ToolUse, planned
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     client_request,
     sampling_from_body,
 )
-from services.gateway.adapters.http.tool_bodies import check_tools
+from services.gateway.adapters.http.tool_bodies import CHAT_TOOLS, check_tools
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.inference import Inference
@@ -43,14 +41,8 @@ async def chat_request(
         logprobs=_num_logprobs(body),
         prompt_logprobs=body.prompt_logprobs,
     )
-    plan = await plan_output(use, sampling.structured_outputs, text, inference)
-    sampling = replace(sampling, structured_outputs=plan.structured_outputs)
     request = client_request(body, request_id, (Prompt(token_ids),), sampling)
-    return replace(
-        request,
-        output_form=plan.output_form,
-        skip_special_tokens=request.skip_special_tokens and not plan.shows_special_tokens,
-    )
+    return await planned(request, use, text, inference)
 
 
 def tool_use(body: ChatCompletionBody) -> ToolUse:
@@ -58,10 +50,7 @@ def tool_use(body: ChatCompletionBody) -> ToolUse:
     tools = body.tools or []
     choice = body.tool_choice or (AUTO if tools else NONE)
     return ToolUse(
-        tools=[
-            CallableTool(tool.function.name, tool.function.schema_, bool(tool.function.strict))
-            for tool in tools
-        ],
+        tools=[tool.callable for tool in tools],
         choice=choice if isinstance(choice, str) else NONE,
         named=None if isinstance(choice, str) else choice.function.name,
         parallel=body.parallel_tool_calls is not False,
@@ -76,7 +65,7 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
             "continue_final_message and add_generation_prompt exclude each other",
             field="continue_final_message",
         )
-    check_tools(body.tools or [])
+    check_tools([tool.callable for tool in body.tools or ()], CHAT_TOOLS)
     messages = [
         message.to_template(f"messages[{number}]")
         for number, message in enumerate(body.messages or ())

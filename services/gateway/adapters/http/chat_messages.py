@@ -19,15 +19,17 @@ _PREFIX = "chatcmpl-tool-"
 _DIGITS = 32
 
 
-def call_id(request: ClientRequest, created: int, choice: int, call: int) -> str:
+def call_id(
+    request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
+) -> str:
     """The id of a call: the same wherever the same answer is written again, and of the length that
-    the model's chat template takes.
+    the model's chat template takes, else with an API's prefix.
     """
     name = f"{request.request_id}/{created}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
     tools = None if request.output_form is None else request.output_form.tools
     length = None if tools is None else tools.id_length
-    return _PREFIX + digest[:_DIGITS] if length is None else digest[:length]
+    return prefix + digest[:_DIGITS] if length is None else digest[:length]
 
 
 class MessageWriter:

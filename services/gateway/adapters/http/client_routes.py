@@ -13,6 +13,7 @@ from services.gateway.adapters.http.bodies import (
 )
 from services.gateway.adapters.http.deadline import HEADER as TIMEOUT_HEADER
 from services.gateway.adapters.http.deadline import MAX_SECONDS
+from services.gateway.adapters.http.errors import MESSAGES
 from services.gateway.adapters.http.generation_routes import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -21,11 +22,12 @@ from services.gateway.adapters.http.generation_routes import (
     V1_SCORE,
     GenerationRoutes,
 )
-from services.gateway.adapters.http.openapi import answers
+from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.openapi import answers, messages_answers
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
 from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
-from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
+from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
 
 _GENERATION_HEADERS = (
@@ -80,6 +82,30 @@ def client_routes(
             errors=(404, 422, 504),
             headers=_GENERATION_HEADERS,
             is_limited=True,
+        ),
+        Route(
+            MESSAGES,
+            generation.messages,
+            messages_answers.AnthropicResponse,
+            ("POST",),
+            tag="anthropic",
+            body=MessagesBody,
+            events=messages_answers.AnthropicEvent,
+            has_named_events=True,
+            errors=(404, 422, 504),
+            error=messages_answers.AnthropicError,
+            headers=_GENERATION_HEADERS,
+            is_limited=True,
+        ),
+        Route(
+            COUNT_TOKENS,
+            tokenizer.count_tokens,
+            messages_answers.TokenCount,
+            ("POST",),
+            tag="anthropic",
+            body=CountTokensBody,
+            errors=(404,),
+            error=messages_answers.AnthropicError,
         ),
         Route(
             EMBEDDINGS,

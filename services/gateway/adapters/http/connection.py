@@ -29,6 +29,7 @@ from services.gateway.core.admission.arrivals import Arrival
 MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 # How much of a body is discarded that was answered before it was whole.
@@ -195,7 +196,7 @@ class GuardedConnection(SlicedProtocol):
                 arrival.end()
 
         headers = cycle.scope["headers"]
-        key = next((value for name, value in headers if name == b"authorization"), b"")
+        key = next((value for name, value in headers if name in _KEY_HEADERS), b"")
         self._connections.starts.add(key, start)
 
     def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:

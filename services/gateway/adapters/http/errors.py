@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API writes them: a status and {"error": {message, type, param, code}}."""
+"""Errors as the APIs write them: a status, and a body in the form of the API that was called."""
 
 import json
 import math
@@ -32,6 +32,9 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
 }
 
 _MEDIA_TYPE = "application/json"
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API."""
 
 HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of refusals that say whether and when to try again."""
@@ -70,12 +73,50 @@ class OpenAiErrors:
         return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-_OPENAI = OpenAiErrors()
+class AnthropicErrors:
+    """{"type": "error", "error": {type, message, details}}, with a code for programs in details."""
+
+    def body(self, error: errors.StepwellError) -> dict[str, object]:
+        """Without a place of its own, the field at fault is named in the message."""
+        message = error.message
+        if error.field and error.field not in message:
+            message = f"{error.field}: {message}"
+        code = error.error_reason.lower()
+        return self._body(status_of(error), message, {"error_code": code})
+
+    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
+        return self._body(status_code, message, None)
+
+    def _body(
+        self, status_code: int, message: str, details: dict[str, str] | None
+    ) -> dict[str, object]:
+        is_fault_here = status_code >= _SERVER_ERROR
+        kind = _ANTHROPIC_TYPES.get(
+            status_code, "api_error" if is_fault_here else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
 
 
-def error_writer(_scope: Scope) -> ErrorWriter:
+_SERVER_ERROR = 500
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types by status, where they are not those of all faults of clients or of servers."""
+
+_OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
+
+
+def error_writer(scope: Scope) -> ErrorWriter:
     """The writer of the API that a request calls."""
-    return _OPENAI
+    path = scope["path"]
+    is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return _ANTHROPIC if is_anthropic else _OPENAI
 
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:

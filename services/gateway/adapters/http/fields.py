@@ -35,10 +35,17 @@ def _by_first_item(value: Any) -> str | None:
     return "<lists>" if isinstance(first, list) else "<items>"
 
 
-def _text_or_list(value: Any) -> str | None:
+def text_or_list(value: Any) -> str | None:
+    """The tag of a text or of a list among these two."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
+
+
+def by_type(value: Any) -> str | None:
+    """The tag of an object among alternatives that their `type` tells apart."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"<{kind}>" if isinstance(kind, str) else None
 
 
 def _choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
@@ -55,7 +62,7 @@ Prompts = Annotated[
 ]
 TextOrTexts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
-    _choice(_text_or_list, "must be a string or a list of strings"),
+    _choice(text_or_list, "must be a string or a list of strings"),
 ]
 
 
@@ -111,5 +118,5 @@ class TextPart(Body):
 
 TextOrParts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
-    _choice(_text_or_list, "must be a string or a list of parts"),
+    _choice(text_or_list, "must be a string or a list of parts"),
 ]

@@ -16,7 +16,7 @@ from services.common.structured_outputs import (
     invalid,
 )
 from services.gateway.adapters.grammars.structural_tags import structural_tag
-from services.gateway.adapters.http.fields import Body, Texts, given
+from services.gateway.adapters.http.fields import Body, Texts, by_type, given
 from services.gateway.core.ports import Tokenizer
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -63,18 +63,13 @@ class StructuralTagFormat(Body):
 AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
 
 
-def _by_type(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return f"<{kind}>" if isinstance(kind, str) else None
-
-
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("<text>")]
     | Annotated[JsonObjectFormat, Tag("<json_object>")]
     | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
     | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
     Discriminator(
-        _by_type,
+        by_type,
         custom_error_type="alternative",
         custom_error_message="must be an object whose type is text, json_object, json_schema or "
         "structural_tag",

@@ -1,4 +1,4 @@
-"""The routes that a model computes: completions, chat completions, embeddings, scores."""
+"""The routes that a model computes: completions, chat completions, messages, embeddings, scores."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -15,13 +15,16 @@ from services.gateway.adapters.http.bodies import (
     CompletionBody,
     EmbeddingBody,
     PooledBody,
-    SamplingBody,
     ScoreBody,
 )
 from services.gateway.adapters.http.chat import ChatDialect, chat_request
 from services.gateway.adapters.http.completions import CompletionDialect, completion_request
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import StreamingDialect
+from services.gateway.adapters.http.errors import MESSAGES
+from services.gateway.adapters.http.messages.bodies import MessagesBody
+from services.gateway.adapters.http.messages.dialect import MessagesDialect
+from services.gateway.adapters.http.messages.request import messages_request
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.pooled import (
     EmbeddingDialect,
@@ -29,7 +32,12 @@ from services.gateway.adapters.http.pooled import (
     embedding_request,
     score_request,
 )
-from services.gateway.adapters.http.reply import Exchange, GenerationReply, WholeDialect
+from services.gateway.adapters.http.reply import (
+    AskingBody,
+    Exchange,
+    GenerationReply,
+    WholeDialect,
+)
 from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.client_sessions import ClientSessions
@@ -42,8 +50,8 @@ from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest, check_request_id
 from services.gateway.core.tenant import Tenant
 
-B = TypeVar("B", bound=SamplingBody | PooledBody)
-C_contra = TypeVar("C_contra", bound=SamplingBody | PooledBody, contravariant=True)
+B = TypeVar("B", bound=AskingBody)
+C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
@@ -53,6 +61,7 @@ V1_SCORE = "/v1/score"
 OPERATIONS = {
     COMPLETIONS: CompletionDialect.operation,
     CHAT_COMPLETIONS: ChatDialect.operation,
+    MESSAGES: MessagesDialect.operation,
     EMBEDDINGS: EmbeddingDialect.operation,
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
@@ -116,6 +125,10 @@ class GenerationRoutes:
         """Chat completions."""
         return self._reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's messages."""
+        return self._reply(request, MessagesBody, messages_request, MessagesDialect)
+
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""
         return self._reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
@@ -139,7 +152,7 @@ class GenerationRoutes:
             tenant: Tenant = request.state.tenant
             deadline = deadline_of(request.headers, request.state.record.timeline.began)
             key = None
-            if issubclass(body_type, SamplingBody):  # vectors are computed again, and are the same
+            if not issubclass(body_type, PooledBody):  # vectors are the same if computed again
                 key = idempotency_key(request.headers.get(FIELD), tenant)
             arrival = getattr(request.state, ARRIVAL, None)
             if arrival is None:
@@ -174,7 +187,7 @@ class GenerationRoutes:
         )
 
 
-def _request_id(prefix: str, body: SamplingBody | PooledBody, request: Request) -> str:
+def _request_id(prefix: str, body: AskingBody, request: Request) -> str:
     """The client's name for its request, from body or header, or a new one."""
     if body.request_id is not None:
         check_request_id(body.request_id)

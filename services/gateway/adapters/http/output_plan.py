@@ -1,8 +1,8 @@
-"""What a chat's answer is held to and read as: its tools, its form, its reasoning."""
+"""What the answer of a conversation is held to and read as: its tools, its form, its reasoning."""
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
@@ -14,8 +14,10 @@ from services.gateway.adapters.grammars.tool_calls import (
     forced_calls,
     strict_calls,
 )
+from services.gateway.adapters.http.tool_bodies import CHAT_TOOLS, ToolFields
 from services.gateway.core.inference import Inference
 from services.gateway.core.parsing.output_form import OutputForm
+from services.gateway.core.request import ClientRequest
 
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 
@@ -30,6 +32,7 @@ class ToolUse:
     choice: str = NONE
     named: str | None = None
     parallel: bool = True
+    fields: ToolFields = CHAT_TOOLS
 
     def check(self, inference: Inference) -> None:
         """Raises InvalidArgument for a choice that these tools, or the server, do not allow."""
@@ -48,8 +51,8 @@ class ToolUse:
             if formats.tools is None or not formats.auto_tools:
                 raise InvalidArgument(
                     "tool_choice auto, the default where there are tools, needs a server that was "
-                    "started with --enable-auto-tool-choice and --tool-call-parser; required, none "
-                    "and a named function need neither",
+                    "started with --enable-auto-tool-choice and --tool-call-parser; none, and a "
+                    "choice that forces calls, need neither",
                     field="tool_choice",
                 )
 
@@ -67,6 +70,22 @@ class OutputPlan:
     structured_outputs: StructuredOutputs | None
     output_form: OutputForm | None
     shows_special_tokens: bool
+
+
+async def planned(
+    request: ClientRequest, use: ToolUse, prompt: str, inference: Inference
+) -> ClientRequest:
+    """The request for an answer to a rendered prompt, with what its answers are held to and read
+    as. Raises InvalidArgument.
+    """
+    sampling = request.sampling
+    plan = await plan_output(use, sampling.structured_outputs, prompt, inference)
+    return replace(
+        request,
+        sampling=replace(sampling, structured_outputs=plan.structured_outputs),
+        output_form=plan.output_form,
+        skip_special_tokens=request.skip_special_tokens and not plan.shows_special_tokens,
+    )
 
 
 async def plan_output(
@@ -145,7 +164,7 @@ async def _strict(use: ToolUse, prompt: str, inference: Inference) -> Structured
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:
         number = next(at for at, tool in enumerate(use.tools) if tool.strict)
-        field = f"tools[{number}].function.strict"
+        field = use.fields.strict.format(number)
         raise InvalidArgument(
             f"{field}: calls that the model chooses to make are held to schemas by the tool call "
             f"parsers hermes, mistral, deepseek_v3 and deepseek_v31, not by "

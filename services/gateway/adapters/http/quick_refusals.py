@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from services.common.errors import StepwellError
-from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import raw_error_response, status_of
 from services.gateway.adapters.http.hosts import HostNames, hosts_of
@@ -86,7 +86,7 @@ class QuickRefusals:
             or (declared.isdigit() and int(declared) > self.max_body_bytes)
         ):
             return None
-        tenant = self.keys.recognize(headers.get("authorization", ""))
+        tenant = self.keys.recognize(authorization_of(headers))
         return tenant if tenant is not None and LimitSet.of(tenant).is_empty else None
 
     def _refuse(

@@ -18,6 +18,7 @@ from services.gateway.adapters.http.deadline import each_until, until
 from services.gateway.adapters.http.dialect import StreamingDialect
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.json_pieces import send_json
+from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.adapters.http.request_state import SEND_BODY
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
@@ -46,6 +47,10 @@ _STREAM_HEADERS = [
 ]
 
 
+AskingBody = SamplingBody | PooledBody | MessagesBody
+"""What asks for something that a model computes."""
+
+
 class WholeDialect(Protocol):
     """One API's way to write answers that are never streamed."""
 
@@ -57,7 +62,7 @@ class WholeDialect(Protocol):
 class Exchange:
     """A body that was read, with what its API makes of it."""
 
-    body: SamplingBody | PooledBody
+    body: AskingBody
     operation: str
     id_prefix: str
     make_dialect: Callable[[ClientRequest, int, str, Tokenizer], StreamingDialect | WholeDialect]

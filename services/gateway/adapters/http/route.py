@@ -7,6 +7,8 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from services.gateway.adapters.http.openapi.answers import Error
+
 Handler = Callable[..., Awaitable[Response]]
 
 READ = ("GET", "HEAD")
@@ -40,6 +42,10 @@ class Route:
     """The JSON of each event, where the answer may be streamed."""
     errors: tuple[int, ...] = ()
     """Statuses besides those that any route, a key or a body may cause."""
+    error: type[BaseModel] = Error
+    """The JSON of these and of all other errors, in the form of the API."""
+    has_named_events: bool = False
+    """Whether events have names, and the last of them is one like the others."""
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
     """JSON of other statuses that is no OpenAI error."""
     headers: tuple[RequestHeader, ...] = ()

@@ -1,6 +1,6 @@
 """The fields of a body that both APIs have, as the core's request and sampling parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -45,11 +45,6 @@ async def sampling_from_body(
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     """Sampling parameters of a body; absent ones are the server's defaults."""
-    given: dict[str, Any] = {
-        name: _READERS[name](value) if name in _READERS else value
-        for name in _SAME_NAMES
-        if (value := getattr(body, name)) is not None
-    }
     logit_bias = _logit_bias(body.logit_bias)
     return replace(
         inference.default_sampling,
@@ -62,8 +57,17 @@ async def sampling_from_body(
         structured_outputs=await wanted_form(
             body.response_format, body.structured_outputs, inference.tokenizer
         ),
-        **given,
+        **given_parameters(body, _SAME_NAMES),
     )
+
+
+def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
+    """Sampling parameters that fields of the same names give."""
+    return {
+        name: _READERS[name](value) if name in _READERS else value
+        for name in names
+        if (value := getattr(body, name)) is not None
+    }
 
 
 def check_stream_options(body: SamplingBody) -> None:

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import PayloadTooLarge, StepwellError
-from services.gateway.adapters.auth import ApiKeys
+from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.rate_limit_headers import rate_limit_headers
@@ -74,7 +74,7 @@ class TenantChecks:
                 raise PayloadTooLarge(
                     f"the body is larger than the {self._max_body_bytes} bytes that are read"
                 )
-            tenant = await self._keys.authenticate(headers.get("authorization", ""))
+            tenant = await self._keys.authenticate(authorization_of(headers))
         with self._observer.counting_refusals(record, tenant):
             allowance = await self._limits.admit(tenant)
         state["tenant"], state["allowance"] = tenant, allowance

@@ -1,16 +1,21 @@
-"""The routes of the tokenizer: /tokenize and /detokenize."""
+"""The routes of the tokenizer: /tokenize, /detokenize, and /v1/messages/count_tokens."""
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from services.common.errors import InvalidArgument
+from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.bodies import DetokenizeBody, TokenizeBody
 from services.gateway.adapters.http.chat import render
+from services.gateway.adapters.http.errors import MESSAGES
 from services.gateway.adapters.http.json_pieces import JsonReply, LongList
+from services.gateway.adapters.http.messages.bodies import CountTokensBody
+from services.gateway.adapters.http.messages.request import render as render_messages
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.core.gate import Gate
 from services.gateway.core.inference import Inference
 from services.gateway.core.membership import Membership
+
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class TokenizerRoutes:
@@ -57,3 +62,15 @@ class TokenizerRoutes:
             self._inference.check_model(body.model, request.state.tenant)
             text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens a conversation of Anthropic's messages has."""
+        with self._gate.enter():
+            body = await self._bodies.read(request, CountTokensBody)
+            self._inference.check_model(body.model, request.state.tenant)
+            try:
+                text = await render_messages(body, self._inference)
+                token_ids = await self._inference.tokenize(text, add_special_tokens=False)
+            except StepwellError as error:
+                raise body.in_client_words(error) from error
+        return JSONResponse({"input_tokens": len(token_ids)})

@@ -1,24 +1,34 @@
 """Tools in requests: what a model may call, what it called, and whether it must."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.fields import Body, Ignored
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 512
 """Of one message."""
-_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
+
+
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a tool's arguments; without parameters it takes none."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **parameters}
 
 
 class FunctionBody(Body):
     """A function that the model may call. Without parameters it takes none."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -26,9 +36,7 @@ class FunctionBody(Body):
     @property
     def schema_(self) -> dict[str, Any]:
         """The schema of its arguments."""
-        if self.parameters is None:
-            return {"type": "object", "properties": {}, "additionalProperties": False}
-        return {"type": "object", **self.parameters}
+        return arguments_schema(self.parameters)
 
 
 class ToolBody(Body):
@@ -37,6 +45,11 @@ class ToolBody(Body):
     type: Literal["function"]
     function: FunctionBody
     cache_control: Ignored = None
+
+    @property
+    def callable(self) -> CallableTool:
+        function = self.function
+        return CallableTool(function.name, function.schema_, bool(function.strict))
 
     def to_template(self) -> dict[str, Any]:
         """The tool as chat templates take it; `strict` is the server's business."""
@@ -93,16 +106,8 @@ class ToolCallBody(Body):
     index: Ignored = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """The call as chat templates take it, with its arguments as an object. Raises
-        InvalidArgument, which says `where`, for arguments that are none.
-        """
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            field = f"{where}.function.arguments"
-            raise InvalidArgument(f"{field} must be the text of a JSON object", field=field)
+        """The call as chat templates take it. Raises InvalidArgument, which says `where`."""
+        arguments = arguments_object(self.function.arguments, f"{where}.function.arguments")
         call: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.function.name, "arguments": arguments},
@@ -110,23 +115,48 @@ class ToolCallBody(Body):
         return call if self.id is None else {"id": self.id, **call}
 
 
+def arguments_object(text: str, field: str) -> dict[str, Any]:
+    """The arguments of a call as an object, as chat templates take them. Raises InvalidArgument for
+    a text of `field` that is none.
+    """
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(f"{field} must be the text of a JSON object", field=field)
+    return arguments
+
+
 ToolCalls = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
 
 
-def check_tools(tools: list[ToolBody]) -> None:
+@dataclass(frozen=True, slots=True)
+class ToolFields:
+    """How an API calls the parts of its tools, for errors; {} is the number of a tool."""
+
+    name: str
+    schema: str
+    strict: str
+
+
+CHAT_TOOLS = ToolFields(
+    "tools[{}].function.name", "tools[{}].function.parameters", "tools[{}].function.strict"
+)
+
+
+def check_tools(tools: Sequence[CallableTool], fields: ToolFields) -> None:
     """Raises InvalidArgument for a tool that is there twice, or whose schema is too large."""
     names: set[str] = set()
     for number, tool in enumerate(tools):
-        where = f"tools[{number}].function"
-        if tool.function.name in names:
-            raise InvalidArgument(
-                f"{where}.name: there are two tools {tool.function.name!r}", field=f"{where}.name"
-            )
-        names.add(tool.function.name)
-        _check_schema(tool.function.schema_, f"{where}.parameters")
+        if tool.name in names:
+            where = fields.name.format(number)
+            raise InvalidArgument(f"{where}: there are two tools {tool.name!r}", field=where)
+        names.add(tool.name)
+        _check_schema(tool.schema, fields.schema.format(number))
 
 
-def _check_schema(schema: dict[str, Any], field: str) -> None:
+def _check_schema(schema: Mapping[str, Any], field: str) -> None:
     try:
         StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(schema)).validate()
     except (InvalidArgument, RecursionError) as error:

@@ -48,37 +48,66 @@ class ParsedCall:
     arguments: str
 
 
+MessagePart = ContentDelta | ReasoningDelta | ParsedCall
+
+
+@dataclass(slots=True)
+class _Part:
+    """Pieces of one text: of content, of reasoning, or of the arguments of a call."""
+
+    kind: type[ContentDelta] | type[ReasoningDelta] | None
+    """None: of a call."""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
 @dataclass(slots=True)
 class ParsedMessage:
     """The events of one answer, put together."""
 
-    _content: list[str] = field(default_factory=list)
-    _reasoning: list[str] = field(default_factory=list)
-    _names: list[str] = field(default_factory=list)
-    _arguments: list[list[str]] = field(default_factory=list)
+    _parts: list[_Part] = field(default_factory=list)
+    _calls: list[_Part] = field(default_factory=list)
 
     def add(self, events: Iterable[OutputEvent]) -> None:
         for event in events:
             match event:
-                case ContentDelta(text):
-                    self._content.append(text)
-                case ReasoningDelta(text):
-                    self._reasoning.append(text)
+                case ContentDelta(text) | ReasoningDelta(text):
+                    self._part(type(event)).pieces.append(text)
                 case CallStart(_, name):
-                    self._names.append(name)
-                    self._arguments.append([])
+                    self._calls.append(_Part(None, name))
+                    self._parts.append(self._calls[-1])
                 case CallArguments(call, text):
-                    self._arguments[call].append(text)
+                    self._calls[call].pieces.append(text)
+
+    @property
+    def parts(self) -> list[MessagePart]:
+        """Content, reasoning and calls in the order of the model's text."""
+        return [
+            ParsedCall(part.name, part.text) if part.kind is None else part.kind(part.text)
+            for part in self._parts
+        ]
 
     @property
     def content(self) -> str:
-        return "".join(self._content)
+        return self._joined(ContentDelta)
 
     @property
     def reasoning(self) -> str:
-        return "".join(self._reasoning)
+        return self._joined(ReasoningDelta)
 
     @property
     def calls(self) -> list[ParsedCall]:
-        joined = ("".join(pieces) for pieces in self._arguments)
-        return [ParsedCall(*pair) for pair in zip(self._names, joined, strict=True)]
+        return [ParsedCall(call.name, call.text) for call in self._calls]
+
+    def _part(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> _Part:
+        """The last part, if it is of that kind, or a new one."""
+        if not self._parts or self._parts[-1].kind is not kind:
+            self._parts.append(_Part(kind))
+        return self._parts[-1]
+
+    def _joined(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> str:
+        return "".join(part.text for part in self._parts if part.kind is kind)

@@ -6,6 +6,7 @@ from typing import Any
 from services.common.sampling import RANGES
 from services.common.sampling_limits import MAX_LOGPROBS
 from services.gateway.adapters.http.bodies import SamplingBody
+from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.core.request import MAX_STOP_STRINGS
 
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
@@ -29,6 +30,7 @@ _LIMITS: dict[str, Mapping[str, float]] = {
     "top_logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
     "stop": {"maxItems": MAX_STOP_STRINGS},
+    "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
 }
 """Keywords that apply to values of one type: null has none, nor has a flag."""
 
@@ -37,8 +39,9 @@ def add_ranges(schema: dict[str, Any]) -> None:
     """Adds what the fields of a request that generates may be."""
     for name, limits in _LIMITS.items():
         if name in schema["properties"]:
-            schema["properties"][name].update(limits)
+            known = schema["properties"][name]
+            known.update({key: value for key, value in limits.items() if key not in known})
 
 
 def generates(model: type) -> bool:
-    return issubclass(model, SamplingBody)
+    return issubclass(model, SamplingBody | MessagesBody)

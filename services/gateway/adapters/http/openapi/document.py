@@ -16,7 +16,7 @@ from services.gateway.adapters.http.route import RequestHeader, Route
 from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _SCHEMAS = "#/components/schemas/"
-_KEY = "apiKey"
+_KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream"
 
@@ -41,7 +41,10 @@ def openapi_document(
         },
     }
     if asks_for_keys:
-        document["components"]["securitySchemes"] = {_KEY: {"type": "http", "scheme": "bearer"}}
+        document["components"]["securitySchemes"] = {
+            _KEY: {"type": "http", "scheme": "bearer"},
+            _KEY_IN_HEADER: {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
     return document
 
 
@@ -50,10 +53,7 @@ def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
     is_head = method == "HEAD"
     statuses = _error_statuses(route, needs_key)
     responses = {"200": _answer(route, needs_key)}
-    responses |= {
-        str(status): {"$ref": f"#/components/responses/{ERRORS[status].name}"}
-        for status in statuses
-    }
+    responses |= {str(status): _error_of(route, status) for status in statuses}
     for status, model in route.other_answers.items():
         responses[str(status)] = _other_answer(status, model)
     if is_head:
@@ -75,7 +75,7 @@ def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
         content = {_JSON: {"schema": _reference(route.body)}}
         operation["requestBody"] = {"required": True, "content": content}
     if needs_key:
-        operation["security"] = [{_KEY: []}]
+        operation["security"] = [{_KEY: []}, {_KEY_IN_HEADER: []}]
     return operation
 
 
@@ -96,36 +96,35 @@ def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
     else:
         content = {_JSON: {"schema": _reference(route.answer)}}
     if route.events is not None:
-        content[_EVENT_STREAM] = {"itemSchema": _event(route.events)}
+        content[_EVENT_STREAM] = {"itemSchema": _event(route, route.events)}
     return {"description": "Success.", "headers": _headers(headers), "content": content}
 
 
-def _event(model: type[BaseModel]) -> dict[str, Any]:
+def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
     """A server-sent event, described as by OpenAPI 3.2 and, in documents of 3.1, by FastAPI."""
-    return {
-        "type": "object",
-        "properties": {
-            "data": {
-                "type": "string",
-                "anyOf": [
-                    {
-                        "contentMediaType": _JSON,
-                        "contentSchema": {"anyOf": [_reference(model), _reference(Error)]},
-                    },
-                    {"const": "[DONE]"},
-                ],
-            }
-        },
-        "required": ["data"],
-    }
+    schema = {"anyOf": [_reference(model), _reference(route.error)]}
+    data: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": schema}]
+    properties: dict[str, Any] = {"data": {"type": "string", "anyOf": data}}
+    if route.has_named_events:
+        properties["event"] = {"type": "string"}
+    else:
+        data.append({"const": "[DONE]"})
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
-def _error(status: int) -> dict[str, Any]:
+def _error_of(route: Route, status: int) -> dict[str, Any]:
+    """An error in the form of the route's API."""
+    if route.error is Error:
+        return {"$ref": f"#/components/responses/{ERRORS[status].name}"}
+    return _error(status, route.error)
+
+
+def _error(status: int, model: type[BaseModel] = Error) -> dict[str, Any]:
     error = ERRORS[status]
     return {
         "description": error.description,
         "headers": _headers(error.headers),
-        "content": {_JSON: {"schema": _reference(Error)}},
+        "content": {_JSON: {"schema": _reference(model)}},
     }
 
 
@@ -180,7 +179,7 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
     models: dict[type[BaseModel], None] = {Error: None}
     for route in routes:
-        used = (route.answer, route.events, route.body, *route.other_answers.values())
+        used = (route.answer, route.events, route.body, route.error, *route.other_answers.values())
         models |= dict.fromkeys(model for model in used if isinstance(model, type))
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"

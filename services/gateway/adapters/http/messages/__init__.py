@@ -1,0 +1,1 @@
+"""Anthropic's messages: bodies, the requests that they ask for, answers and their events."""

@@ -1,0 +1,125 @@
+"""/v1/messages: from its body to a request."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.messages.blocks import text_of
+from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.output_plan import AUTO, NONE, REQUIRED, ToolUse, planned
+from services.gateway.adapters.http.sampling import given_parameters
+from services.gateway.adapters.http.tool_bodies import ToolFields, check_tools
+from services.gateway.core.inference import Inference
+from services.gateway.core.request import ClientRequest, Prompt
+
+_TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
+_CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
+_SAMPLED = ("temperature", "top_k", "top_p", "seed")
+_DEFAULT_EFFORT = "high"
+
+
+async def messages_request(
+    body: MessagesBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request that a body asks for. Raises InvalidArgument for contradictions.
+
+    As with Anthropic, `max_tokens` may be more than fits: the answer ends where the context does.
+    """
+    if body.thread is not None:
+        raise InvalidArgument(
+            "thread: conversations are not kept here; send the whole conversation",
+            field="thread",
+            reason="THREAD_UNSUPPORTED_REQUEST",
+        )
+    use = _tool_use(body)
+    use.check(inference)
+    text = await render(body, inference)
+    [token_ids] = await inference.encode([text], add_special_tokens=False)
+    request = ClientRequest(
+        request_id=request_id,
+        prompts=(Prompt(token_ids),),
+        sampling=replace(
+            inference.default_sampling,
+            structured_outputs=_form(body),
+            **given_parameters(body, _SAMPLED),
+        ),
+        stop=tuple(body.stop_sequences or ()),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+        default_max_tokens=body.max_tokens,
+    )
+    return await planned(request, use, text, inference)
+
+
+async def render(body: CountTokensBody, inference: Inference) -> str:
+    """The conversation as the model reads it. A last turn of the assistant is continued."""
+    tools = body.tools or []
+    check_tools([tool.callable for tool in tools], _TOOLS)
+    turns = [] if body.system is None else [{"role": "system", "content": text_of(body.system)}]
+    for number, message in enumerate(body.messages):
+        turns += message.to_template(f"messages[{number}]")
+    continues = turns[-1]["role"] == "assistant"
+    if continues and "tool_calls" in turns[-1]:
+        raise InvalidArgument(
+            "messages: the results of the last calls are missing", field="messages"
+        )
+    return await inference.tokenizer.render_chat(
+        turns,
+        tools=[tool.to_template() for tool in tools],
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        variables={**_thinking(body, inference), **(body.chat_template_kwargs or {})},
+    )
+
+
+def _tool_use(body: MessagesBody) -> ToolUse:
+    """What the model may call. Raises InvalidArgument for a choice among no tools."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is None:
+        return ToolUse([tool.callable for tool in tools], AUTO if tools else NONE, fields=_TOOLS)
+    if choice.type in ("any", "tool") and not tools:
+        raise InvalidArgument(
+            f"tool_choice is {choice.type}, but there are no tools", field="tool_choice"
+        )
+    return ToolUse(
+        tools=[tool.callable for tool in tools],
+        choice=_CHOICES[choice.type] if tools else NONE,
+        named=choice.name,
+        parallel=not choice.disable_parallel_tool_use,
+        fields=_TOOLS,
+    )
+
+
+def _thinking(body: CountTokensBody, inference: Inference) -> dict[str, Any]:
+    """What templates read of whether and how much the model is to think."""
+    effort = None if body.output_config is None else body.output_config.effort
+    thinking = "adaptive" if body.thinking is None else body.thinking.type
+    if inference.output_formats.reasoning is None:
+        if thinking == "enabled":
+            raise _needs_reasoning("thinking")
+        if effort not in (None, _DEFAULT_EFFORT):
+            raise _needs_reasoning("output_config.effort")
+        return {}
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if thinking != "adaptive":
+        variables["enable_thinking"] = thinking == "enabled"
+    return variables
+
+
+def _needs_reasoning(field: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{field} is not supported by a server without --reasoning-parser",
+        field=field,
+        reason="UNSUPPORTED_PARAMETER",
+    )
+
+
+def _form(body: MessagesBody) -> StructuredOutputs | None:
+    """What an answer is to conform to."""
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    schema = json.dumps(body.output_config.format.schema_, ensure_ascii=False)
+    return StructuredOutputs(StructuredOutputsKind.JSON, schema)
