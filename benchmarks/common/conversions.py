@@ -53,8 +53,21 @@ def to_step(plan: SchedulerOutput) -> StepInput:
             _new_request(request, tables) for request, tables in plan.block_tables.items()
         ),
         appended_blocks=_appended(plan.appended_blocks),
+        **_drafts(plan),
         **_tier_transfers(plan.kv_connector_metadata),
     )
+
+
+def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
+    """Drafts that the worker is to propose."""
+    drafts = plan.draft_token_ids
+    if not drafts:
+        return {}
+    each = [drafts.get(request, []) for request in plan.requests]
+    return {
+        "num_draft_tokens": _ints([len(own) for own in each]),
+        "draft_token_ids": _ints([draft for own in each for draft in own]),
+    }
 
 
 def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:

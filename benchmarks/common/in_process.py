@@ -14,7 +14,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -205,8 +205,12 @@ class InProcessClient:
 class InProcess:
     """The composition. `client` and `engine` are there while its context is entered."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(
+        self, settings: WorkerSettings, loaded: Callable[[Worker], None] | None = None
+    ) -> None:
+        """`loaded` may change the worker once it is built."""
         self._settings = settings
+        self._loaded = loaded
         self._compute = ComputeThread()
         self._tasks = AsyncExitStack()
         self.client: InProcessClient
@@ -214,6 +218,8 @@ class InProcess:
 
     async def __aenter__(self) -> "InProcess":
         worker = await self._compute.submit(self._load)
+        if self._loaded is not None:
+            self._loaded(worker)
         built = worker.description
         shape = ReplicaShape(description_to_proto(built), built.num_blocks)
         config = scheduler_config(SchedulerSettings(kvpool="", workers=()), shape)

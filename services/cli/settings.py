@@ -177,6 +177,11 @@ class UpSettings:
         doc="GiB of memory beside the KV cache in which published blocks are kept; on the CPU only",
         check=at_least(0.0001),
     )
+    speculative_config: str | None = passed_to(
+        "worker",
+        doc="JSON: guess tokens that follow and verify them beside the next one, see "
+        "docs/speculation.md (default: no speculation)",
+    )
     num_blocks: int | None = passed_to(
         "worker", doc="blocks of the KV cache, instead of its memory", check=at_least(2)
     )

@@ -47,6 +47,7 @@ from services.scheduler.adapters.request_intake import RequestIntake
 from services.scheduler.adapters.request_metrics import RequestMetrics
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.statistics import Statistics, StepCounts
 from services.scheduler.adapters.step_log import scheduler_with_log
 from services.scheduler.adapters.step_tracer import StepTracer
@@ -189,7 +190,8 @@ class SchedulerService:
         self._readiness = ReplicaReadiness(sessions, self._set_ready)
         tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
         requests, steps = RequestMetrics(), WatchedSteps()
-        observer = EngineObserver(tracer, requests, steps)
+        speculation = SpeculationMetrics(config.num_speculative_tokens)
+        observer = EngineObserver(tracer, requests, speculation, steps)
         self._engine = EngineCore(scheduler, executor, replica, sessions, observer, self._readiness)
         replica.watch(self._engine.lost)
         max_num_sessions = settings.max_num_sessions
@@ -211,6 +213,7 @@ class SchedulerService:
             EngineCollector(self._engine, sessions, counts, self._watch, description.dtype),
             ClientSessionsCollector(client_sessions),
             requests,
+            speculation,
         )
         """The metrics of the engine and its requests."""
         intake = RequestIntake(

@@ -16,7 +16,8 @@ from services.common.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.lora import PackedLora
 from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
-from services.worker.core.errors import NoTier
+from services.worker.core.drafter import Drafter
+from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import (
@@ -53,6 +54,8 @@ from services.worker.platforms.prompt_shapes import run_prompts
 from services.worker.platforms.threads import choose_threads
 from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.settings import WorkerSettings
+from services.worker.speculation.config import parse_speculative_config
+from services.worker.speculation.ngram import NgramProposer
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +130,7 @@ class _Builder:
             every, explain = settings.check_ranks_every_steps, self._group.watch.explain
             lockstep = Lockstep(ranks, every, explain, self._membership.rank)
             parts = replace(parts, lockstep=lockstep, stage=_stage(self._group, loaded))
-        parts = self._with_tier(parts)
+        parts = self._with_drafter(self._with_tier(parts))
         adapters = self._adapters(parts.loaded)
         parts = replace(parts, grammars=self._grammars(parts), adapters=adapters)
         sizing = self._size_kv_cache(parts, groups)
@@ -158,6 +161,8 @@ class _Builder:
             num_tier_blocks=parts.limits.num_tier_blocks,
             max_loras=settings.max_loras if settings.enable_lora else 0,
             max_cpu_loras=settings.num_lora_places,
+            num_speculative_tokens=parts.limits.num_speculative_tokens,
+            num_speculative_rows=parts.limits.num_speculative_rows,
         )
         return Worker(self._warm_runner(parts), description, parts.grammars, adapters)
 
@@ -212,6 +217,8 @@ class _Builder:
             raise UnsupportedModel(
                 settings.model / "config.json", "enable_lora: an encoder takes no adapters here"
             )
+        if settings.speculative_config is not None:
+            raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
         if settings.kv_offloading_size is not None:
             raise NoTier("kv_offloading_size: a model that takes whole prompts caches nothing")
         # Only here, since importing transformers takes seconds and a hundred megabytes.
@@ -297,9 +304,32 @@ class _Builder:
             "check_ranks_every_steps": str(settings.check_ranks_every_steps),
             "max_cpu_loras": str(settings.num_lora_places),
             "max_lora_rank": str(settings.max_lora_rank),
+            "speculative_config": str(settings.speculative_config),
             "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),
             "what computes": type(parts.kernels).__name__,
         }
+
+    def _with_drafter(self, parts: Parts) -> Parts:
+        """The parts with what proposes drafts, if the settings ask for it."""
+        if self._settings.speculative_config is None:
+            return parts
+        if parts.pooler is not None:
+            raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
+        if parts.limits.state_block_sizes:
+            raise NoSpeculation("speculative_config: recurrent layers verify no drafts")
+        if self._membership.pipeline_parallel_size > 1:
+            raise NoSpeculation("speculative_config: pipeline stages verify no drafts")
+        config = parse_speculative_config(self._settings.speculative_config)
+        num_rows = config.num_rows
+        limits = replace(
+            parts.limits,
+            num_speculative_tokens=config.num_speculative_tokens,
+            num_speculative_rows=self._platform.num_speculative_rows
+            if num_rows is None
+            else num_rows,
+        )
+        drafter = Drafter(NgramProposer(config), config.num_speculative_tokens)
+        return replace(parts, limits=limits, drafter=drafter)
 
     def _with_tier(self, parts: Parts) -> Parts:
         """The parts with this rank's share of the memory for offloaded blocks, of which all ranks

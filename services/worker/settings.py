@@ -18,6 +18,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.quantization import QuantizationSetting
 from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.speculation.config import speculative_config_problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,13 @@ class WorkerSettings(ServiceSettings):
     max_lora_rank: int = setting(16, doc="highest rank of an adapter", check=between(1, 512))
     max_cpu_loras: int | None = setting(
         None, doc="adapters in memory (default: max_loras)", check=between(1, 65_536)
+    )
+    speculative_config: str | None = setting(
+        None,
+        doc="JSON: guess tokens that follow, and verify them beside the next one; with method "
+        "ngram, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max and num_rows, see "
+        "docs/speculation.md (default: no speculation)",
+        check=speculative_config_problem,
     )
     kernels: KernelsSetting = setting(
         KernelsSetting.AUTO,

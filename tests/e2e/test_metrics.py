@@ -18,7 +18,7 @@ from tools.metrics_page import labels
 # What there is only with TLS, Redis, DNS or API keys, or once a client stopped reading. Tests of
 # these have them.
 ABSENT = re.compile(
-    r"vllm:lora_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
+    r"vllm:(lora|spec_decode)_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
     r"idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
 )
 

@@ -4,7 +4,8 @@ A step computes a random number of tokens of some running requests, with drafts 
 token. Requests are preempted, in groups or alone, and come back in another row; generations end.
 The pool finds every block that it has filled until it hands the block out again, so that requests
 share what others computed, in each KV-cache group as far as its window. Blocks are handed out in
-random order with their old contents; some of them are cleared.
+random order with their old contents; some of them are cleared. Where the runner proposes drafts
+itself, steps leave them open, and count those of the step before as accepted.
 """
 
 from collections import Counter
@@ -84,6 +85,8 @@ class RandomServing:
         self._pool = RandomPool(runner.limits.num_blocks, self._random)
         self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
+        self._rejected: dict[int, int] = {}
+        """By row, how many drafts of its last step were rejected or not proposed."""
         self._step = 0
         self.happened = Happened()
 
@@ -116,6 +119,7 @@ class RandomServing:
         self._rows.append(request.row)
         for table in request.tables:
             self._pool.free(table)
+        self._rejected.pop(request.row, None)
         request.row, request.tables, request.num_computed = None, [], 0
 
     def _compute(self, chosen: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
@@ -129,7 +133,7 @@ class RandomServing:
             left = len(request.tokens) - request.num_computed
             count = int(random.integers(1, min(left, self._max_chunk) + 1))
             own = self._draft(request, drafts) if count == left else []
-            added = self._extend(request, request.num_computed + count + len(own))
+            added = self._extend(request, self._num_computed(request) + count + len(own))
             if random.random() < 0.3:
                 cleared += [block for blocks in added for block in blocks]
             if is_new:
@@ -147,7 +151,7 @@ class RandomServing:
                 num_scheduled_tokens=ints(
                     *(count + len(own) for count, own in zip(counts, drafted, strict=True))
                 ),
-                num_computed_tokens=ints(*(request.num_computed for request in chosen)),
+                num_computed_tokens=ints(*map(self._num_computed, chosen)),
                 removed_rows=ints(*self._removed),
                 new_requests=tuple(entering),
                 appended_blocks=tuple(appended(*of_group) for of_group in grown)
@@ -161,6 +165,11 @@ class RandomServing:
         self._step += 1
         self._removed.clear()
         self._take(chosen, counts, drafted, output)
+
+    def _num_computed(self, request: Request) -> int:
+        """As a scheduler counts that plans ahead."""
+        assert request.row is not None
+        return request.num_computed + self._rejected.get(request.row, 0)
 
     def _enter(self, request: Request) -> None:
         """Finds a row, and what is cached of its tokens; all of that, or less."""
@@ -205,6 +214,8 @@ class RandomServing:
         """Some of what may follow, more often right than not; never beyond its last token."""
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
+        if most := self._runner.limits.num_speculative_tokens:
+            return [-1] * min(count, most, request.max_tokens - len(request.output) - 1)
         own = [
             token if self._random.random() < 0.8 else int(self._random.integers(VOCAB_SIZE))
             for token in known[:count]
@@ -252,6 +263,8 @@ class RandomServing:
             assert accepted <= len(drafted[index])
             self.happened.drafts += len(drafted[index])
             self.happened.accepted += accepted
+            if request.row is not None and self._runner.limits.num_speculative_tokens:
+                self._rejected[request.row] = len(drafted[index]) - accepted
             request.num_computed += count + accepted
             self._settle(request)
 

@@ -18,6 +18,7 @@ from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import assert_served, embedded_prompt
+from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.random_serving import Happened, RandomServing
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
@@ -96,12 +97,17 @@ def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
 
 
 def serve(
-    runner: ModelRunner, schedule: Schedule, hidden_size: int
+    runner: ModelRunner,
+    schedule: Schedule,
+    hidden_size: int,
+    known: KnownProposer | None = None,
 ) -> tuple[list[Request], Happened]:
-    """Twice: what comes first is what is drafted from then."""
+    """Twice: what comes first is what is drafted from then, and what a proposer knows."""
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     first, second = make_requests(schedule, hidden_size), make_requests(schedule, hidden_size)
     serving.run(first, {})
+    if known is not None:
+        known.sequences += [request.tokens for request in first]
     serving.run(second, {tuple(request.prompt): request.output for request in first})
     return [*first, *second], serving.happened
 
@@ -125,13 +131,20 @@ def test_any_schedule(served: Served, schedule: Schedule, kernels: KernelsSettin
     check(served, requests)
 
 
-def test_any_schedule_on_two_ranks(served: Served) -> None:
+@pytest.mark.parametrize("proposes", [False, True])
+def test_any_schedule_on_two_ranks(served: Served, *, proposes: bool) -> None:
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:
         lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
-        runner = served.runner(schedule, ranks=thread.group.ranks, lockstep=lockstep)
-        return serve(runner, schedule, served.model.config.hidden_size)
+        known = KnownProposer([]) if proposes else None
+        runner = served.runner(
+            schedule,
+            ranks=thread.group.ranks,
+            lockstep=lockstep,
+            proposer=RandomProposer(known) if known is not None else None,
+        )
+        return serve(runner, schedule, served.model.config.hidden_size, known)
 
     (requests, happened), (others, _) = on_ranks(2, work)
     check(served, requests)

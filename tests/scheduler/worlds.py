@@ -153,6 +153,7 @@ def _config(choices: Choices) -> dict[str, Any]:
         "drop_last_hit_block": choices.one_in(4) and AttentionType.CHUNKED_LOCAL not in kinds,
         "num_speculative_tokens": num_drafts,
         "num_lookahead_tokens": num_lookahead_tokens,
+        "num_speculative_rows": choices.among(0, 1 + choices.below(12)) if num_drafts else 0,
         "block_size": block_size,
         "num_blocks": 1 + whole + choices.among(0, choices.below(whole + 1)),
         "max_model_len": max_model_len,

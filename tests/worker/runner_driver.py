@@ -17,6 +17,7 @@ from services.worker.backends.device import CpuDevice
 from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.device_tokens import DeviceTokens
+from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers, state_block_sizes
 from services.worker.core.lockstep import Lockstep
@@ -35,6 +36,7 @@ from services.worker.parallel.membership import Membership
 from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
 from services.worker.sampling.logprobs import LogprobRows
+from services.worker.speculation.proposer import Proposer
 
 GREEDY = SamplingParams(temperature=0)
 MAX_MODEL_LEN = 512
@@ -63,10 +65,12 @@ def build_runner(
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
     adapters: Sequence[Path] = (),
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
+    proposer: Proposer | None = None,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
-    pipeline stages. `around` may wrap model and attention.
+    pipeline stages. `around` may wrap model and attention. `proposer`: of up to four drafts of a
+    request in a step.
     """
     own = Membership() if group is None else group.membership
     ranks = ranks if group is None else group.ranks
@@ -103,6 +107,7 @@ def build_runner(
         num_blocks=num_blocks,
         windows=tuple(group.window for group in groups),
         state_block_sizes=state_block_sizes(groups, block_size, MAX_MODEL_LEN),
+        num_speculative_tokens=4 if proposer is not None else 0,
     )
     device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
     attention, states = cache_of(kernels, shape)
@@ -123,6 +128,7 @@ def build_runner(
         stage=stage,
         states=states,
         adapters=_loaded_adapters(loaded, adapters) if adapters else None,
+        drafter=None if proposer is None else Drafter(proposer, 4),
     )
 
 

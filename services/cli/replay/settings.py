@@ -27,6 +27,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "encoder_compute_budget": (0, 10**9),
     "encoder_cache_size": (0, 10**9),
     "num_speculative_tokens": (0, 1000),
+    "num_speculative_rows": (0, 10**6),
     "num_lookahead_tokens": (0, 1000),
     "watermark": (0, 1),
     "prefill_schedule_interval": (1, 10**6),

@@ -181,6 +181,26 @@ _REQUESTS = (
     ),
 )
 
+_SPECULATION = (
+    counter(
+        names.METRIC_SPEC_DECODE_DRAFTS,
+        "verifications",
+        "Times that a step verified drafts of a request.",
+    ),
+    counter(names.METRIC_SPEC_DECODE_DRAFT_TOKENS, "tokens", "Drafts that were verified."),
+    counter(
+        names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS,
+        "tokens",
+        "Of the drafts, those that are what the model sampled: tokens without a step of their own.",
+    ),
+    counter(
+        names.METRIC_SPEC_DECODE_ACCEPTED_TOKENS_PER_POS,
+        "tokens",
+        "The same by their place among the drafts of a verification, from 0.",
+        "position",
+    ),
+)
+
 _POOL = (
     counter(
         names.METRIC_PREFIX_CACHE_QUERIES,
@@ -197,6 +217,9 @@ _POOL = (
 )
 
 SPECS: tuple[MetricSpec, ...] = (
-    *(replace(spec, source=Source.SCHEDULER) for spec in (*_STATE, *_TOKENS, *_REQUESTS)),
+    *(
+        replace(spec, source=Source.SCHEDULER)
+        for spec in (*_STATE, *_TOKENS, *_REQUESTS, *_SPECULATION)
+    ),
     *(replace(spec, source=Source.KVPOOL) for spec in _POOL),
 )

@@ -31,6 +31,8 @@ def scheduler_output_to_proto(
         rows=pack_token_ids(_rows(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
+        num_draft_tokens=_num_drafts(plan),
+        draft_token_ids=_draft_token_ids(plan),
         appended_blocks=_appended(plan.appended_blocks),
         traceparent=traceparent,
         block_ids_to_zero=pack_token_ids(plan.block_ids_to_zero),
@@ -58,11 +60,20 @@ def num_stages(description: worker_pb2.DescribeResponse) -> int:
 
 
 def model_runner_output_from_proto(
-    response: worker_pb2.ExecuteResponse, kv_transfers: KVTransferResults = NO_RESULTS
+    response: worker_pb2.ExecuteResponse,
+    kv_transfers: KVTransferResults = NO_RESULTS,
+    num_speculative_tokens: int = 0,
 ) -> ModelRunnerOutput:
-    """The output of a step, and what all ranks have transferred by then."""
+    """The output of a step, and what all ranks have transferred by then. Each request that it
+    sampled gets so many drafts, which the workers are to propose when they begin its next step.
+    """
+    num_tokens, drafts = unpack_token_ids(response.num_tokens), list[list[int]]()
+    if num_speculative_tokens:
+        drafts = [[-1] * num_speculative_tokens if count else [] for count in num_tokens]
     return ModelRunnerOutput(
-        _sampled(unpack_token_ids(response.token_ids), unpack_token_ids(response.num_tokens)),
+        _sampled(unpack_token_ids(response.token_ids), num_tokens),
+        draft_token_ids=drafts,
+        num_draft_tokens=unpack_token_ids(response.num_draft_tokens),
         logprobs={item.index: item for item in response.logprobs},
         nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
         refused_tokens=_refused(response),
@@ -88,6 +99,20 @@ def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
         return [[token] for token in flat]
     ends = list(accumulate(counts))
     return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _num_drafts(plan: SchedulerOutput) -> bytes:
+    if not plan.draft_token_ids:
+        return b""
+    drafts = plan.draft_token_ids
+    return pack_token_ids([len(drafts.get(request, ())) for request in plan.requests])
+
+
+def _draft_token_ids(plan: SchedulerOutput) -> bytes:
+    if not plan.draft_token_ids:
+        return b""
+    drafts = plan.draft_token_ids
+    return pack_token_ids([one for request in plan.requests for one in drafts.get(request, ())])
 
 
 def _rows(requests: Iterable[Request]) -> list[int]:

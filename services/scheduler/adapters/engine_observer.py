@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from services.scheduler.adapters.activity import WatchedSteps
 from services.scheduler.adapters.request_metrics import RequestMetrics
+from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
@@ -13,9 +14,16 @@ from services.scheduler.core.request import Request
 class EngineObserver:
     """A `StepObserver` that passes each call on to those that it concerns."""
 
-    def __init__(self, tracer: StepTracer, metrics: RequestMetrics, watched: WatchedSteps) -> None:
+    def __init__(
+        self,
+        tracer: StepTracer,
+        metrics: RequestMetrics,
+        speculation: SpeculationMetrics,
+        watched: WatchedSteps,
+    ) -> None:
         self._tracer = tracer
         self._metrics = metrics
+        self._speculation = speculation
         self._watched = watched
 
     def arrived(self, requests: Sequence[Request]) -> None:
@@ -36,6 +44,8 @@ class EngineObserver:
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         self._metrics.done(plan, update)
+        if update.num_draft_tokens:
+            self._speculation.done(update)
         self._tracer.done(plan, update)
         if self._watched.is_on:
             self._watched.done(plan)

@@ -51,6 +51,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         groups=shape.groups,
         drop_last_hit_block=built.drop_last_hit_block,
         max_loras=built.max_loras or None,
+        num_speculative_tokens=built.num_speculative_tokens,
+        num_speculative_rows=built.num_speculative_rows,
         kv_role=KVRole.BOTH if built.num_tier_blocks else None,
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
     )

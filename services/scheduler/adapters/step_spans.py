@@ -43,6 +43,13 @@ class StepSpan:
         if len(links) > MAX_LINKS:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Notes how many drafts the step verified, and how many of them stand."""
+        self._attributes |= {
+            names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
+            names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,
+        }
+
     def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
         """Records the step. A lost one has no tokens."""
         if lost:

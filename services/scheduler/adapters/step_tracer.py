@@ -119,6 +119,8 @@ class StepTracer:
             self._end_turns(update.turns, now)
         if step.span is not None:
             self._end_execution(plan.step, None)
+            if update.num_draft_tokens:
+                step.span.verified(sum(update.num_draft_tokens), sum(update.num_accepted))
             step.span.record(self._tracing, self._unix_nanos())
 
     def _end_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:

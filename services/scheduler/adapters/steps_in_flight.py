@@ -73,7 +73,9 @@ class SentStep:
             response.execute_nanos = whole * num_stages // num_ranks
         try:
             transfers = self._steps.ended_loads.take()
-            self.output.set_result(model_runner_output_from_proto(response, transfers))
+            num_speculative = self._steps.num_speculative_tokens
+            output = model_runner_output_from_proto(response, transfers, num_speculative)
+            self.output.set_result(output)
         except ValueError as error:  # bytes that are not an array
             self.output.set_exception(error)
 
@@ -81,12 +83,13 @@ class SentStep:
 class StepsInFlight:
     """The steps of all ranks, oldest first. They run one after the other: the time of a step
     begins when the step before it is done. `num_stages`: pipeline stages, whose times add up to
-    that of a step.
+    that of a step. `num_speculative_tokens`: drafts that the workers propose of a request, at most.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
         self.ranks = tuple(ranks)
         self.num_stages = 1
+        self.num_speculative_tokens = 0
         self.ended_loads = EndedLoads(len(self.ranks))
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()

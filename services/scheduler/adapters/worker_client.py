@@ -148,6 +148,7 @@ class WorkerGroup:
         """What each rank runs, in rank order. Raises StepwellError if one cannot be reached."""
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         self._steps.num_stages = num_stages(ranks[0])
+        self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
             # A new process may compile or allocate in the first steps of each size.

@@ -176,8 +176,11 @@ class AdmissionPlanner:
 
         With them a step of decoding requests has one shape. There are none in a step that computes
         a further chunk of a prompt, in one without running requests if nothing of the prompt is
-        cached, and where the model's length or a whole step does not hold them.
+        cached, where the model's length or a whole step does not hold them, and where their number
+        goes by that of the requests.
         """
+        if self.config.num_speculative_rows:
+            return 0
         num_drafts = self.config.num_speculative_tokens
         if end - start != 1 or end != request.num_tokens or builder.has_prefill_chunks:
             return 0

@@ -42,11 +42,13 @@ class SchedulerConfig:
     async_scheduling: bool = False
     """Plan a step while the one before it runs, with placeholders for its tokens."""
     num_speculative_tokens: int = 0
-    """Drafts that the workers propose for each request and step. Used today by recordings and
-    replays; speculative decoding will use it.
+    """Drafts that the workers propose for each request and step, at most."""
+    num_speculative_rows: int = 0
+    """Rows that the tokens and drafts of the running requests are to fill in a step: each has as
+    many drafts as fit, the same number for all; 0: each has `num_speculative_tokens`.
     """
     num_lookahead_tokens: int = 0
-    """Slots that a draft model needs beyond the tokens of a step. Used as the drafts are."""
+    """Slots that a draft model needs beyond a step's tokens. Used by recordings and replays."""
     drop_last_hit_block: bool = False
     """Whether the pool leaves the last block of a prefix hit out, for a draft head (EAGLE). Set by
     the description of a worker; none sets it before a worker has such a head.
@@ -175,6 +177,13 @@ class SchedulerConfig:
     def has_partial_hits(self) -> bool:
         """Whether prefix hits may end inside a block."""
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
+
+    def num_drafts(self, num_running: int) -> int:
+        """Drafts of each of so many running requests."""
+        most, num_rows = self.num_speculative_tokens, self.num_speculative_rows
+        if not most or not num_rows or not num_running:
+            return most
+        return min(most, max(num_rows // num_running - 1, 0))
 
     @property
     def max_in_flight_tokens(self) -> int:

@@ -170,6 +170,8 @@ class ModelRunnerOutput:
     """Sampled tokens: none inside a prompt."""
     draft_token_ids: Sequence[Sequence[int]] = ()
     """Drafts for the next step; parallel as well, or empty if the workers propose none."""
+    num_draft_tokens: Sequence[int] = ()
+    """Drafts that the workers verified of each; parallel as well, or empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
     """By index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
@@ -216,6 +218,14 @@ class EngineCoreOutputs:
     """Vectors of prompts, by index of the request, also of requests that had ended before."""
     failed: Sequence[Request] = ()
     """Of those that ended, requests that steps looked at in the queue and that can never run."""
+    num_draft_tokens: Sequence[int] = ()
+    """Drafts that were verified, parallel to the plan's requests; empty if there were none."""
+
+    @property
+    def num_accepted(self) -> list[int]:
+        """Drafts that stand, of each request of which some were verified."""
+        counts = zip(self.num_draft_tokens, self.token_ids, strict=True)
+        return [max(len(tokens or ()) - 1, 0) for num_drafts, tokens in counts if num_drafts]
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
         ended = {*self.ended, *self.turns}

@@ -149,9 +149,7 @@ class Request(ComputedTokens):
     is_prefill_chunk: bool = False
     """Whether the last step left tokens to compute before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Drafts of the tokens after the last one, -1 where only the workers know them. Only recordings
-    and replays have drafts today; speculative decoding will.
-    """
+    """Drafts of the tokens after the last one, -1 where only the workers know them."""
     num_slots: int = 0
     """Tokens that its block table can hold."""
     row: int | None = None

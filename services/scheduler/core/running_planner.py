@@ -30,6 +30,7 @@ class RunningPlanner:
         self._filled_block_size = config.hash_block_size if config.enable_prefix_caching else None
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._has_drafts = config.num_speculative_tokens > 0
+        self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
         self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
         """Whether the token after one in flight can be planned, because workers know it first."""
@@ -49,6 +50,9 @@ class RunningPlanner:
         requests behind it.
         """
         running, growing = self._running, list[Request]()
+        if self._may_drop_drafts and self._config.num_drafts(len(running)):
+            for request in running.between(0, len(running)):
+                running.leave_fast_path(request)
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
         looked_at = running.off_fast_path(begin)
         for request, num_computed in zip(looked_at, num_computed_tokens_of(looked_at), strict=True):
@@ -82,15 +86,18 @@ class RunningPlanner:
         if not builder.off_fast_path:
             return
         moving: Collection[Request] = ()
-        if self._window_clock is not None:
+        num_drafts = self._config.num_drafts(len(self._running)) if self._has_drafts else 0
+        if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
             moving = _moving(builder.off_fast_path, steps)
         set_off_fast_path(builder.off_fast_path)
         entering = dict[Request, int]()
         for request, num_computed in builder.off_fast_path.items():
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._has_drafts:
-                request.draft_token_ids = self._placeholder_drafts(request)
-            elif self._feeds_forward and not request.is_prefill_chunk and request not in moving:
+                request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
+            if num_drafts:
+                continue
+            if self._feeds_forward and not request.is_prefill_chunk and request not in moving:
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
                     entering[request] = num_steps
@@ -148,11 +155,11 @@ class RunningPlanner:
         longest = self._max_prompt_len - num_computed
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
-    def _placeholder_drafts(self, request: Request) -> list[int]:
+    def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
         """Drafts that the workers make in the step in flight; only they know the tokens."""
         if not self._config.async_scheduling or request.is_prefill_chunk:
             return []
-        return [-1] * self._config.num_speculative_tokens
+        return [-1] * num_drafts
 
     def _fast_path_end(self, request: Request) -> int:
         """The first number of computed tokens at which a decoding request must be looked at: it
@@ -172,8 +179,9 @@ class RunningPlanner:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """Of requests with so many tokens computed after a step, those whose windows the next steps
-    move by more than a token each: more than one is computed now, or in flight.
+    """Of requests with so many tokens computed after a step, those of which more than one is
+    computed now, or in flight: the next steps move their windows by more than a token each, and may
+    turn out to have rejected some.
     """
     num_in_flight = steps.num_tokens()
     return {

@@ -48,6 +48,7 @@ class StepUpdate:
             output.execute_nanos,
             output.pooled,
             unable,
+            output.num_draft_tokens,
         )
 
     def _append(
@@ -161,7 +162,8 @@ class StepUpdate:
             drafts = plan.draft_token_ids.get(request, ())
             request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
         if output.draft_token_ids and not self._config.async_scheduling:
-            request.draft_token_ids = list(output.draft_token_ids[index])
+            num_drafts = self._config.num_drafts(len(self._running))
+            request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
         if request.row is not None:
             self._state.kv_cache_manager.publish_known(request)
         return kept

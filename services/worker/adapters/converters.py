@@ -98,6 +98,8 @@ def step_output_to_proto(
             worker_pb2.PooledVector(index=index, values=vector.astype("<f4", copy=False).tobytes())
             for index, vector in output.pooled.items()
         )
+    if len(output.num_draft_tokens):
+        message.num_draft_tokens = _packed(output.num_draft_tokens)
     if output.ended_tier_loads:
         message.ended_tier_loads.extend(
             worker_pb2.EndedTierLoad(

@@ -4,7 +4,8 @@ InvalidArgument
 └── InvalidStep          a step contradicts the batch or the limits
 StepwellError
 ├── KVCacheTooSmall      the memory set aside cannot hold one sequence
-└── NoTier               offloaded blocks cannot be kept
+├── NoTier               offloaded blocks cannot be kept
+└── NoSpeculation        drafts cannot be verified
 """
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -26,3 +27,9 @@ class NoTier(StepwellError):
     """Offloaded keys and values cannot be kept on this device or in this much memory."""
 
     reason = "NO_TIER"
+
+
+class NoSpeculation(StepwellError):
+    """The model, or the way that it is divided, does not allow drafts to be verified."""
+
+    reason = "NO_SPECULATION"

@@ -23,6 +23,8 @@ class BatchLimits:
     `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
     `state_block_sizes`: tokens that a block of each group of recurrent layers stands for; these
     groups are the last ones. `num_tier_blocks`: blocks of the tier of offloaded keys and values.
+    `num_speculative_tokens`: drafts that are proposed here for a request and step, at most;
+    `num_speculative_rows`: that tokens and drafts of decoding requests fill at most, 0: any number.
     """
 
     max_num_seqs: int
@@ -34,6 +36,8 @@ class BatchLimits:
     windows: tuple[int | None, ...] = (None,)
     state_block_sizes: tuple[int, ...] = ()
     num_tier_blocks: int = 0
+    num_speculative_tokens: int = 0
+    num_speculative_rows: int = 0
 
     @property
     def num_groups(self) -> int:
@@ -44,6 +48,13 @@ class BatchLimits:
     def first_state_group(self) -> int:
         """The number of groups of layers that attend; those of recurrent layers follow."""
         return len(self.windows) - len(self.state_block_sizes)
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """Most rows of logits of a step, those of drafts included."""
+        if self.num_speculative_rows:
+            return max(self.max_num_seqs, self.num_speculative_rows)
+        return self.max_num_seqs * (1 + self.num_speculative_tokens)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:

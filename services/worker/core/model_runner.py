@@ -27,6 +27,7 @@ from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.backends.lora import PackedLora
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
+from services.worker.core.drafter import Drafter
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.errors import InvalidStep
 from services.worker.core.input_batch import BatchLimits, InputBatch
@@ -56,7 +57,8 @@ class ModelRunner:
     ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
     where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
     pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks. `grammars`:
-    what outputs may be held to. `adapters`: those that requests may have; None: none.
+    what outputs may be held to. `adapters`: those that requests may have; None: none. `drafter`:
+    proposes drafts; None: steps bring their own, if any.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class ModelRunner:
         tier: KVTier | None = None,
         grammars: Grammars | None = None,
         adapters: LoraAdapters | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._attention = attention
         self._device = device or CpuDevice()
         self._device_tokens = device_tokens
@@ -90,6 +93,7 @@ class ModelRunner:
         self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
         self._grammars = grammars
         self._adapters = adapters
+        self.drafter = drafter
         self._adapter_of: dict[int, PackedLora] = {}
         """By row, for requests that have one."""
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, grammars)
@@ -113,6 +117,8 @@ class ModelRunner:
             self._pooler.clear()
         if self._device_tokens is not None:
             self._device_tokens.reset()
+        if self.drafter is not None:
+            self.drafter.clear()
         if self.tier is not None:
             self.tier.reset()
         self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars)
@@ -182,6 +188,8 @@ class ModelRunner:
         if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
+        if self.drafter is not None:
+            step = self.drafter.complete(step, self._batch)
         self._place_drafts(step)
         if self._stage is not None and not self._samples:
             self._batch.place_last_tokens(step)
@@ -218,6 +226,8 @@ class ModelRunner:
             self._pooler.update(step)
         if not self._samples:
             return
+        if self.drafter is not None:
+            self.drafter.forget(step.removed_rows)
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)
             self._num_prompt_logprobs.pop(row, None)
@@ -249,7 +259,7 @@ class ModelRunner:
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             return wanted_rows(logits, wanted), lambda some: logits[some]
         hidden, found = self._run_model(tokens, token_ids, embedded, wanted)
-        return found, lambda some: self._model.compute_logits(hidden[some])
+        return found, lambda some: self.model.compute_logits(hidden[some])
 
     def _run_model(
         self,
@@ -259,7 +269,7 @@ class ModelRunner:
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of the step's tokens, and the wanted logits: see Model.forward."""
-        hidden, logits = self._model.forward(
+        hidden, logits = self.model.forward(
             token_ids,
             self._device.upload(tokens.positions),
             self._attention.begin_step(tokens.layouts),
@@ -301,6 +311,7 @@ class ModelRunner:
             rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
             if tokens.num_draft_tokens is not None:
                 self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
+                self._tell_drafter(tokens, tokens.num_draft_tokens)
             elif on_device is not None and not prompt and self._sampler.is_simple(rows):
                 self._batch.append_unknown(rows)
                 num_logprobs = self._sampler.num_logprobs(rows)
@@ -336,6 +347,12 @@ class ModelRunner:
             accepted[output.nan_rows] = accepted[output.refused_rows] = False
             self._batch.append_one(rows, output.token_ids)
             active, offset = active[accepted], offset + 1
+
+    def _tell_drafter(self, tokens: StepTokens, num_draft_tokens: Int32Array) -> None:
+        """Reports which of the drafts stood: all tokens that were sampled but the last."""
+        if self.drafter is not None:
+            num_sampled = self._batch.num_tokens[tokens.rows] - tokens.seq_lens + num_draft_tokens
+            self.drafter.verified(tokens.rows, num_draft_tokens, num_sampled - 1)
 
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]

@@ -52,4 +52,5 @@ class Sampled:
             logprobs=logprobs,
             nan_requests=np.array(sorted(self._nan_requests), np.int32),
             refused_tokens=dict(sorted(self._refused_tokens.items())),
+            num_draft_tokens=step.num_draft_tokens,
         )

@@ -87,9 +87,9 @@ class StepInput:
     `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
     `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
     last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
-    tokens. `last_token_ids` is parallel too, or empty: the last of each request's scheduled tokens,
-    for pipeline stages that do not sample. If the generation is another than that of the step
-    before, batch and cache start empty.
+    tokens, -1 where they are to be proposed here; see drafter.py. `last_token_ids` is parallel too,
+    or empty: the last of each request's scheduled tokens, for pipeline stages that do not sample.
+    If the generation is another than that of the step before, batch and cache start empty.
     """
 
     generation: int
@@ -129,7 +129,7 @@ class StepOutput:
     of the request, which of its tokens is the first that its grammar refuses. `pooled`: vectors,
     float32, of the requests whose prompt the step computed to its end, by index. `waited_nanos`:
     for how long it waited for the pipeline stage before. `ended_tier_loads`: those that ended since
-    the step before.
+    the step before. `num_draft_tokens`: drafts that it verified of each request; empty if none.
     """
 
     generation: int
@@ -142,3 +142,4 @@ class StepOutput:
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     waited_nanos: int = 0
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
+    num_draft_tokens: Int32Array = field(default_factory=no_ints)

@@ -4,12 +4,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.worker.backends.attention import Int64Array
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 if TYPE_CHECKING:
     from services.worker.core.input_batch import InputBatch
 
+
+PROPOSED_HERE = -1
+"""The id of a draft that the worker is to propose itself."""
 
 _NO_DRAFTS = np.zeros(1, np.int32)
 
@@ -127,6 +131,8 @@ class StepCheck:
         name, token_ids = "draft_token_ids", self._step.draft_token_ids
         adds_up = not (counts < 0).any() and int(counts.sum()) == len(token_ids)
         self._require(adds_up, name, "drafts do not add up to num_draft_tokens")
+        if self._limits.num_speculative_tokens:
+            token_ids = token_ids[token_ids != PROPOSED_HERE]
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> None:
@@ -136,6 +142,8 @@ class StepCheck:
         computed = step.num_computed_tokens.astype(np.int64)
         drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
         known, room = self._known_and_room()
+        if self._limits.num_speculative_tokens:
+            computed -= self._num_rejected(computed + scheduled - drafts - known)
         ends = computed + scheduled
         fits = (scheduled > drafts) & (computed >= 0) & (ends - drafts <= known) & (ends <= room)
         if drafts is not _NO_DRAFTS:
@@ -144,6 +152,14 @@ class StepCheck:
             index, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
             columns = (step.rows, scheduled, computed, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
+
+    def _num_rejected(self, num_unknown: Int64Array) -> Int64Array:
+        """How many of the tokens that count as computed were rejected as drafts, given how many of
+        those to compute are not known here: at most the drafts of the step before.
+        """
+        num_rejected = np.maximum(num_unknown, 0)
+        num_rejected[num_rejected > self._limits.num_speculative_tokens] = 0
+        return num_rejected
 
     def _check_copies(self) -> None:
         sources, targets = self._step.copy_sources, self._step.copy_targets

@@ -37,7 +37,9 @@ class WorkerDescription:
     `tokenizer_fingerprint` too, or empty where the model has no tokenizer files. `pooler` is None
     for a model that generates. `num_tier_blocks`: blocks of offloaded keys and values. `max_loras`:
     adapters that the requests of a step may have, 0 if none are served; `max_cpu_loras`: adapters
-    that may be loaded.
+    that may be loaded. `num_speculative_tokens`: most drafts of a request in a step, 0 if none are
+    proposed; `num_speculative_rows`: that decoding requests and their drafts are to fill in a step,
+    at most, 0 if any number.
     """
 
     incarnation: str
@@ -63,6 +65,8 @@ class WorkerDescription:
     num_tier_blocks: int = 0
     max_loras: int = 0
     max_cpu_loras: int = 0
+    num_speculative_tokens: int = 0
+    num_speculative_rows: int = 0
 
     @property
     def pipeline_stage(self) -> int | None:

@@ -50,6 +50,7 @@ class CudaPlatform:
     default_block_size = 64
     default_memory_utilization = 0.9
     has_tier = False
+    num_speculative_rows = 0
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ def runner_on(
     batch_invariant: bool = False,
 ) -> ModelRunner:
     """A runner that samples on the device, and repeats recorded decodes if the model allows it; or
-    one that pools prompts.
+    one that pools prompts. With speculation it samples on the host, which must know the tokens.
 
     Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
     and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: a request's
@@ -144,7 +145,7 @@ def runner_on(
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, grammars = parts.pooler, parts.lockstep, parts.grammars
     device_tokens = None
-    if pooler is None:
+    if pooler is None and parts.drafter is None:
         device_tokens = DeviceTokens(device, limits.max_num_seqs, by_row=batch_invariant)
     if not suits_xformers(shape.layers):
         plain = TorchPagedAttention(shape, device, batch_invariant=False)
@@ -152,6 +153,7 @@ def runner_on(
             *(model, plain, limits, device, device_tokens, None, lockstep, pooler),
             grammars=grammars,
             adapters=parts.adapters,
+            drafter=parts.drafter,
         )
 
     # Imported here because it imports xFormers, which a worker on the CPU does not need.
@@ -166,6 +168,7 @@ def runner_on(
         *(model, attention, limits, device, device_tokens, buckets, lockstep, pooler),
         grammars=grammars,
         adapters=parts.adapters,
+        drafter=parts.drafter,
     )
 
 

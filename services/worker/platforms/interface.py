@@ -7,6 +7,7 @@ import torch
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
+from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.kv_tier import Bytes
@@ -26,7 +27,7 @@ class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
     generates, `stage` for a whole model, `grammars` where outputs are not constrained.
     `tier_memory` is that of offloaded blocks, None if there are none; `adapters` is None if
-    none are served.
+    none are served, `drafter` if there is no speculation.
     """
 
     loaded: LoadedModel
@@ -39,6 +40,7 @@ class Parts:
     tier_memory: Bytes | None = None
     grammars: Grammars | None = None
     adapters: LoraAdapters | None = None
+    drafter: Drafter | None = None
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
@@ -69,6 +71,10 @@ class Platform(Protocol):
     @property
     def has_tier(self) -> bool:
         """Whether its runners can keep offloaded blocks in a tier."""
+
+    @property
+    def num_speculative_rows(self) -> int:
+        """Rows that a step of decodes computes in about the time of one; 0: more than there are."""
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""

@@ -55,6 +55,7 @@ EVERYTHING = {
     "kv_cache_memory_bytes": 1_000_000,
     "num_blocks": 50,
     "kv_offloading_size": 0.5,
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "block_size": 32,
     "mamba_cache_mode": "none",
     "max_model_len": 128,

@@ -26,13 +26,14 @@ from services.common.status import (
 )
 from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.out_of_memory import NotEnoughMemory
-from services.worker.core.errors import KVCacheTooSmall, NoTier
+from services.worker.core.errors import KVCacheTooSmall, NoSpeculation, NoTier
 from services.worker.models.errors import ModelError
 from services.worker.platforms.cpu_kernels import KernelsUnavailable
 
 ENDS_A_START = (
     ModelError,
     KVCacheTooSmall,
+    NoSpeculation,
     NoTier,
     NotEnoughMemory,
     KernelsUnavailable,

@@ -33,3 +33,23 @@ async def test_where_no_step_holds_the_drafts_it_enters_without() -> None:
     await story.run()
     story.add("again", prompt(9), max_tokens=2)
     assert (await story.step()).granted == {"again": 1}
+
+
+async def test_requests_share_a_bounded_number_of_rows() -> None:
+    story = Story(
+        num_speculative_tokens=4, num_speculative_rows=6, async_scheduling=True, max_num_seqs=8
+    )
+    story.add("0", prompt(5), max_tokens=40)
+    await story.step()
+    assert (await story.step()).granted == {"0": 5}
+    for number in range(1, 3):
+        story.add(str(number), prompt(5, first=100 * number), max_tokens=12)
+    await story.step()
+    assert (await story.step()).granted == {"0": 2, "1": 2, "2": 2}
+    story.add("3", prompt(5, first=900), max_tokens=12)
+    await story.step()
+    assert (await story.step()).granted == dict.fromkeys("0123", 1)
+    while len(story.scheduler.running) > 1:
+        await story.step()
+    await story.step()
+    assert (await story.step()).granted == {"0": 5}

@@ -108,7 +108,7 @@ def test_memory_that_differs_ends_the_group_though_tokens_are_the_same(tmp_path:
         driver, request = Driver(runner, block_size=16, num_blocks=600), Request([5, 6, 7], 40)
         driver.step([(request, 3)])
         if thread.group.ranks.rank == 1:
-            runner._model._weights.embedding[9:] += 1e-3
+            runner.model._weights.embedding[9:] += 1e-3
         with pytest.raises(GroupBroken):
             driver.run([request])
         return str(thread.broken.result(60))

@@ -1,0 +1,222 @@
+"""What speculation gains and costs on the CPU, by what is written: with it and without, in turns.
+
+    python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
+
+Runner, scheduler and pool in one process, twice over the same weights: once with n-grams, once
+without. A model of random weights writes nothing that could be guessed, so it is told what to
+write: the logit of the next token of a text is raised. All else is computed as it would be. Texts
+are this project's, by the tokens of the demo model:
+
+* an edit of a program: the prompt is one of its files, the answer the same with names changed;
+* an extraction: the prompt is lines of JSON, the answer some fields of each;
+* a continuation: the prompt is the beginning of a page in prose, the answer goes on with it.
+
+Figures are medians of rounds, from the first token to the last. Tokens a step are those of the runs
+with speculation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import uvloop
+from tokenizers import Tokenizer
+
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import log, show
+from benchmarks.common.in_process import InProcess
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model
+from services.worker.backends.attention import LayerAttention
+from services.worker.backends.lora import LoraRows
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.worker import Worker
+from services.worker.models.model import Model
+from services.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).parents[2]
+RAISED = 1e4
+"""More than any logit is above another."""
+MAX_MODEL_LEN = 1536
+LONGEST_PROMPT, NUM_TOKENS = 900, 256
+NUM_AT_ONCE = (1, 32)
+CONFIG = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is written: the tokens of a prompt, and of an answer to it."""
+
+    name: str
+    prompt: list[int]
+    answer: list[int]
+
+
+class ToldModel:
+    """A Model that writes what it is told, at whatever cost it has."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
+
+    def tell(self, text: Text) -> None:
+        """What all sequences consist of from here on."""
+        tokens = torch.tensor([*text.prompt, *text.answer][1:MAX_MODEL_LEN])
+        self._next_tokens[: len(tokens)] = tokens
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(token_ids)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        if found[1] is not None:
+            at = positions if wanted is None else positions[wanted]
+            found[1][torch.arange(len(at)), self._next_tokens[at]] += RAISED
+        return found
+
+
+class Engine:
+    """A replica in this process, with speculation or without."""
+
+    def __init__(self, model: Path, num_threads: int, *, speculates: bool) -> None:
+        self._told: list[ToldModel] = []
+        settings = WorkerSettings(
+            model=model,
+            num_threads=num_threads,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max(NUM_AT_ONCE),
+            num_blocks=max(NUM_AT_ONCE) * MAX_MODEL_LEN // 16,
+            speculative_config=json.dumps(CONFIG) if speculates else None,
+        )
+        self.composed = InProcess(settings, self._replace_model)
+
+    def _replace_model(self, worker: Worker) -> None:
+        runner = worker.runner
+        if not isinstance(runner, ModelRunner):
+            raise TypeError("this model is not run in steps of tokens")
+        self._told.append(ToldModel(runner.model))
+        runner.model = self._told[0]
+
+    async def turn(self, text: Text, num_at_once: int) -> tuple[float, float]:
+        """Milliseconds a token of each request, and tokens a step."""
+        self._told[0].tell(text)
+        arrivals = await asyncio.gather(*(self._arrivals(text) for _ in range(num_at_once)))
+        began = max(times[0][0] for times in arrivals)
+        seconds = max(times[-1][0] for times in arrivals) - began
+        behind = [[count for at, count in times if at > began] for times in arrivals]
+        num_tokens = statistics.mean(map(sum, behind))
+        return 1000 * seconds / num_tokens, num_tokens / statistics.mean(map(len, behind))
+
+    async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
+        """When tokens came, and how many."""
+        pieces = self.composed.client.generate(text.prompt, len(text.answer))
+        return [(time.perf_counter(), count) async for count in pieces]
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = make_parser("worker.speculation", (__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", default="135m", help="a directory, or the size of a random model"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
+    arguments = parser.parse_args()
+    show(machine_text(machine(), f"worker.speculation --model {arguments.model}"))
+    model = find_model(arguments.model)
+    show(uvloop.run(_measure(model, arguments.threads, arguments.rounds)))
+
+
+async def _measure(model: Path, num_threads: int, num_rounds: int) -> str:
+    """The table, after a round that does not count."""
+    lines = ["| text | at once | without, ms a token | with | speed-up | tokens a step |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    async with AsyncExitStack() as stack:
+        engines = [Engine(model, num_threads, speculates=flag) for flag in (False, True)]
+        for engine in engines:
+            await stack.enter_async_context(engine.composed)
+        gc.collect()
+        gc.freeze()
+        for num_at_once in NUM_AT_ONCE:
+            for text in texts():
+                turns = [await _round(engines, text, num_at_once) for _ in range(num_rounds + 1)]
+                without, speculating = (
+                    statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
+                )
+                gain = statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:])
+                tokens = turns[-1][1][1]
+                lines.append(
+                    f"| {text.name} | {num_at_once} | {without:.2f} | {speculating:.2f} "
+                    f"| {gain:.2f} | {tokens:.2f} |"
+                )
+                log(lines[-1])
+    return "\n".join(lines)
+
+
+async def _round(engines: Sequence[Engine], text: Text, num: int) -> list[tuple[float, float]]:
+    return [await engine.turn(text, num) for engine in engines]
+
+
+def texts() -> list[Text]:
+    """An edit, an extraction, a continuation."""
+    program = (ROOT / "services/worker/core/layout.py").read_text()
+    records = [
+        {"id": 1000 + 37 * number, "name": name, "city": city, "paid": number % 3 == 0}
+        for number, (name, city) in enumerate(zip(_NAMES, _CITIES, strict=True))
+    ]
+    lines = "\n".join(map(json.dumps, records))
+    found = "\n".join(json.dumps({"name": of["name"], "city": of["city"]}) for of in records)
+    page = (ROOT / "docs/architecture.md").read_text().partition("## What fails how")[2]
+    start = "class SamplingRequests"
+    edited = program[program.index(start) :]
+    edited = edited.replace("firsts", "beginnings").replace("counts", "numbers")
+    prompt = program[program.index("@dataclass(frozen=True, slots=True)\nclass Sampling") :]
+    return [
+        _text("edit of a program", prompt, edited),
+        _text("extraction from JSON", lines, found),
+        _text("continuation of prose", page[: len(page) // 3], page[len(page) // 3 :]),
+    ]
+
+
+def _text(name: str, prompt: str, answer: str) -> Text:
+    tokenizer = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids[-LONGEST_PROMPT:]
+    return Text(name, given, tokenizer.encode(answer, add_special_tokens=False).ids[:NUM_TOKENS])
+
+
+_NAMES = (
+    *("Ada Byron", "Alan Kay", "Barbara Liskov", "Edsger Dijkstra", "Grace Hopper"),
+    *("John Backus", "Ken Iverson", "Leslie Lamport", "Niklaus Wirth", "Radia Perlman"),
+)
+_CITIES = (
+    *("London", "Springfield", "Los Angeles", "Rotterdam", "New York"),
+    *("Philadelphia", "Camrose", "Brooklyn", "Winterthur", "Portsmouth"),
+)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The same tokens with drafts as without, whoever proposes them and whatever the scheduler does."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stepwell.common.v1 import common_pb2
+
+from services.worker.build import build_worker
+from services.worker.core.drafter import Drafter
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.worker import Worker
+from services.worker.settings import WorkerSettings
+from services.worker.speculation.config import SpeculativeConfig
+from services.worker.speculation.ngram import NgramProposer
+from services.worker.speculation.proposer import Proposer
+from tests.parity.proposers import KnownProposer, RandomProposer
+from tests.parity.situations import (
+    BLOCK_SIZE,
+    GREEDY,
+    LARGE_POOL,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    SAMPLED,
+    SITUATIONS,
+    prompts,
+    reference_outputs,
+)
+from tests.parity.test_services_parity import Outputs, generate, serving
+from tests.tiny_models import save_tiny_model
+
+NUM_DRAFTS = 4
+NGRAM = SpeculativeConfig(NUM_DRAFTS, prompt_lookup_min=1, prompt_lookup_max=3)
+EDITED: dict[str, Any] = {
+    **GREEDY,
+    "frequency_penalty": 0.7,
+    "logit_bias_token_ids": [5, 6],
+    "logit_bias_values": [2.0, -3.0],
+    "min_tokens": 12,
+    "stop_token_ids": list(range(40, 80)),
+    "logprobs": 1,
+}
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+TOGETHER = SITUATIONS["sixteen together"]
+
+PROPOSERS: dict[str, Callable[[KnownProposer], Proposer]] = {
+    "always right": lambda known: known,
+    "never right": lambda known: KnownProposer(known.sequences, shift=1),
+    "random": RandomProposer,
+    "ngram": lambda _: NgramProposer(NGRAM),
+}
+
+
+@dataclass
+class Speculating:
+    """A worker that verifies drafts, and what its model answers without any, by parameters."""
+
+    loaded: Worker
+    outputs: list[tuple[dict[str, Any], Outputs]]
+
+    def propose_with(self, name: str) -> None:
+        """Lets this proposer propose."""
+        assert isinstance(self.loaded.runner, ModelRunner)
+        given = [prompt for _ in self.outputs for prompt in prompts()]
+        answers = [answer for _, outputs in self.outputs for answer in outputs]
+        known = [prompt + answer for prompt, answer in zip(given, answers, strict=True)]
+        self.loaded.runner.drafter = Drafter(PROPOSERS[name](KnownProposer(known)), NUM_DRAFTS)
+
+
+def build(directory: Path, **config: Any) -> Worker:
+    settings = WorkerSettings(
+        model=directory,
+        block_size=BLOCK_SIZE,
+        num_blocks=LARGE_POOL,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        speculative_config=json.dumps(config) if config else None,
+    )
+    return build_worker(settings, directory.name, lambda: None)
+
+
+async def _answers(worker: Worker, params: dict[str, Any]) -> Outputs:
+    async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
+        return await generate(gateway, prompts(), params)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3"])
+def speculating(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Speculating:
+    """One with full attention, one with windows beside it."""
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    save_tiny_model(directory, request.param)
+    plain = build(directory)
+    outputs = [(GREEDY, reference_outputs(request.param))]
+    for params in (SAMPLED, EDITED):
+        outputs.append((params, asyncio.run(_answers(plain, params))))
+    assert 12 <= min(map(len, outputs[-1][1])) < MAX_TOKENS
+    return Speculating(build(directory, num_speculative_tokens=NUM_DRAFTS, num_rows=0), outputs)
+
+
+@pytest.mark.parametrize(
+    ("situation", "proposer", "async_scheduling"),
+    [
+        *(
+            (name, proposer, True)
+            for name in SITUATIONS
+            for proposer in PROPOSERS
+            if name != "alone"
+        ),
+        *((name, "random", False) for name in SITUATIONS if name != "alone"),
+        *(("alone", proposer, True) for proposer in ("always right", "never right")),
+    ],
+)
+async def test_drafts_change_no_token(
+    speculating: Speculating, situation: str, proposer: str, *, async_scheduling: bool
+) -> None:
+    speculating.propose_with(proposer)
+    async with serving(
+        speculating.loaded, SITUATIONS[situation], async_scheduling=async_scheduling
+    ) as (replica, gateway):
+        for params, expected in speculating.outputs:
+            assert await generate(gateway, prompts(), params) == expected
+        await replica.until_idle()
+        stats = await replica.stats()
+    if situation == "preempted again and again":
+        assert stats.num_preemptions >= 1
+    if situation == "alone":
+        num_tokens = sum(len(answer) for _, of in speculating.outputs for answer in of)
+        each = 1 + NUM_DRAFTS if proposer == "always right" else 1
+        assert stats.num_steps < 1.5 * num_tokens / each + 3 * len(prompts())
+
+
+async def test_accepted_drafts_are_cached_as_they_were_computed(speculating: Speculating) -> None:
+    speculating.propose_with("random")
+    _, expected = speculating.outputs[0]
+    half = MAX_TOKENS // 2
+    async with serving(speculating.loaded, TOGETHER, async_scheduling=True) as (_, gateway):
+        assert await generate(gateway, prompts(), GREEDY) == expected
+        first = len(gateway.heard)
+        turns = [prompt + answer[:half] for prompt, answer in zip(prompts(), expected, strict=True)]
+        params = {**GREEDY, "max_tokens": half}
+        assert await generate(gateway, turns, params) == [answer[half:] for answer in expected]
+        for handle, turn in enumerate(turns, first):
+            cached = gateway.heard[handle].num_cached_tokens
+            assert cached == (len(turn) - 1) // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+async def test_drafts_change_no_token_of_a_form(temperature: float) -> None:
+    schema = {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"name": {"enum": ["fox", "tortoise"]}, "old": {"type": "boolean"}},
+            "required": ["name", "old"],
+            "additionalProperties": False,
+        },
+        "minItems": 4,
+        "maxItems": 4,
+    }
+    wanted = common_pb2.StructuredOutputs(
+        kind=common_pb2.STRUCTURED_OUTPUTS_KIND_JSON, text=json.dumps(schema)
+    )
+    params: dict[str, Any] = {
+        "temperature": temperature,
+        "seed": 3,
+        "max_tokens": 80,
+        "structured_outputs": wanted,
+    }
+    answers, num_steps = [], []
+    for config in ({}, {"num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 2}):
+        async with serving(build(DEMO, **config), TOGETHER, async_scheduling=True) as (
+            replica,
+            gateway,
+        ):
+            answers.append(await generate(gateway, [[5, 6, 7], [8, 9]], params))
+            num_steps.append((await replica.stats()).num_steps)
+    assert answers[0] == answers[1]
+    assert num_steps[1] < num_steps[0]

@@ -1,0 +1,53 @@
+"""The setting speculative_config: what it means, and what is wrong with it."""
+
+import json
+
+import pytest
+
+from services.worker.speculation.config import (
+    SpeculativeConfig,
+    parse_speculative_config,
+    speculative_config_problem,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "lookup"),
+    [
+        ({}, (5, 5)),
+        ({"prompt_lookup_min": 3}, (3, 3)),
+        ({"prompt_lookup_max": 4}, (4, 4)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 7}, (2, 7)),
+    ],
+)
+def test_one_length_that_is_given_sets_the_other(
+    given: dict[str, int], lookup: tuple[int, int]
+) -> None:
+    text = json.dumps({"method": "ngram", "num_speculative_tokens": 6, **given})
+    assert parse_speculative_config(text) == SpeculativeConfig(6, *lookup)
+
+
+def test_a_bound_on_rows() -> None:
+    config = parse_speculative_config('{"num_speculative_tokens": 2, "num_rows": 0}')
+    assert config.num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("ngram", "must be JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"num_speculative_tokens": 3, "model": "x"}', "has 'model', and may have only method,"),
+        ('{"num_speculative_tokens": 3, "method": "eagle"}', "must have method ngram"),
+        ("{}", "must have num_speculative_tokens"),
+        ('{"num_speculative_tokens": 0}', "must have num_speculative_tokens from 1 to 128"),
+        ('{"num_speculative_tokens": true}', "must have num_speculative_tokens from 1 to 128"),
+        ('{"num_speculative_tokens": 2, "num_rows": -1}', "must have num_rows from 0"),
+        (
+            '{"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3}',
+            "must have prompt_lookup_min of at most prompt_lookup_max 3",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, problem: str) -> None:
+    assert str(speculative_config_problem(text)).startswith(problem)
