@@ -41,10 +41,19 @@ class QuantizedWeight:
     def dequantized(self) -> torch.Tensor:
         """The weight in `dtype`, to which float32 is rounded."""
         rows, columns = self.codes.shape
-        grouped = self.codes.view(rows, -1, self.group) * self.scales.unsqueeze(-1)
+        grouped = self.codes.reshape(rows, -1, self.group) * self.scales.unsqueeze(-1)
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(rows, columns).to(self.dtype)
+
+    def rows(self, taken: slice) -> "QuantizedWeight":
+        """Some rows."""
+        return replace(
+            self,
+            codes=self.codes[taken],
+            scales=self.scales[taken],
+            offsets=None if self.offsets is None else self.offsets[taken],
+        )
 
     def columns(self, taken: slice) -> "QuantizedWeight":
         """Some columns: of a weight with several groups whole groups."""

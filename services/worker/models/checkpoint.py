@@ -7,10 +7,11 @@ and the tensors' bytes.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,8 +80,14 @@ class Checkpoint:
         """The safetensors files, in order."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
-    def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Raises ModelTensorError unless the tensors are exactly `expected`."""
+    def check(
+        self,
+        expected: dict[str, tuple[int, ...]],
+        others: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> None:
+        """Raises ModelTensorError unless the tensors are exactly `expected`. `others`: data types
+        that a tensor may have besides those of unquantized weights.
+        """
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
             raise ModelTensorError(self.source, f"{_named('tensor', missing)} missing")
@@ -99,7 +106,7 @@ class Checkpoint:
                     f"tensor {name} has shape {list(tensor.shape)}, "
                     f"but config.json describes {list(shape)}",
                 )
-            if tensor.dtype not in _READABLE:
+            if tensor.dtype not in _READABLE and tensor.dtype not in others.get(name, ()):
                 raise ModelTensorError(
                     tensor.file, f"tensor {name} has data type {tensor.dtype}, which is not read"
                 )

@@ -14,9 +14,10 @@ from services.worker.models.architecture import (
     Traits,
     native_architecture,
 )
-from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
+from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import LayerConfig, read_layers
+from services.worker.models.quantization_config import QuantizationConfig, read_quantization
 from services.worker.models.rope import RopeConfig, read_ropes
 
 
@@ -40,6 +41,7 @@ class ModelConfig:
     * `embedding_scale`, `attention_scale`: factors of embeddings, and of queries times keys.
     * `attention_softcap`, `logits_softcap`: c tanh(x / c) instead of x, for the scores of attention
       and for logits; None: x.
+    * `quantization`: how the checkpoint's weights are quantized; None: they are not.
     * `checkpoint_dtype`: None if config.json does not give it.
     """
 
@@ -63,6 +65,7 @@ class ModelConfig:
     logits_softcap: float | None
     checkpoint_dtype: torch.dtype | None
     eos_token_ids: tuple[int, ...]
+    quantization: QuantizationConfig | None = None
 
     @property
     def traits(self) -> Traits:
@@ -130,6 +133,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         logits_softcap=logits_softcap,
         checkpoint_dtype=_checkpoint_dtype(reader),
         eos_token_ids=_eos_token_ids(directory, reader),
+        quantization=read_quantization(reader),
     )
     _check(config, reader)
     return config
@@ -213,8 +217,6 @@ def _check_features(reader: JsonReader, traits: Traits) -> None:
             reader.path,
             f"{key} {activation!r} is not supported; supported is {traits.activation.value}",
         )
-    if "quantization_config" in reader:
-        raise quantized(reader.path, reader.raw("quantization_config"))
     if reader.raw("use_bidirectional_attention"):
         raise UnsupportedModel(
             reader.path, "use_bidirectional_attention: a decoder sees no later tokens"

@@ -1,19 +1,93 @@
 """How a worker reads the weights of projections: as they are stored, or quantized at load."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from services.worker.backends.quantized import Weight, quantize_int8, stacked
-from services.worker.models.checkpoint import WHOLE, Index, TensorReader
+from services.worker.backends.quantized import QuantizedWeight, Weight, quantize_int8, stacked
+from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.quantization_config import QuantizationConfig
+from services.worker.models.quantized_tensors import INTEGERS, decoded, tensor_shapes
+
+Shapes = dict[str, tuple[int, ...]]
+_WEIGHT = ".weight"
 
 
 class QuantizationSetting(enum.Enum):
-    """Bits of the weights of projections."""
+    """Bits of the weights of projections, of those that are stored unquantized."""
 
     AUTO = "auto"
     INT8 = "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The quantized weights of a checkpoint: of each, by its name in an unquantized one, the shape.
+    `config` is None if there are none.
+    """
+
+    checkpoint: Checkpoint
+    config: QuantizationConfig | None
+    shapes: Mapping[str, tuple[int, int]]
+
+    def check(self, expected: Shapes) -> None:
+        """Raises ModelTensorError unless the tensors are those of `expected`, of which quantized
+        weights have others in their place.
+        """
+        stored: Shapes = {}
+        for name, shape in expected.items():
+            stored |= self._tensors_of(name) if name in self.shapes else {name: shape}
+        added = stored.keys() - expected.keys() | self.shapes.keys()
+        self.checkpoint.check(stored, dict.fromkeys(added, INTEGERS))
+
+    def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
+        """One of them, whole."""
+        assert self.config is not None
+        tensors = {
+            stored.rpartition(".")[2]: reader.read_part(stored, ())
+            for stored in self._tensors_of(name)
+        }
+        try:
+            return decoded(self.config, tensors, self.shapes[name], dtype)
+        except ValueError as error:
+            raise UnsupportedModel(self.checkpoint.source, f"{name}: {error}") from error
+
+    def _tensors_of(self, name: str) -> Shapes:
+        """Names and shapes of the tensors of a weight."""
+        assert self.config is not None
+        module = name.removesuffix(_WEIGHT)
+        try:
+            shapes = tensor_shapes(self.config, self.shapes[name])
+        except ValueError as error:
+            raise UnsupportedModel(self.checkpoint.source, f"{name}: {error}") from error
+        return {f"{module}.{part}": shape for part, shape in shapes.items()}
+
+
+def stored_weights(
+    checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
+) -> StoredWeights:
+    """Those of the expected tensors that the configuration says are quantized. `tied`: one that is
+    the embedding.
+    """
+    if config is None:
+        return StoredWeights(checkpoint, None, {})
+    shapes = {
+        name: (shape[0], shape[1])
+        for name, shape in expected.items()
+        if name != tied
+        and _is_projection(name, shape)
+        and config.quantizes(name.removesuffix(_WEIGHT))
+    }
+    return StoredWeights(checkpoint, config, shapes)
+
+
+def _is_projection(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is the weight of a projection, other than a router."""
+    is_matrix = len(shape) == 2 and name.endswith(_WEIGHT)
+    return is_matrix and not name.endswith((".gate.weight", "embed_tokens.weight", "score.weight"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +95,44 @@ class WeightReader:
     """Reads weights of projections, for a computation in `dtype`."""
 
     reader: TensorReader
+    stored: StoredWeights
     dtype: torch.dtype
     setting: QuantizationSetting
 
     def read(self, *parts: tuple[str, Index]) -> Weight:
-        """Parts of weights, stacked along their rows; see TensorReader.read_parts."""
-        if self.setting is QuantizationSetting.AUTO:
+        """Parts of weights, stacked along their rows; see TensorReader.read_parts. Raises
+        UnsupportedModel for parts that are quantized in different ways, or not in whole groups.
+        """
+        is_plain = self.setting is QuantizationSetting.AUTO
+        if is_plain and not any(name in self.stored.shapes for name, _ in parts):
             return self.reader.read_parts(*parts, dtype=self.dtype)
-        return stacked([self._quantized(name, index) for name, index in parts])
+        try:
+            return stacked([self._part(name, index) for name, index in parts])
+        except ValueError as error:
+            names = ", ".join(name for name, _ in parts)
+            raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made(self, weight: torch.Tensor) -> Weight:
         """A weight that was read already."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
-    def _quantized(self, name: str, index: Index) -> Weight:
+    def _part(self, name: str, index: Index) -> Weight:
         """Rows are quantized whole, so that every rank has the same codes whatever columns of them
         it takes.
         """
-        taken = index[-1] if len(index) == self.reader.dimensions(name) else WHOLE
-        rows = index if taken is WHOLE else index[:-1]
-        whole = quantize_int8(self.reader.read_parts((name, rows), dtype=self.dtype))
-        return whole.columns(taken) if isinstance(taken, slice) else whole
+        if name in self.stored.shapes:
+            weight = self.stored.read(self.reader, name, self.dtype)
+            return _taken(weight, index)
+        if self.setting is QuantizationSetting.AUTO:
+            return self.reader.read_parts((name, index), dtype=self.dtype)
+        num_axes = self.reader.dimensions(name)
+        rows = self.reader.read_parts((name, index[: num_axes - 1]), dtype=self.dtype)
+        return _taken(quantize_int8(rows), (WHOLE, *index[num_axes - 1 :]))
+
+
+def _taken(weight: QuantizedWeight, index: Index) -> QuantizedWeight:
+    """A part of a weight, by the slices of its rows and columns."""
+    rows, columns = (*index, WHOLE, WHOLE)[:2]
+    assert isinstance(rows, slice)
+    assert isinstance(columns, slice)
+    return weight.rows(rows).columns(columns)

@@ -21,7 +21,7 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.quantization import QuantizationSetting, WeightReader
+from services.worker.models.quantization import QuantizationSetting, WeightReader, stored_weights
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
 from services.worker.models.tensor_shapes import (
@@ -74,11 +74,14 @@ def load_weights(
         expected[HEAD] = expected[EMBEDDING]
     if pooling is not None and pooling.num_labels:
         expected[CLASS_HEAD] = (pooling.num_labels, config.hidden_size)
-    checkpoint.check(expected)
+    stored = stored_weights(
+        checkpoint, config.quantization, expected, HEAD if config.tie_word_embeddings else None
+    )
+    stored.check(expected)
     shard = Shard(ranks.rank, ranks.size)
     stage = stage or StageLayers(0, config.num_layers, config.num_layers)
     with checkpoint.open() as reader:
-        weights = WeightReader(reader, dtype, quantization)
+        weights = WeightReader(reader, stored, dtype, quantization)
         loader = _Loader(config, reader, weights, kernels, dtype, ranks, shard, stacked)
         layers = []
         for index in stage.indexes:
@@ -112,13 +115,15 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
     tied = loader.config.tie_word_embeddings
-    head = loader.parts((HEAD, (rows,))) if has_own else None
-    if tied or head is None:
+    if has_own and not tied:
+        head = loader.weight((HEAD, (rows,)))
+    else:
         whole = len(embedding) == vocab_size
         shared = embedding[rows] if whole else loader.parts((EMBEDDING, (rows,)))
-        head = shared if head is None else _own_head(head, shared)
-    projection = loader.kernels.linear(loader.weights.made(head), None)
-    return GatheredLinear(projection, loader.ranks) if len(head) < vocab_size else projection
+        own = _own_head(loader.parts((HEAD, (rows,))), shared) if has_own else shared
+        head = loader.weights.made(own)
+    projection = loader.kernels.linear(head, None)
+    return GatheredLinear(projection, loader.ranks) if head.shape[0] < vocab_size else projection
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:

@@ -105,8 +105,8 @@ def test_unsupported_architecture(directory: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights"),
         (
-            {"quantization_config": {"quant_method": "awq", "bits": 4}},
-            "quantization_config: weights quantized by 'awq' are not read",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config: weights quantized by 'bitsandbytes' are not read",
         ),
         (
             {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},

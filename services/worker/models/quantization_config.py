@@ -1,0 +1,160 @@
+"""How the weights of a checkpoint are quantized, as `quantization_config` of config.json says."""
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.worker.models.errors import UnsupportedModel, quantized
+from services.worker.models.json_file import JsonReader
+
+KEY = "quantization_config"
+
+
+class StoredFormat(enum.Enum):
+    """The form of a quantized weight's tensors; see quantized_tensors.py."""
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+    PACK_QUANTIZED = "pack-quantized"
+    INT_QUANTIZED = "int-quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """Weights of so many `bits`. `group_size`: input features that share a scale; None: all.
+    `zero_points`: whether codes have zero points. `ignored`: projections that are not quantized: a
+    name, or `re:` and a regular expression for the beginning of one; of AWQ any part of a name.
+    """
+
+    format: StoredFormat
+    bits: int
+    group_size: int | None
+    zero_points: bool
+    ignored: tuple[str, ...]
+    quantizes_head: bool
+
+    def quantizes(self, module: str) -> bool:
+        """Whether a projection is quantized, by its name."""
+        if module == "lm_head" and not self.quantizes_head:
+            return False
+        if self.format is StoredFormat.AWQ:
+            return not any(part in module for part in self.ignored)
+        return not any(_names(pattern, module) for pattern in self.ignored)
+
+
+def _names(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return pattern == module
+
+
+def read_quantization(config: JsonReader) -> QuantizationConfig | None:
+    """None if the weights are not quantized. Raises UnsupportedModel for what is not read, and
+    ModelConfigError.
+    """
+    if KEY not in config:
+        return None
+    reader = config.nested(KEY)
+    match reader.raw("quant_method"):
+        case "gptq":
+            return _read_gptq(reader)
+        case "awq":
+            return _read_awq(reader)
+        case "compressed-tensors":
+            return _read_compressed_tensors(reader)
+    raise quantized(config.path, config.raw(KEY))
+
+
+def _read_gptq(reader: JsonReader) -> QuantizationConfig:
+    bits = _among(reader, "bits", (4, 8))
+    if not reader.boolean("sym", True):
+        raise _refused(reader, "sym false: zero points of GPTQ are not read")
+    for key in ("dynamic", "modules_in_block_to_quantize"):
+        if reader.raw(key):
+            raise _refused(reader, f"{key}: projections are all quantized alike, or not read")
+    return QuantizationConfig(
+        StoredFormat.GPTQ,
+        bits,
+        _group_size(reader, "group_size"),
+        zero_points=False,
+        ignored=(),
+        quantizes_head=reader.boolean("lm_head", False),
+    )
+
+
+def _read_awq(reader: JsonReader) -> QuantizationConfig:
+    _among(reader, "bits" if "bits" in reader else "w_bit", (4,))
+    version = str(reader.raw("version") or "gemm").lower()
+    if version != "gemm":
+        raise _refused(reader, f"version {version!r} is not read; gemm is")
+    if not reader.boolean("zero_point", True):
+        raise _refused(reader, "zero_point false: AWQ is read with zero points")
+    return QuantizationConfig(
+        StoredFormat.AWQ,
+        4,
+        _group_size(reader, "group_size" if "group_size" in reader else "q_group_size"),
+        zero_points=True,
+        ignored=_texts(reader, "modules_to_not_convert"),
+        quantizes_head=False,
+    )
+
+
+def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
+    groups = reader.nested("config_groups")
+    names = list(reader.raw("config_groups") or {})
+    if len(names) != 1:
+        raise _refused(reader, f"config_groups: one group is read, not {len(names)}")
+    group = groups.nested(names[0])
+    if group.raw("targets") != ["Linear"]:
+        raise _refused(group, f"targets {group.raw('targets')!r} are not read; ['Linear'] are")
+    for key in ("kv_cache_scheme", "sparsity_config"):
+        if reader.raw(key):
+            raise _refused(reader, f"{key} is not read")
+    stored = str(group.raw("format") or reader.raw("format"))
+    if stored not in {StoredFormat.PACK_QUANTIZED.value, StoredFormat.INT_QUANTIZED.value}:
+        raise _refused(reader, f"format {stored!r} is not read")
+    weights, of_format = group.nested("weights"), StoredFormat(stored)
+    packed = of_format is StoredFormat.PACK_QUANTIZED
+    bits = _among(weights, "num_bits", (4, 8) if packed else (8,))
+    if weights.text("type", "int") != "int":
+        raise _refused(weights, f"type {weights.text('type')!r} is not read; int is")
+    strategy = weights.text("strategy", "channel")
+    if strategy not in ({"group", "channel"} if packed else {"channel"}):
+        raise _refused(weights, f"strategy {strategy!r} is not read with {stored}")
+    if weights.raw("actorder") not in (None, False, "weight", "static"):
+        raise _refused(weights, f"actorder {weights.raw('actorder')!r}: columns are not reordered")
+    symmetric = weights.boolean("symmetric", True)
+    if not (symmetric or packed):
+        raise _refused(weights, f"symmetric false is not read with {stored}")
+    return QuantizationConfig(
+        of_format,
+        bits,
+        weights.integer("group_size") if strategy == "group" else None,
+        zero_points=not symmetric,
+        ignored=_texts(reader, "ignore"),
+        quantizes_head=True,
+    )
+
+
+def _group_size(reader: JsonReader, key: str) -> int | None:
+    return None if reader.raw(key) == -1 else reader.integer(key)
+
+
+def _among(reader: JsonReader, key: str, known: Sequence[int]) -> int:
+    value = reader.integer(key)
+    if value not in known:
+        raise _refused(reader, f"{key} {value} is not read; {' and '.join(map(str, known))} are")
+    return value
+
+
+def _texts(reader: JsonReader, key: str) -> tuple[str, ...]:
+    values: Any = reader.raw(key) or []
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise reader.error(key, f"must be a list of names, not {values!r}")
+    return tuple(values)
+
+
+def _refused(reader: JsonReader, problem: str) -> UnsupportedModel:
+    return UnsupportedModel(reader.path, f"{KEY}: {problem}")

@@ -1,0 +1,109 @@
+"""The tensors of quantized weights in checkpoints, and what they say.
+
+A weight of GPTQ, AWQ or compressed-tensors [out, in] is `(code - zero point) * scale`, where a zero
+point and a scale belong to an output feature and a group of input features. Codes of 4 bits, or 8,
+are packed into words of 32 bits, from the lowest bits up.
+"""
+
+import torch
+
+from services.worker.backends.quantized import QuantizedWeight
+from services.worker.models.quantization_config import QuantizationConfig, StoredFormat
+
+WORD_BITS = 32
+INTEGERS = frozenset({"I8", "I32", "I64"})
+"""Data types of codes, zero points and shapes."""
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the codes of eight consecutive output features lie in a word of AWQ."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    """The last part of the name and the shape of each tensor of a weight. Raises ValueError for a
+    weight that is not divided into such groups, or words.
+    """
+    rows, columns = shape
+    in_word = WORD_BITS // config.bits
+    group = config.group_size or columns
+    groups = columns // group
+    packs_columns = config.format is StoredFormat.GPTQ
+    packs_rows = packs_columns or config.format is StoredFormat.AWQ
+    if columns % group or (packs_columns and columns % in_word) or (packs_rows and rows % in_word):
+        raise ValueError(f"shape {list(shape)} is not whole groups of {group} and words")
+    match config.format:
+        case StoredFormat.GPTQ:
+            found = {"qweight": (columns // in_word, rows), "g_idx": (columns,)}
+        case StoredFormat.AWQ:
+            found = {"qweight": (columns, rows // in_word)}
+        case StoredFormat.PACK_QUANTIZED:
+            found = {"weight_packed": (rows, -(-columns // in_word)), "weight_shape": (2,)}
+            found["weight_scale"] = (rows, groups)
+            if config.zero_points:
+                found["weight_zero_point"] = (-(-rows // in_word), groups)
+        case StoredFormat.INT_QUANTIZED:
+            found = {"weight": shape, "weight_scale": (rows, 1)}
+    if packs_rows:
+        found |= {"qzeros": (groups, rows // in_word), "scales": (groups, rows)}
+    return dict(found)
+
+
+def decoded(
+    config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedWeight:
+    """The weight that the tensors of `tensor_shapes` hold, for a computation in `dtype`. Raises
+    ValueError for groups that are not consecutive input features.
+    """
+    match config.format:
+        case StoredFormat.GPTQ:
+            return _of_gptq(config, tensors, dtype)
+        case StoredFormat.AWQ:
+            return _of_awq(tensors, dtype)
+        case StoredFormat.PACK_QUANTIZED:
+            return _of_pack_quantized(config, tensors, shape, dtype)
+        case StoredFormat.INT_QUANTIZED:
+            scales = tensors["weight_scale"].float()
+            return QuantizedWeight(tensors["weight"], scales, None, config.bits, dtype)
+
+
+def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
+    """Symmetric: zero points are the middle of the codes, whatever qzeros says."""
+    group_of = tensors["g_idx"].long()
+    columns = torch.arange(len(group_of), device=group_of.device)
+    if not torch.equal(group_of, columns // (config.group_size or len(columns))):
+        raise ValueError("desc_act: input features are in another order than their groups")
+    codes = _unpacked(tensors["qweight"].T, config.bits) - 2 ** (config.bits - 1)
+    scales = tensors["scales"].T.float()
+    return QuantizedWeight(codes.to(torch.int8), scales, None, config.bits, dtype)
+
+
+def _of_awq(tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
+    """The middle of the codes is taken from codes and zero points."""
+
+    def in_order(packed: torch.Tensor) -> torch.Tensor:
+        words = _unpacked(packed, 4).view(len(packed), -1, len(_AWQ_PLACES))
+        return (words[..., list(_AWQ_PLACES)].flatten(1) - 8).T
+
+    scales = tensors["scales"].T.float()
+    offsets = -scales * in_order(tensors["qzeros"])
+    codes = in_order(tensors["qweight"]).to(torch.int8)
+    return QuantizedWeight(codes, scales, offsets, 4, dtype)
+
+
+def _of_pack_quantized(
+    config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
+) -> QuantizedWeight:
+    rows, columns = shape
+    middle = 2 ** (config.bits - 1)
+    codes = _unpacked(tensors["weight_packed"], config.bits)[:, :columns] - middle
+    scales, offsets = tensors["weight_scale"].float(), None
+    if config.zero_points:
+        zero_points = _unpacked(tensors["weight_zero_point"].T, config.bits)[:, :rows].T - middle
+        offsets = -scales * zero_points
+    return QuantizedWeight(codes.to(torch.int8), scales, offsets, config.bits, dtype)
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words int32 [n, m] -> codes int32 [n, m * 32 / bits], from 0 up."""
+    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
+    return torch.bitwise_and(words.unsqueeze(-1) >> shifts, 2**bits - 1).flatten(1)

@@ -1,0 +1,87 @@
+"""Checkpoints of quantized weights continue as transformers does with the same weights in float32,
+token for token, with every kind of kernels and on two ranks.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import PreTrainedModel
+
+from services.common.sampling import SamplingParams
+from services.worker.models.errors import UnsupportedModel
+from services.worker.platforms.cpu_kernels import KernelsSetting
+from tests.lora_adapters import adapted_model
+from tests.parity.oracle import assert_served
+from tests.quantized_checkpoints import FORMATS, GROUP, save_quantized
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Driver, Request, build_runner
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 800
+WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
+Checkpoint = tuple[Path, PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory / "plain", "qwen2")
+    floats = save_quantized(directory / "plain", directory / "quantized", FORMATS[request.param])
+    return directory / "quantized", adapted_model(floats, None)
+
+
+def requests() -> list[Request]:
+    random = np.random.default_rng(7)
+    return [
+        Request(random.integers(3, VOCAB_SIZE, 1 + 15 * number).tolist(), 8, WITH_LOGPROBS)
+        for number in range(4)
+    ]
+
+
+def serve(directory: Path, **options: object) -> list[Request]:
+    runner = build_runner(directory, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
+    served = requests()
+    Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS).run(served, chunk=7)
+    return served
+
+
+@pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
+def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: KernelsSetting) -> None:
+    for request in serve(checkpoint[0], kernels_setting=kernels):
+        assert_served(checkpoint[1], request)
+
+
+def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
+    def work(rank: RankThread) -> list[Request]:
+        torch.set_num_threads(1)
+        return serve(checkpoint[0], ranks=rank.group.ranks)
+
+    for served in on_ranks(2, work):
+        for request in served:
+            assert_served(checkpoint[1], request)
+
+
+def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "plain", "llama", intermediate_size=3 * GROUP)
+    save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["gptq"])
+
+    def work(rank: RankThread) -> None:
+        serve(tmp_path / "quantized", ranks=rank.group.ranks)
+
+    with pytest.raises(UnsupportedModel, match=r"down_proj.weight: columns 0 to 12 are not groups"):
+        on_ranks(2, work)
+
+
+def test_codes_fill_their_range(tmp_path: Path) -> None:
+    """The middle of the codes and the order of bits would not be seen in small numbers."""
+    save_tiny_model(tmp_path / "plain", "llama")
+    save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["pack_int4"])
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
+    words = tensors["model.layers.0.self_attn.q_proj.weight_packed"].view(np.uint32)
+    assert {int(word) >> 28 for word in words.flatten()} >= set(range(1, 16))
