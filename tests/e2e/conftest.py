@@ -17,6 +17,10 @@ FLAGS = {
     "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
     "chunks of 7": ("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+    "speculating": (
+        *("--num-blocks", "1000", "--speculative-config"),
+        '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}',
+    ),
     "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
 

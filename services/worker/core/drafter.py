@@ -5,6 +5,7 @@ and leaves the next ones to the worker: their ids are -1. Once the step begins, 
 which drafts were accepted, and goes on from its own tokens.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +46,12 @@ class Drafter:
             if length is not None:
                 length.verified(int(num_drafts[index]), int(num_accepted[index]))
 
-    def complete(self, step: StepInput, batch: InputBatch) -> StepInput:
+    def complete(
+        self, step: StepInput, batch: InputBatch, forced: Callable[[int], Sequence[int]]
+    ) -> StepInput:
         """The step as the batch, to which its difference was applied, can run it: computed tokens
         are those that are, and drafts of id -1 are proposals, or left out where there are none.
+        `forced`: by row, tokens about which a grammar leaves no choice.
         """
         drafts = step.num_draft_tokens
         num_drafts = drafts if len(drafts) else np.zeros(len(step.rows), np.int32)
@@ -64,7 +68,8 @@ class Drafter:
             if count:
                 own = given[first : first + count]
                 first += count
-                proposals.append(self._of_request(int(step.rows[index]), own, batch))
+                row = int(step.rows[index])
+                proposals.append(self._of_request(row, own, batch, forced))
                 counts[index] = len(proposals[-1])
         has_drafts = counts.any()
         return replace(
@@ -75,8 +80,14 @@ class Drafter:
             draft_token_ids=np.concatenate(proposals) if has_drafts else no_ints(),
         )
 
-    def _of_request(self, row: int, given: Int32Array, batch: InputBatch) -> Int32Array:
-        """The drafts of one request."""
+    def _of_request(
+        self,
+        row: int,
+        given: Int32Array,
+        batch: InputBatch,
+        forced: Callable[[int], Sequence[int]],
+    ) -> Int32Array:
+        """The drafts of one request: those that are forced, or what is proposed if it begins so."""
         if PROPOSED_HERE not in given:
             return given
         length = self._lengths.get(row)
@@ -85,4 +96,7 @@ class Drafter:
         if not (wanted := min(length.next(), len(given))):
             return no_ints()
         known = batch.token_ids[row, : batch.num_tokens[row]]
-        return np.array(self._proposer.propose(row, known, wanted), np.int32)
+        first = list(forced(row))[:wanted]
+        proposed = list(self._proposer.propose(row, known, wanted))
+        is_possible = proposed[: len(first)] == first
+        return np.array(proposed if is_possible else first, np.int32)

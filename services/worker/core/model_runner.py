@@ -189,7 +189,7 @@ class ModelRunner:
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
         if self.drafter is not None:
-            step = self.drafter.complete(step, self._batch)
+            step = self.drafter.complete(step, self._batch, self._sampler.forced_tokens)
         self._place_drafts(step)
         if self._stage is not None and not self._samples:
             self._batch.place_last_tokens(step)

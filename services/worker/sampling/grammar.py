@@ -140,6 +140,14 @@ class GrammarMask:
         """Whether the output can only end."""
         return self._matcher is not None and self._matcher.is_stopped()
 
+    def forced_tokens(self) -> list[int]:
+        """The tokens of the text that comes next whatever the model says, as the tokenizer writes
+        it; none where there is a choice. The model may write it with other tokens.
+        """
+        if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
+            return []
+        return self._matcher.compute_ff_tokens()
+
     def apply(self, logits: Float32Array) -> None:
         self._update()
         np.copyto(logits, -np.inf, where=self._banned)

@@ -137,6 +137,11 @@ class Sampler:
         """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
         return not self._is_edited[batch_rows].any()
 
+    def forced_tokens(self, batch_row: int) -> list[int]:
+        """The tokens that a request's grammar leaves no choice about; none without a grammar."""
+        grammar = self._requests[batch_row].grammar
+        return [] if grammar is None else grammar.forced_tokens()
+
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
         """By index in `batch_rows`, for requests that ask for log-probabilities: how many of the
         most probable tokens to report.

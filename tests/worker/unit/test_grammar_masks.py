@@ -260,3 +260,15 @@ def test_a_tokenizer_with_marks_and_bytes_works_too(tmp_path: Path) -> None:
         output += sampler.sample(row.float(), np.array([0])).token_ids.tolist()
     assert output[-1] == end
     assert form.accepts(tokenizer.decode([5, *output[:-1]])[1:])
+
+
+def test_what_a_form_leaves_no_choice_about_is_forced(grammars: Grammars) -> None:
+    wanted = StructuredOutputs(StructuredOutputsKind.REGEX, "the tortoise (walks|runs) home")
+    sampler = Sampler(2, VOCAB_SIZE, grammars)
+    params = SamplingParams(temperature=0, eos_token_ids=(EOS,), structured_outputs=wanted)
+    sampler.add(0, params, np.array([7, 8], np.int32), 2)
+    sampler.add(1, FREE, np.array([7, 8], np.int32), 2)
+    forced = sampler.forced_tokens(0)
+    assert len(forced) >= 1
+    assert "the tortoise ".startswith(TOKENIZER.decode(forced))
+    assert sampler.forced_tokens(1) == []
