@@ -21,14 +21,16 @@ def spawn(
     *,
     pipes: bool = False,
     directory: Path | None = None,
+    niceness: int = 0,
 ) -> subprocess.Popen[bytes]:
     """Starts a program, in a directory if one is given, whose output goes to a log. With `pipes`,
-    its standard input and output are pipes. The kernel ends it if this process is killed; call it
-    from the main thread.
+    its standard input and output are pipes. `niceness` is added to this process's own. The kernel
+    ends it if this process is killed; call it from the main thread.
     """
+    launch = (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), str(niceness))
     with log.open("wb") as output:
         return subprocess.Popen(
-            (sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *command),
+            (*launch, *command),
             cwd=directory,
             env=dict(environ),
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,

@@ -77,7 +77,7 @@ class Stack:
         await asyncio.to_thread(self._stop)
 
     def _spawn(self, spec: ChildSpec) -> subprocess.Popen[bytes]:
-        return spawn(spec.command, spec.environ, self._log(spec.name))
+        return spawn(spec.command, spec.environ, self._log(spec.name), niceness=spec.niceness)
 
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name}.log"

@@ -2,6 +2,7 @@
 
     python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
                                        [--api http|grpc] [--tenants N] [--model DIR]
+                                       [--worker-niceness N]
 
 1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
    its last one is done.
@@ -53,6 +54,7 @@ class Options:
     tenants: int
     quiet_share: float
     recovery_seconds: float
+    worker_niceness: int
 
 
 @dataclass(slots=True)
@@ -120,7 +122,11 @@ class Clients:
 
 async def measure(options: Options) -> tuple[Outcome, Outcome]:
     """Capacity, then overload, of services that are started for it."""
-    settings = UpSettings(model=options.model, max_num_seqs=options.concurrency)
+    settings = UpSettings(
+        model=options.model,
+        max_num_seqs=options.concurrency,
+        worker_niceness=options.worker_niceness,
+    )
     async with Stack(settings) as stack:
         grpc = options.api == "grpc"
         sender = GrpcSender(stack.grpc) if grpc else HttpSender(stack.http)
@@ -179,6 +185,14 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
+    parser.add_argument(
+        "--worker-niceness",
+        type=int,
+        choices=range(20),
+        default=0,
+        metavar="N",
+        help="as of stepwell up (default: 0)",
+    )
     return Options(**vars(parser.parse_args(argv)))
 
 

@@ -50,6 +50,7 @@ class TenantOptions:
     quiet_share: float
     """What the quiet tenant asks for, of its half of the peak while the flood is sent elsewhere."""
     recovery_seconds: float
+    worker_niceness: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,10 @@ class Flooding:
 async def measure(options: TenantOptions) -> Result:
     """Starts the services, and measures all parts."""
     settings = UpSettings(
-        model=options.model, max_num_seqs=options.concurrency, api_keys=(FLOODS, QUIET)
+        model=options.model,
+        max_num_seqs=options.concurrency,
+        api_keys=(FLOODS, QUIET),
+        worker_niceness=options.worker_niceness,
     )
     async with Stack(settings) as stack:
         return await Flooding(stack, options).measure()

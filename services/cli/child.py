@@ -24,7 +24,8 @@ class ChildSpec:
 
     Children of a `team` start together, and when one ends the others are ended. A program that
     answers no liveness check at `liveness_address` (host:port or unix:PATH) for `silence_seconds`
-    hangs; without an address only the end of the process is noticed.
+    hangs; without an address only the end of the process is noticed. The higher its `niceness`, the
+    more other processes go before it where processors are short.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ChildSpec:
     team: str | None = None
     liveness_address: str | None = None
     silence_seconds: float = 2.0
+    niceness: int = 0
     prepare: Callable[[], object] = lambda: None
 
 
@@ -58,7 +60,7 @@ class Child:
         """Starts the program; each line of its output goes to `on_line` as it comes."""
         spec.prepare()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+            *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(spec.niceness)),
             *spec.command,
             env=dict(spec.environ),
             stdin=asyncio.subprocess.DEVNULL,

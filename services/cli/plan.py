@@ -96,6 +96,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
             liveness_address=address,
             silence_seconds=settings.liveness_timeout_seconds
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
+            niceness=settings.worker_niceness if service == "worker" else 0,
             prepare=partial(ensure_directory, addresses.run_directory),
         )
 

@@ -236,6 +236,12 @@ class UpSettings:
         "gateway, with which clients' streams end, gets five times as long",
         check=at_least(0.5),
     )
+    worker_niceness: int = setting(
+        0,
+        doc="added to the niceness of workers, so that the other services go before them where "
+        "processors are short",
+        check=between(0, 19),
+    )
     otlp_endpoint: str | None = passed_to(
         *EVERY_SERVICE,
         doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317 (default: the gateway "

@@ -33,6 +33,17 @@ async def test_a_killed_child_is_reported_and_started_again(tmp_path: Path) -> N
     assert not is_running(supervisor.pid("pool"))
 
 
+async def test_a_nicer_child_goes_after_the_supervisor(tmp_path: Path) -> None:
+    children = (server("pool", tmp_path), replace(server("worker", tmp_path), niceness=3))
+    supervisor = Supervisor([Stage(children, 2)], Journal(), QUICK)
+    running = await started(supervisor)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, supervisor.pid("pool")) == own
+    assert os.getpriority(os.PRIO_PROCESS, supervisor.pid("worker")) == min(own + 3, 19)
+    supervisor.stop.set()
+    await running
+
+
 async def test_a_team_ends_and_starts_together(tmp_path: Path) -> None:
     # The other does not end by itself, and is killed.
     first, second = (

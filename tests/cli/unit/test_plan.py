@@ -262,6 +262,18 @@ def test_ranks_of_each_replica_are_a_group_and_a_team_of_their_own(tmp_path: Pat
             assert spec.team == f"worker-{replica}"
 
 
+def test_only_workers_go_after_others(tmp_path: Path) -> None:
+    addresses = Addresses("127.0.0.1", 8000, 9000, tmp_path)
+    settings = UpSettings(model=tmp_path, replicas=2, worker_niceness=5)
+    niceness = {
+        spec.name: spec.niceness
+        for stage in stages(settings, addresses, {})
+        for spec in stage.specs
+    }
+    assert {name for name, number in niceness.items() if number} == {"worker-0", "worker-1"}
+    assert niceness["worker-0"] == 5
+
+
 @pytest.mark.parametrize("secret", ["one", "two"])
 def test_keys_are_no_arguments_that_others_could_read(tmp_path: Path, secret: str) -> None:
     addresses = Addresses("127.0.0.1", 8000, 9000, tmp_path)
