@@ -9,7 +9,9 @@ are this project's, by the tokens of the demo model:
 
 * an edit of a program: the prompt is one of its files, the answer the same with names changed;
 * an extraction: the prompt is lines of JSON, the answer some fields of each;
-* a continuation: the prompt is the beginning of a page in prose, the answer goes on with it.
+* a continuation: the prompt is the beginning of a page in prose, the answer goes on with it;
+* tokens drawn at random, which nothing repeats;
+* what misleads: two tokens that come again and again, each time with another one behind them.
 
 Figures are medians of rounds, from the first token to the last. Tokens a step are those of the runs
 with speculation.
@@ -24,9 +26,10 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import uvloop
 from tokenizers import Tokenizer
@@ -46,8 +49,8 @@ from services.worker.settings import WorkerSettings
 ROOT = Path(__file__).parents[2]
 RAISED = 1e4
 """More than any logit is above another."""
-MAX_MODEL_LEN = 1536
-LONGEST_PROMPT, NUM_TOKENS = 900, 256
+MAX_MODEL_LEN = 1024
+LONGEST_PROMPT, NUM_TOKENS = 700, 256
 NUM_AT_ONCE = (1, 32)
 CONFIG = {
     "method": "ngram",
@@ -72,9 +75,11 @@ class ToldModel:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
+        self.num_steps = 0
 
     def tell(self, text: Text) -> None:
-        """What all sequences consist of from here on."""
+        """What all sequences consist of from here on. Steps are counted anew."""
+        self.num_steps = 0
         tokens = torch.tensor([*text.prompt, *text.answer][1:MAX_MODEL_LEN])
         self._next_tokens[: len(tokens)] = tokens
 
@@ -93,6 +98,7 @@ class ToldModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.num_steps += 1
         found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
         if found[1] is not None:
             at = positions if wanted is None else positions[wanted]
@@ -123,14 +129,14 @@ class Engine:
         runner.model = self._told[0]
 
     async def turn(self, text: Text, num_at_once: int) -> tuple[float, float]:
-        """Milliseconds a token of each request, and tokens a step."""
+        """Milliseconds a token of each request, and tokens of each in a step after the first."""
         self._told[0].tell(text)
         arrivals = await asyncio.gather(*(self._arrivals(text) for _ in range(num_at_once)))
         began = max(times[0][0] for times in arrivals)
         seconds = max(times[-1][0] for times in arrivals) - began
-        behind = [[count for at, count in times if at > began] for times in arrivals]
-        num_tokens = statistics.mean(map(sum, behind))
-        return 1000 * seconds / num_tokens, num_tokens / statistics.mean(map(len, behind))
+        behind = [sum(count for at, count in times if at > began) for times in arrivals]
+        num_steps = self._told[0].num_steps - 1
+        return 1000 * seconds / statistics.mean(behind), (len(text.answer) - 1) / num_steps
 
     async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
         """When tokens came, and how many."""
@@ -146,14 +152,17 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
+    parser.add_argument("--quick", action="store_true", help="a few tokens of each text, once")
     arguments = parser.parse_args()
     show(machine_text(machine(), f"worker.speculation --model {arguments.model}"))
     model = find_model(arguments.model)
-    show(uvloop.run(_measure(model, arguments.threads, arguments.rounds)))
+    num_tokens, num_rounds = (24, 1) if arguments.quick else (NUM_TOKENS, arguments.rounds)
+    show(uvloop.run(measure(model, arguments.threads, num_rounds, num_tokens)))
 
 
-async def _measure(model: Path, num_threads: int, num_rounds: int) -> str:
-    """The table, after a round that does not count."""
+async def measure(model: Path, num_threads: int, num_rounds: int, num_tokens: int) -> str:
+    """The table, after a round that does not count: of answers of so many tokens."""
+    every = texts(num_tokens)
     lines = ["| text | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     async with AsyncExitStack() as stack:
@@ -162,8 +171,8 @@ async def _measure(model: Path, num_threads: int, num_rounds: int) -> str:
             await stack.enter_async_context(engine.composed)
         gc.collect()
         gc.freeze()
-        for num_at_once in NUM_AT_ONCE:
-            for text in texts():
+        for num_at_once, some in zip(NUM_AT_ONCE, (every, every[::2]), strict=True):
+            for text in some:
                 turns = [await _round(engines, text, num_at_once) for _ in range(num_rounds + 1)]
                 without, speculating = (
                     statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
@@ -182,8 +191,8 @@ async def _round(engines: Sequence[Engine], text: Text, num: int) -> list[tuple[
     return [await engine.turn(text, num) for engine in engines]
 
 
-def texts() -> list[Text]:
-    """An edit, an extraction, a continuation."""
+def texts(num_tokens: int) -> list[Text]:
+    """An edit, an extraction, a continuation, random tokens, what misleads."""
     program = (ROOT / "services/worker/core/layout.py").read_text()
     records = [
         {"id": 1000 + 37 * number, "name": name, "city": city, "paid": number % 3 == 0}
@@ -192,21 +201,26 @@ def texts() -> list[Text]:
     lines = "\n".join(map(json.dumps, records))
     found = "\n".join(json.dumps({"name": of["name"], "city": of["city"]}) for of in records)
     page = (ROOT / "docs/architecture.md").read_text().partition("## What fails how")[2]
+    drawn = np.random.default_rng(7).permutation(4000)[:600].tolist()
+    misleading = [token for own in drawn[:200] for token in (4001, 4002, own)]
     start = "class SamplingRequests"
     edited = program[program.index(start) :]
     edited = edited.replace("firsts", "beginnings").replace("counts", "numbers")
     prompt = program[program.index("@dataclass(frozen=True, slots=True)\nclass Sampling") :]
-    return [
-        _text("edit of a program", prompt, edited),
-        _text("extraction from JSON", lines, found),
-        _text("continuation of prose", page[: len(page) // 3], page[len(page) // 3 :]),
+    third = len(page) // 3
+    every = [
+        Text("edit of a program", _tokens(prompt)[-LONGEST_PROMPT:], _tokens(edited)),
+        Text("extraction from JSON", _tokens(lines), _tokens(found)),
+        Text("continuation of prose", _tokens(page[:third]), _tokens(page[third:])),
+        Text("random tokens", drawn[:300], drawn[300:]),
+        Text("what misleads", misleading[:300], misleading[300:]),
     ]
+    return [replace(text, answer=text.answer[:num_tokens]) for text in every]
 
 
-def _text(name: str, prompt: str, answer: str) -> Text:
+def _tokens(text: str) -> list[int]:
     tokenizer = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
-    given = tokenizer.encode(prompt, add_special_tokens=False).ids[-LONGEST_PROMPT:]
-    return Text(name, given, tokenizer.encode(answer, add_special_tokens=False).ids[:NUM_TOKENS])
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 _NAMES = (
