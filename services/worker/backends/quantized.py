@@ -1,5 +1,6 @@
 """Weights of fewer bits than the data type that is computed in."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Union
@@ -46,6 +47,28 @@ class QuantizedWeight:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(rows, columns).to(self.dtype)
 
+    def in_groups_of(self, group: int) -> "QuantizedWeight":
+        """The same weight, in groups of so many columns, which divides those that it has."""
+        times = self.group // group
+        if times == 1:
+            return self
+        offsets = self.offsets
+        return replace(
+            self,
+            scales=self.scales.repeat_interleave(times, dim=1),
+            offsets=None if offsets is None else offsets.repeat_interleave(times, dim=1),
+        )
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """On a device."""
+        offsets = self.offsets
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            offsets=None if offsets is None else offsets.to(device),
+        )
+
     def rows(self, taken: slice) -> "QuantizedWeight":
         """Some rows."""
         return replace(
@@ -81,21 +104,25 @@ def quantize_int8(weight: torch.Tensor) -> QuantizedWeight:
 
 
 def stacked(weights: Sequence[Weight]) -> Weight:
-    """Weights of as many columns one below the other. Raises ValueError unless all are quantized
-    in the same way, or none is.
+    """Weights of as many columns one below the other. If they have codes of several lengths, or
+    groups of several sizes, the result has the longest codes, and the largest groups that divide
+    all. Raises ValueError unless all are quantized, or none is.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
-    first = quantized[0]
-    kinds = {(one.bits, one.group, one.dtype, one.offsets is None) for one in quantized}
-    if len(quantized) < len(weights) or len(kinds) > 1:
-        raise ValueError("they are quantized in different ways")
-    offsets = [one.offsets for one in quantized if one.offsets is not None]
+    if len(quantized) < len(weights):
+        raise ValueError("some are quantized and some are not")
+    group = math.gcd(*(one.group for one in quantized))
+    parts = [one.in_groups_of(group) for one in quantized]
+    offsets = None
+    if any(one.offsets is not None for one in parts):
+        both = ((one.offsets, one.scales) for one in parts)
+        offsets = torch.cat([torch.zeros_like(y) if x is None else x for x, y in both])
     return QuantizedWeight(
-        codes=torch.cat([one.codes for one in quantized]),
-        scales=torch.cat([one.scales for one in quantized]),
-        offsets=torch.cat(offsets) if offsets else None,
-        bits=first.bits,
-        dtype=first.dtype,
+        codes=torch.cat([one.codes for one in parts]),
+        scales=torch.cat([one.scales for one in parts]),
+        offsets=offsets,
+        bits=max(one.bits for one in parts),
+        dtype=parts[0].dtype,
     )

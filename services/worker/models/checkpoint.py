@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: one file, or shards with an index.
+"""Tensors in safetensors files, one file or shards with an index, or in a GGUF file.
 
 Headers are read and checked here, so that a damaged file is reported before anything is loaded. The
 bytes are then mapped by the safetensors library.
@@ -12,12 +12,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from services.worker.backends.quantized import QuantizedWeight
 from services.worker.models.errors import ModelFileError, ModelTensorError
+from services.worker.models.gguf_blocks import BLOCK_TYPES
+from services.worker.models.gguf_file import GgufFile, read_gguf
 from services.worker.models.json_file import read_json_object
+from services.worker.models.tensor_info import TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,24 +33,8 @@ WHOLE = slice(None)
 Index = tuple[slice | int, ...]
 """What is taken along each axis; an axis without an index is taken whole."""
 
-_READABLE = {"F32", "BF16", "F16", "F64"}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The file of a tensor, its stored data type and shape, and its bytes in the file."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size in the file."""
-        return self.end - self.begin
+_GGUF_SUFFIX = ".gguf"
+_READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +50,9 @@ class Checkpoint:
         """The file that an error about the whole checkpoint names."""
         index = self.directory / INDEX_FILE
         single = self.directory / SINGLE_FILE
-        return single if single.exists() else index
+        if single.exists() or index.exists():
+            return single if single.exists() else index
+        return self.files[0]
 
     def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
         """The same, each tensor known by its name with this prefix, except one called `apart`."""
@@ -77,7 +68,7 @@ class Checkpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The safetensors files, in order."""
+        """The files with tensors, in order."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def check(
@@ -115,8 +106,11 @@ class Checkpoint:
     def open(self) -> Iterator["TensorReader"]:
         """Maps the files for reading. Raises ModelFileError when one cannot be opened."""
         with ExitStack() as stack:
-            handles = {}
+            handles: dict[Path, Any] = {}
             for file in self.files:
+                if file.suffix == _GGUF_SUFFIX:
+                    handles[file] = GgufFile(file)
+                    continue
                 try:
                     opened = safe_open(file, framework="pt", device=str(self.device))
                     handles[file] = stack.enter_context(opened)
@@ -128,7 +122,7 @@ class Checkpoint:
 class TensorReader:
     """Reads tensors of an open checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, handles: dict[Path, safe_open]) -> None:
+    def __init__(self, checkpoint: Checkpoint, handles: dict[Path, Any]) -> None:
         self._checkpoint = checkpoint
         self._handles = handles
         self._sizes: list[int] = []
@@ -160,20 +154,32 @@ class TensorReader:
         handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)
         if all(isinstance(x, slice) and x.indices(n) == (0, n, 1) for x, n in taken):
-            part: torch.Tensor = handle.get_tensor(stored_name)  # type: ignore[no-untyped-call]
+            part: torch.Tensor = handle.get_tensor(stored_name)
         else:
-            part = handle.get_slice(stored_name)[index]  # type: ignore[no-untyped-call]
+            part = handle.get_slice(stored_name)[index]
         self._sizes.append(part.nbytes)
-        return part
+        return part.to(self.device)
+
+    def read_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
+        """A weight that a GGUF file holds quantized, for a computation in `dtype`."""
+        tensor = self._checkpoint.tensors[name]
+        self._sizes.append(tensor.num_bytes)
+        weight: QuantizedWeight = self._handles[tensor.file].get_quantized(tensor.name, dtype)
+        return weight.to(self.device)
 
 
 def open_checkpoint(directory: Path, device: torch.device = CPU) -> Checkpoint:
-    """Finds the tensors of a model directory and checks its files. Raises ModelFileError."""
+    """Finds the tensors of a model directory and checks its files. Raises ModelFileError, and
+    UnsupportedModel for a GGUF file that is not read.
+    """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists():
         return Checkpoint(
             directory, {tensor.name: tensor for tensor in read_header(single)}, device
         )
+    files = list(directory.glob(f"*{_GGUF_SUFFIX}"))
+    if not index.exists() and len(files) == 1:
+        return Checkpoint(directory, read_gguf(files[0]), device)
     if not index.exists():
         raise ModelFileError(single, f"the file is missing, and so is {INDEX_FILE}")
     return Checkpoint(directory, _read_shards(directory, index), device)

@@ -9,6 +9,7 @@ import torch
 from services.worker.backends.quantized import QuantizedWeight, Weight, quantize_int8, stacked
 from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.errors import UnsupportedModel
+from services.worker.models.gguf_blocks import BLOCK_TYPES
 from services.worker.models.quantization_config import QuantizationConfig
 from services.worker.models.quantized_tensors import INTEGERS, decoded, tensor_shapes
 
@@ -26,7 +27,7 @@ class QuantizationSetting(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
     """The quantized weights of a checkpoint: of each, by its name in an unquantized one, the shape.
-    `config` is None if there are none.
+    `config` is None if there are none, or if each is one tensor of blocks (GGUF).
     """
 
     checkpoint: Checkpoint
@@ -45,7 +46,8 @@ class StoredWeights:
 
     def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
         """One of them, whole."""
-        assert self.config is not None
+        if self.config is None:
+            return reader.read_quantized(name, dtype)
         tensors = {
             stored.rpartition(".")[2]: reader.read_part(stored, ())
             for stored in self._tensors_of(name)
@@ -57,7 +59,8 @@ class StoredWeights:
 
     def _tensors_of(self, name: str) -> Shapes:
         """Names and shapes of the tensors of a weight."""
-        assert self.config is not None
+        if self.config is None:
+            return {name: self.shapes[name]}
         module = name.removesuffix(_WEIGHT)
         try:
             shapes = tensor_shapes(self.config, self.shapes[name])
@@ -69,17 +72,20 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Those of the expected tensors that the configuration says are quantized. `tied`: one that is
+    """Those of the expected tensors that are quantized, as the configuration says or, if there is
+    none, the tensors' types. `tied`: one that is
     the embedding.
     """
-    if config is None:
-        return StoredWeights(checkpoint, None, {})
+
+    def is_quantized(name: str) -> bool:
+        if config is not None:
+            return config.quantizes(name.removesuffix(_WEIGHT))
+        return name in checkpoint.tensors and checkpoint.tensors[name].dtype in BLOCK_TYPES
+
     shapes = {
         name: (shape[0], shape[1])
         for name, shape in expected.items()
-        if name != tied
-        and _is_projection(name, shape)
-        and config.quantizes(name.removesuffix(_WEIGHT))
+        if name != tied and _is_projection(name, shape) and is_quantized(name)
     }
     return StoredWeights(checkpoint, config, shapes)
 

@@ -115,12 +115,18 @@ def test_weights_are_rounded_to_the_nearest_of_255_numbers_of_each_row() -> None
     assert torch.equal(quantized.dequantized()[1], weight[1])
 
 
-def test_weights_that_are_quantized_differently_are_not_stacked() -> None:
-    int8, int4 = (drawn(3, 2, 4, bits, torch.float32, offsets=False) for bits in (8, 4))
-    assert stacked([int8, int8]).shape == (6, 8)
-    for other in (int4, int4.dequantized()):
-        with pytest.raises(ValueError, match="quantized in different ways"):
-            stacked([int8, other])
+def test_weights_that_are_quantized_differently_keep_their_values_when_stacked() -> None:
+    parts = [
+        drawn(3, 6, 4, 8, torch.float32, offsets=False),
+        drawn(5, 4, 6, 4, torch.float32, offsets=True),
+        drawn(2, 1, 24, 4, torch.float32, offsets=False),
+    ]
+    both = stacked(parts)
+    assert (both.shape, both.bits, both.group) == ((10, 24), 8, 2)
+    assert torch.equal(both.dequantized(), torch.cat([one.dequantized() for one in parts]))
+    assert stacked(parts[2:] * 2).bits == 4
+    with pytest.raises(ValueError, match="some are quantized and some are not"):
+        stacked([parts[0], parts[1].dequantized()])
 
 
 def test_columns_of_several_groups_are_whole_groups() -> None:

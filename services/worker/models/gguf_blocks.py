@@ -1,0 +1,101 @@
+"""Quantized weights in the blocks of GGUF: https://github.com/ggml-org/ggml, docs/gguf.md.
+
+A row is consecutive blocks. Of 32 numbers a block has one scale (Q4_0, Q8_0). Of 256 it has a
+scale for the scales of groups: eight groups of codes from 0 up, with least numbers (Q4_K), or
+sixteen with codes around 0 (Q6_K).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.backends.quantized import QuantizedWeight
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Of n blocks codes [n, numbers of a block], scales and offsets [n, groups of a block]."""
+
+    codes: npt.NDArray[np.int8]
+    scales: Floats
+    offsets: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of blocks of `size` numbers in `num_bytes` bytes."""
+
+    size: int
+    num_bytes: int
+    bits: int
+    read: Callable[[Bytes], _Numbers]
+
+
+def _q4_0(blocks: Bytes) -> _Numbers:
+    codes = np.concatenate((blocks[:, 2:] & 15, blocks[:, 2:] >> 4), axis=1)
+    return _Numbers(codes.astype(np.int8) - 8, _halves(blocks[:, :2]))
+
+
+def _q8_0(blocks: Bytes) -> _Numbers:
+    return _Numbers(blocks[:, 2:].view(np.int8), _halves(blocks[:, :2]))
+
+
+def _q4_k(blocks: Bytes) -> _Numbers:
+    """Six bits for each scale and least number: of the first four groups in bytes of their own, of
+    the others four bits, and two above the six of a group before.
+    """
+    scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
+    first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
+    scales = np.concatenate((first & 63, rest & 15 | first >> 6 << 4), axis=1)
+    leasts = np.concatenate((second & 63, rest >> 4 | second >> 6 << 4), axis=1)
+    bytes_of_pairs = blocks[:, 16:].reshape(len(blocks), 4, 1, 32)
+    codes = np.concatenate((bytes_of_pairs & 15, bytes_of_pairs >> 4), axis=2)
+    of_groups = scale * scales
+    return _Numbers(
+        codes.reshape(len(blocks), 256).astype(np.int8) - 8,
+        of_groups,
+        8 * of_groups - least * leasts,
+    )
+
+
+def _q6_k(blocks: Bytes) -> _Numbers:
+    """Of each half the low four bits of 128 codes in 64 bytes, and the high two in 32 bytes."""
+    low = blocks[:, :128].reshape(-1, 2, 1, 64)
+    high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    lows = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
+    highs = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=2)
+    codes = (lows | highs << 4).astype(np.int8) - 32
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)
+    return _Numbers(codes.reshape(len(blocks), 256), _halves(blocks[:, 208:]) * scales)
+
+
+def _halves(two_bytes: Bytes) -> Floats:
+    """Float16 [n, 1], in float32."""
+    return np.ascontiguousarray(two_bytes).view(np.float16).astype(np.float32)
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType(32, 18, 4, _q4_0),
+    "Q8_0": BlockType(32, 34, 8, _q8_0),
+    "Q4_K": BlockType(256, 144, 4, _q4_k),
+    "Q6_K": BlockType(256, 210, 8, _q6_k),
+}
+"""By name. The codes of Q6_K have 6 bits, and are held in 8."""
+
+
+def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
+    """Rows of blocks, uint8 [out, bytes], of a type, for a computation in `dtype`."""
+    kind = BLOCK_TYPES[name]
+    numbers = kind.read(np.ascontiguousarray(rows).reshape(-1, kind.num_bytes))
+
+    def by_row(values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values).reshape(len(rows), -1))
+
+    offsets = None if numbers.offsets is None else by_row(numbers.offsets)
+    return QuantizedWeight(by_row(numbers.codes), by_row(numbers.scales), offsets, kind.bits, dtype)

@@ -1,0 +1,101 @@
+"""Writes models as GGUF files, with the package of llama.cpp's authors, and what they mean."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from tests.dequantized import HEAD, Floats
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Types = gguf.GGMLQuantizationType
+
+
+def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
+    """Random codes and scales of groups, which the package does not quantize to; [rows, bytes]."""
+    size, num_bytes = gguf.GGML_QUANT_SIZES[of]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (rows * columns // size, num_bytes), np.uint8)
+    scale = random.uniform(1e-4, 2e-4, (len(blocks), 1)).astype(np.float16)
+    # The least number of a group is some way below zero, so that numbers are on both sides of it.
+    halves = {Types.Q4_K: {0: scale, 2: 7.5 * scale}, Types.Q6_K: {208: scale}}[of]
+    for place, half in halves.items():
+        blocks[:, place : place + 2] = half.astype(np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def save_gguf(
+    directory: Path, to: Path, types: dict[str, Types], architecture: str, heads: tuple[int, int]
+) -> Path:
+    """A copy of a model whose weights are in a GGUF file, each of the type that `types` gives for
+    the last part of its name, or else in float32; and, at `to` with the suffix .float, one with
+    the same weights in safetensors, which it returns.
+    """
+    floats = to.with_suffix(".float")
+    for copy in (to, floats):
+        shutil.copytree(directory, copy)
+    (to / "model.safetensors").unlink()
+    writer = gguf.GGUFWriter(to / "model.gguf", architecture)
+    writer.add_head_count(heads[0])
+    writer.add_head_count_kv(heads[1])
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc"])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.0])
+    dequantized: dict[str, Floats] = {}
+    for number, (name, tensor) in enumerate(load_file(directory / "model.safetensors").items()):
+        module, _, kind = name.rpartition(".")
+        of = types.get(module.rpartition(".")[2]) if kind == "weight" else None
+        stored, dequantized[name] = _stored(tensor, of, number)
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            stored = in_pairs(stored, heads[module.endswith("k_proj")])
+        writer.add_tensor(_name_of(module, kind), stored, raw_dtype=of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(dequantized, floats / "model.safetensors", metadata={"format": "pt"})
+    assert HEAD in dequantized
+    return floats
+
+
+def in_pairs(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows of halves of heads as llama.cpp's converter orders those of Llama."""
+    halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def _stored(tensor: Floats, of: Types | None, seed: int) -> tuple[npt.NDArray[Any], Floats]:
+    """A tensor as it is written, and what it is then."""
+    if of is None:
+        return tensor, tensor
+    if of in (Types.Q4_K, Types.Q6_K):
+        blocks = random_blocks(of, *tensor.shape, seed)
+    else:
+        blocks = gguf.quants.quantize(tensor, of)
+    return blocks, gguf.quants.dequantize(blocks, of)
+
+
+def _name_of(module: str, kind: str) -> str:
+    prefix, _, rest = module.partition("model.layers.")
+    if prefix or not rest:
+        return f"{NAMES[module]}.{kind}"
+    index, _, part = rest.partition(".")
+    return f"blk.{index}.{NAMES[part]}.{kind}"
