@@ -78,7 +78,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @asynccontextmanager
 async def serving(
-    loaded: Worker, situation: Situation, *, async_scheduling: bool
+    loaded: Worker, situation: Situation, *, async_scheduling: bool, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
     """A replica in a situation, whose worker describes itself so, and a session."""
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
@@ -92,6 +92,7 @@ async def serving(
         serving_replica(
             ServingWorker(replace(loaded, description=description)),
             async_scheduling=async_scheduling,
+            **settings,
         ) as replica,
         gateway_of(replica) as gateway,
     ):

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from services.worker.settings import WorkerSettings
 from services.worker.speculation.config import SpeculativeConfig
 from services.worker.speculation.ngram import NgramProposer
 from services.worker.speculation.proposer import Proposer
+from tests.cli.replaying import replay
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.situations import (
     BLOCK_SIZE,
@@ -136,6 +137,27 @@ async def test_drafts_change_no_token(
         num_tokens = sum(len(answer) for _, of in speculating.outputs for answer in of)
         each = 1 + NUM_DRAFTS if proposer == "always right" else 1
         assert stats.num_steps < 1.5 * num_tokens / each + 3 * len(prompts())
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two in flight"])
+async def test_a_run_whose_requests_share_rows_is_reproduced_from_its_log(
+    speculating: Speculating, tmp_path: Path, *, async_scheduling: bool
+) -> None:
+    speculating.propose_with("random")
+    description = replace(speculating.loaded.description, num_speculative_rows=20)
+    loaded = replace(speculating.loaded, description=description)
+    path, situation = tmp_path / "steps.jsonl", SITUATIONS["preempted again and again"]
+    async with serving(loaded, situation, async_scheduling=async_scheduling, step_log=path) as (
+        replica,
+        gateway,
+    ):
+        for params, expected in speculating.outputs:
+            assert await generate(gateway, prompts(), params) == expected
+        await replica.until_idle()
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    planned = (entry["draft_token_ids"] for entry in entries if entry.get("call") == "schedule")
+    assert {1, 2, NUM_DRAFTS} <= {len(drafts) for of in planned for drafts in of.values()}
+    assert await asyncio.to_thread(replay, path) == 0
 
 
 async def test_accepted_drafts_are_cached_as_they_were_computed(speculating: Speculating) -> None:
