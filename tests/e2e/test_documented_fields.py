@@ -25,6 +25,7 @@ from services.gateway.adapters.http.bodies import (
     TokenizeBody,
 )
 from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from tests.e2e.conftest import TinyModel
 from tests.e2e.documented_fields import Example, examples, fields_of_body, fields_of_message
 from tests.e2e.stack import Stack
@@ -38,6 +39,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "POST /v1/chat/completions": ChatCompletionBody,
     "POST /v1/messages": MessagesBody,
     "POST /v1/messages/count_tokens": CountTokensBody,
+    "POST /v1/responses": ResponsesBody,
     "POST /v1/sessions": SessionBody,
     "POST /v1/embeddings": EmbeddingBody,
     "POST /score": ScoreBody,

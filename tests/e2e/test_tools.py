@@ -92,6 +92,39 @@ async def test_strict_calls_that_the_model_may_make(
         assert call.function.name == "Weather"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
+async def test_responses_of_openai(
+    client: openai.AsyncOpenAI, demo: Stack, choice: str | dict[str, Any]
+) -> None:
+    ask: dict[str, Any] = {
+        "model": demo.model,
+        "instructions": "Say what the weather is, and nothing besides.",
+        "input": ASK,
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_output_tokens": 200,
+        "extra_body": {"seed": 7},
+    }
+    parsed = await client.responses.parse(**ask)
+    (call,) = parsed.output
+    assert isinstance(call.parsed_arguments, Weather)
+    async with client.responses.stream(**ask) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    (streamed,) = final.output
+    pieces = [e for e in events if e.type == "response.function_call_arguments.delta"]
+    assert len(pieces) > 3
+    assert pieces[-1].snapshot == streamed.arguments == call.arguments
+    assert final.usage.input_tokens_details.cached_tokens > 0  # the same prompt came before
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    conversation = [*ASK, call, result]
+    again = await client.responses.parse(
+        **ask | {"input": conversation, "tool_choice": "none", "max_output_tokens": 8}
+    )
+    assert again.output[0].type == "message"
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Weather"}])
 async def test_the_client_of_anthropic(demo: Stack, choice: dict[str, Any]) -> None:
     async with anthropic.AsyncAnthropic(

@@ -129,7 +129,7 @@ class Inference:
         if pooler is None:
             raise InvalidArgument(
                 "this model generates text and gives no embeddings or scores: ask for "
-                "/v1/completions, /v1/chat/completions or /v1/messages",
+                "/v1/completions, /v1/chat/completions, /v1/messages or /v1/responses",
                 field="model",
                 reason=OTHER_RUNNER,
             )

@@ -19,6 +19,7 @@ CALL = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 )
 ANSWER = "Sunny in Rome."
+APIS = ["chat", "responses"]
 
 
 @pytest.fixture
@@ -36,24 +37,27 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
         yield running
 
 
-def check_turns(served: Serving, calls: list[tuple[str, int]]) -> None:
+def check_turns(served: Serving, calls: list[tuple[str, int]], api: str) -> None:
     """The tool was called once as the model asked, and the model got what it gave."""
     assert calls == [("Rome", 2)]
     first, second = served_prompts(served)
     assert "[weather]" in first
     assert "weather city=Rome days=2)" in second
-    assert "tool:sunny#chatcmpl-tool-" in second
+    prefix = "call_" if api == "responses" else "chatcmpl-tool-"
+    assert f"tool:sunny#{prefix}" in second
 
 
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_pydantic_ai(served: Serving, is_streamed: bool) -> None:
+async def test_pydantic_ai(served: Serving, is_streamed: bool, api: str) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
     calls: list[tuple[str, int]] = []
     async with served.openai() as client:
         provider = providers.OpenAIProvider(openai_client=client)
-        agent: Any = pydantic_ai.Agent(models.OpenAIChatModel("tiny", provider=provider))
+        kind = models.OpenAIResponsesModel if api == "responses" else models.OpenAIChatModel
+        agent: Any = pydantic_ai.Agent(kind("tiny", provider=provider))
 
         @agent.tool_plain
         def weather(city: str, days: int) -> str:
@@ -67,11 +71,12 @@ async def test_pydantic_ai(served: Serving, is_streamed: bool) -> None:
         else:
             output = (await agent.run("the weather?")).output
     assert output == ANSWER
-    check_turns(served, calls)
+    check_turns(served, calls, api)
 
 
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_langchain(served: Serving, is_streamed: bool) -> None:
+async def test_langchain(served: Serving, is_streamed: bool, api: str) -> None:
     agents = pytest.importorskip("langchain.agents")
     langchain_openai = pytest.importorskip("langchain_openai")
     calls: list[tuple[str, int]] = []
@@ -90,10 +95,11 @@ async def test_langchain(served: Serving, is_streamed: bool) -> None:
                 api_key="none",
                 max_retries=0,
                 streaming=is_streamed,
+                use_responses_api=api == "responses",
                 http_client=plain,
                 http_async_client=http,
             )
             agent = agents.create_agent(model, [weather])
             state = await agent.ainvoke({"messages": [{"role": "user", "content": "so?"}]})
-    assert state["messages"][-1].content == ANSWER
-    check_turns(served, calls)
+    assert state["messages"][-1].text == ANSWER
+    check_turns(served, calls, api)

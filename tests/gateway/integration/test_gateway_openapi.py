@@ -11,6 +11,7 @@ from tests.plain_http import async_http_client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ANTHROPIC, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES = "/v1/responses"
 MESSAGES = [{"role": "user", "content": "hi"}]
 JSON = {"Content-Type": "application/json"}
 
@@ -36,6 +37,7 @@ OF_CHAT: tuple[dict[str, Any], ...] = (
     {"logprobs": True, "top_logprobs": 2},
     {"logprobs": True, "stream": True},
 )
+TOOL = {"type": "function", "name": "f", "parameters": {}, "strict": True}
 OF_MESSAGES: tuple[dict[str, Any], ...] = (
     {},
     {"stream": True},
@@ -46,6 +48,13 @@ OF_MESSAGES: tuple[dict[str, Any], ...] = (
         "stream": True,
     },
     {"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "f"}},
+)
+OF_RESPONSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"stream": True},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}, "stream": True},
+    {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}, "instructions": "a"},
+    {"text": {"format": {"type": "json_object"}}, "metadata": {"a": "b"}},
 )
 
 
@@ -69,11 +78,16 @@ async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
         response = await served.http.post(ANTHROPIC, json=body)
         assert response.status_code == 200, (more, response.text)
         document.check(ANTHROPIC, response)
+    for more in OF_RESPONSES:
+        body = {"max_output_tokens": 8, "input": "hi", "seed": 1, **more}
+        response = await served.http.post(RESPONSES, json=body)
+        assert response.status_code == 200, (more, response.text)
+        document.check(RESPONSES, response)
 
 
 async def test_every_other_answer_is_as_documented(served: Serving) -> None:
     document = await documented(served)
-    assert len(document.document["paths"]) == 22
+    assert len(document.document["paths"]) == 23
     opened = await served.http.post("/v1/sessions", json={})
     document.check("/v1/sessions", opened)
     session = opened.json()["id"]

@@ -31,6 +31,8 @@ from services.gateway.core.request import ChatRole
 _NO_FUNCTIONS = "functions have become tools"
 _NO_SEARCH = "the web is not searched"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model is to reason."""
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
 
@@ -237,7 +239,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     modalities: Annotated[Any, Only(["text"], why="only text is generated")] = None
     audio: Annotated[Any, Only(why="only text is generated")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None

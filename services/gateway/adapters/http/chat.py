@@ -5,7 +5,7 @@ from typing import Any
 
 from services.common import names
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.http.bodies import ChatCompletionBody, TokenizeBody
+from services.gateway.adapters.http.bodies import ChatCompletionBody, Effort, TokenizeBody
 from services.gateway.adapters.http.chat_messages import MessageWriter
 from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
@@ -70,18 +70,20 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
         message.to_template(f"messages[{number}]")
         for number, message in enumerate(body.messages or ())
     ]
+    effort = body.reasoning_effort if isinstance(body, ChatCompletionBody) else None
     return await inference.tokenizer.render_chat(
         messages,
         tools=[tool.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
-        variables={**_effort(body, inference), **(body.chat_template_kwargs or {})},
+        variables={**effort_variables(effort, inference), **(body.chat_template_kwargs or {})},
     )
 
 
-def _effort(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> dict[str, Any]:
-    """What templates read of how much a model is to reason, as vLLM passes it."""
-    effort = body.reasoning_effort if isinstance(body, ChatCompletionBody) else None
+def effort_variables(effort: Effort | None, inference: Inference) -> dict[str, Any]:
+    """What templates read of how much a model is to reason, as vLLM passes it. Raises
+    InvalidArgument where reasoning is not told apart.
+    """
     if inference.output_formats.reasoning is not None and effort is not None:
         return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if effort in (None, "none"):

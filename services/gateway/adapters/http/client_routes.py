@@ -18,12 +18,14 @@ from services.gateway.adapters.http.generation_routes import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     EMBEDDINGS,
+    RESPONSES,
     SCORE,
     V1_SCORE,
     GenerationRoutes,
 )
 from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
-from services.gateway.adapters.http.openapi import answers, messages_answers
+from services.gateway.adapters.http.openapi import answers, messages_answers, responses_answers
+from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
 from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
@@ -106,6 +108,19 @@ def client_routes(
             body=CountTokensBody,
             errors=(404,),
             error=messages_answers.AnthropicError,
+        ),
+        Route(
+            RESPONSES,
+            generation.responses,
+            responses_answers.ResponseObject,
+            ("POST",),
+            tag="openai",
+            body=ResponsesBody,
+            events=responses_answers.ResponseEvent,
+            has_named_events=True,
+            errors=(404, 422, 504),
+            headers=_GENERATION_HEADERS,
+            is_limited=True,
         ),
         Route(
             EMBEDDINGS,

@@ -1,7 +1,7 @@
 """How answers are written: what every API does, and what completions and chat completions share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import StepwellError
@@ -151,6 +151,11 @@ class Dialect(StreamingDialect):
 
 def event(body: object) -> bytes:
     return b"data: " + to_json(body).encode() + b"\n\n"
+
+
+def named_event(body: Mapping[str, Any]) -> bytes:
+    """An event whose name is the type of its body."""
+    return f"event: {body['type']}\ndata: {to_json(body)}\n\n".encode()
 
 
 def stop_reason(piece: Piece) -> str | int | None:

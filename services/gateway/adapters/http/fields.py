@@ -42,6 +42,13 @@ def text_or_list(value: Any) -> str | None:
     return "<list>" if isinstance(value, list) else None
 
 
+def text_or_object(value: Any) -> str | None:
+    """The tag of a text or of an object among these two."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<object>" if isinstance(value, dict) else None
+
+
 def by_type(value: Any) -> str | None:
     """The tag of an object among alternatives that their `type` tells apart."""
     kind = value.get("type") if isinstance(value, dict) else None

@@ -19,7 +19,7 @@ from services.gateway.adapters.grammars.structural_tags import structural_tag
 from services.gateway.adapters.http.fields import Body, Texts, by_type, given
 from services.gateway.core.ports import Tokenizer
 
-_ANY_OBJECT = '{"type": "object"}'
+ANY_OBJECT = '{"type": "object"}'
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -117,7 +117,7 @@ class StructuredOutputsBody(Body):
         if self.grammar is not None:
             return StructuredOutputs(StructuredOutputsKind.GRAMMAR, self.grammar)
         if self.json_object:
-            return StructuredOutputs(StructuredOutputsKind.JSON, _ANY_OBJECT)
+            return StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
         text = self.json_ if isinstance(self.json_, str) else _schema_text(self.json_ or {})
         return StructuredOutputs(StructuredOutputsKind.JSON, text)
 
@@ -130,7 +130,7 @@ async def wanted_form(
     """What an answer is to conform to; None: it is free. Raises InvalidArgument for two forms."""
     of_format = None
     if isinstance(response_format, JsonObjectFormat):
-        of_format = StructuredOutputs(StructuredOutputsKind.JSON, _ANY_OBJECT)
+        of_format = StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
     elif isinstance(response_format, JsonSchemaFormat):
         text = _schema_text(response_format.json_schema.schema_)
         of_format = StructuredOutputs(StructuredOutputsKind.JSON, text)

@@ -1,4 +1,6 @@
-"""The routes that a model computes: completions, chat completions, messages, embeddings, scores."""
+"""The routes that a model computes: completions, chat completions, messages, responses,
+embeddings, scores.
+"""
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -39,6 +41,9 @@ from services.gateway.adapters.http.reply import (
     WholeDialect,
 )
 from services.gateway.adapters.http.request_state import ARRIVAL
+from services.gateway.adapters.http.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.responses.dialect import ResponsesDialect
+from services.gateway.adapters.http.responses.request import responses_request
 from services.gateway.adapters.observation import Observer
 from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.gate import Gate
@@ -55,6 +60,7 @@ C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
 
 COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 SCORE = "/score"
 V1_SCORE = "/v1/score"
@@ -62,6 +68,7 @@ OPERATIONS = {
     COMPLETIONS: CompletionDialect.operation,
     CHAT_COMPLETIONS: ChatDialect.operation,
     MESSAGES: MessagesDialect.operation,
+    RESPONSES: ResponsesDialect.operation,
     EMBEDDINGS: EmbeddingDialect.operation,
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
@@ -128,6 +135,10 @@ class GenerationRoutes:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         return self._reply(request, MessagesBody, messages_request, MessagesDialect)
+
+    async def responses(self, request: Request) -> Response:
+        """OpenAI's responses, of which none is kept."""
+        return self._reply(request, ResponsesBody, responses_request, ResponsesDialect)
 
     async def embeddings(self, request: Request) -> Response:
         """Vectors of texts."""

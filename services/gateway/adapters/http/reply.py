@@ -20,6 +20,7 @@ from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.adapters.http.request_state import SEND_BODY
+from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
@@ -47,7 +48,7 @@ _STREAM_HEADERS = [
 ]
 
 
-AskingBody = SamplingBody | PooledBody | MessagesBody
+AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody
 """What asks for something that a model computes."""
 
 

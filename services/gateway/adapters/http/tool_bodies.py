@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.grammars.tool_calls import CallableTool
-from services.gateway.adapters.http.fields import Body, Ignored
+from services.gateway.adapters.http.fields import Body, Ignored, text_or_object
 
 MAX_TOOLS = 512
 MAX_TOOL_CALLS = 512
@@ -73,17 +73,11 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-def _text_or_object(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "<text>"
-    return "<object>" if isinstance(value, dict) else None
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")]
     | Annotated[NamedTool, Tag("<object>")],
     Discriminator(
-        _text_or_object,
+        text_or_object,
         custom_error_type="alternative",
         custom_error_message="must be none, auto, required, or an object that names a function",
     ),

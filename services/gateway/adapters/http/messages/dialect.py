@@ -6,9 +6,8 @@ from typing import Any
 from services.common import names
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
-from services.gateway.adapters.http.dialect import StreamingDialect
+from services.gateway.adapters.http.dialect import StreamingDialect, named_event
 from services.gateway.adapters.http.errors import AnthropicErrors
-from services.gateway.adapters.http.json_pieces import to_json
 from services.gateway.adapters.http.messages.block_writer import BlockWriter
 from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.core.choice import Piece
@@ -105,11 +104,6 @@ class MessagesDialect(StreamingDialect):
         if is_cut and most is not None and usage.num_generated_tokens < most:
             return "model_context_window_exceeded", None
         return _STOP_REASONS[last.finish_reason], None
-
-
-def named_event(body: dict[str, Any]) -> bytes:
-    """A server-sent event whose name is the type of its body."""
-    return f"event: {body['type']}\ndata: {to_json(body)}\n\n".encode()
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from services.common.sampling import RANGES
 from services.common.sampling_limits import MAX_LOGPROBS
 from services.gateway.adapters.http.bodies import SamplingBody
 from services.gateway.adapters.http.messages.bodies import MessagesBody
+from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.core.request import MAX_STOP_STRINGS
 
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
@@ -26,6 +27,7 @@ _LIMITS: dict[str, Mapping[str, float]] = {
     "best_of": {"minimum": 1},
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
     "logprobs": _LOGPROBS,
     "top_logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
@@ -44,4 +46,4 @@ def add_ranges(schema: dict[str, Any]) -> None:
 
 
 def generates(model: type) -> bool:
-    return issubclass(model, SamplingBody | MessagesBody)
+    return issubclass(model, SamplingBody | MessagesBody | ResponsesBody)

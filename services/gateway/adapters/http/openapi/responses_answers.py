@@ -1,0 +1,164 @@
+"""The answers of OpenAI's responses API, for OpenAPI documents."""
+
+from typing import Any, Literal
+
+from services.gateway.adapters.http.openapi.answers import Answer
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Answer):
+    """Text that the model wrote."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class ReasoningContent(Answer):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputMessage(Answer):
+    """What the model says."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
+    content: list[OutputText]
+
+
+class OutputReasoning(Answer):
+    """What the model thought before."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[Any]
+    status: ItemStatus
+    content: list[ReasoningContent]
+
+
+class OutputCall(Answer):
+    """A call of a function, with the text of its arguments, which is JSON."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseFault(Answer):
+    """Why a response failed after its stream had begun."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(Answer):
+    """Why a response was cut: at `max_output_tokens`, or, where it is null, by an operator."""
+
+    reason: Literal["max_output_tokens"] | None
+
+
+class InputTokensDetails(Answer):
+    """Of the prompt's tokens, those found in the prefix cache; to write it costs nothing."""
+
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseUsage(Answer):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: "ReasoningTokensDetails"
+    total_tokens: int
+
+
+class ReasoningTokensDetails(Answer):
+    """Of the generated tokens, those that were thought."""
+
+    reasoning_tokens: int
+
+
+class ReasoningAsked(Answer):
+    """How much the model was to reason."""
+
+    effort: str | None
+    summary: None
+
+
+class ResponseObject(Answer):
+    """A whole answer of /v1/responses, or as much as there is of one that is streamed. It has what
+    was asked.
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    output: list[OutputItem]
+    error: ResponseFault | None
+    incomplete_details: IncompleteDetails | None
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: ReasoningAsked
+    background: Literal[False]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+
+
+class ResponseEvent(Answer):
+    """One event of a streamed answer of /v1/responses; its type says which of the rest it has."""
+
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.reasoning_text.delta",
+        "response.reasoning_text.done",
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
+    sequence_number: int
+    response: ResponseObject | None = None
+    output_index: int | None = None
+    item: OutputItem | None = None
+    item_id: str | None = None
+    content_index: int | None = None
+    part: OutputText | ReasoningContent | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[Any] | None = None
+    name: str | None = None
+    arguments: str | None = None

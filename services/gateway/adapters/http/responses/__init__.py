@@ -1,0 +1,1 @@
+"""OpenAI's responses: bodies, the requests that they ask for, answers and their events."""
