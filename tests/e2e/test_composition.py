@@ -1,0 +1,116 @@
+"""Everything at once: requests with a seed, held to a form, with drafts, on an adapter over weights
+of 4 bits, by two ranks. Their answers are those of one rank without drafts to each request alone.
+"""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.stack import Stack
+from tests.e2e.tiny import save_servable_model
+from tests.lora_adapters import CONFIGS, save_adapter
+from tests.plain_http import http_get
+from tests.quantized_checkpoints import FORMATS, save_quantized
+from tests.structured_forms import FORMS
+
+NAME = "everywhere"
+SPECULATION = '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+PIECES_BEFORE_KILL = 5
+COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A server with all of it, and what each request is answered alone, without ranks or drafts."""
+
+    stack: Stack
+    alone: list[str]
+
+    def count(self, name: str) -> float:
+        """What a counter of the services has come to."""
+        text = http_get(f"{self.stack.url}/metrics").text
+        return sum(map(float, re.findall(COUNTER.format(name), text, re.MULTILINE)))
+
+
+def requests() -> list[dict[str, Any]]:
+    forms = ["person", "tree", "phone", "choices", "person", "tree", "phone", "words"]
+    return [
+        {
+            "model": NAME,
+            "prompt": f"request {seed}: " + "again and " * 6,
+            "max_tokens": 150,
+            "temperature": 0.8,
+            "seed": seed,
+            "structured_outputs": FORMS[form].sent,
+        }
+        for seed, form in enumerate(forms)
+    ]
+
+
+async def answered(stack: Stack, wanted: list[dict[str, Any]], victim: str = "") -> list[str]:
+    """The texts of requests that are sent at once. With a `victim`, that service is killed once the
+    first answer has begun.
+    """
+    killed = False
+
+    async def stream(body: dict[str, Any]) -> str:
+        nonlocal killed
+        texts = []
+        async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+            assert answer.status_code == httpx.codes.OK
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                piece = json.loads(line.removeprefix("data: "))
+                assert "error" not in piece, piece
+                texts.append(piece["choices"][0]["text"])
+                if victim and not killed and len(texts) == PIECES_BEFORE_KILL:
+                    killed = True
+                    stack.hit(victim, signal.SIGKILL)
+        return "".join(texts)
+
+    async with httpx.AsyncClient(base_url=stack.url, timeout=100) as http:
+        texts = await asyncio.gather(*map(stream, wanted))
+    assert killed == bool(victim)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
+    directory = tmp_path_factory.mktemp("composed")
+    save_servable_model(directory / "plain")
+    save_quantized(directory / "plain", directory / "int4", FORMATS["gptq"])
+    adapter = save_adapter(directory / "plain", directory / "adapter", 3, **CONFIGS[NAME])
+    flags = (
+        *("--dtype", "float32", "--enable-lora", "--lora-modules", f"{NAME}={adapter}"),
+        *("--max-model-len", "256"),
+    )
+    model: Path = directory / "int4"
+    with closing(Stack(model, *flags, "--num-blocks", "400")) as stack:
+        alone = [text for one in requests() for text in asyncio.run(answered(stack, [one]))]
+    ranks = ("--tensor-parallel-size", "2", "--num-blocks", "32")
+    with closing(Stack(model, *flags, *ranks, "--speculative-config", SPECULATION)) as stack:
+        yield Composed(stack, alone)
+
+
+async def test_together_drafted_and_preempted(composed: Composed) -> None:
+    assert len(set(composed.alone)) > 1
+    assert await answered(composed.stack, requests()) == composed.alone
+    assert composed.count("num_preemptions") > 0
+    assert composed.count("spec_decode_num_accepted_tokens") > 0
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "scheduler"])
+async def test_when_a_service_is_killed(composed: Composed, victim: str) -> None:
+    pid = composed.stack.pids()[victim]
+    assert await answered(composed.stack, requests(), victim) == composed.alone
+    composed.stack.wait_until_back(victim, pid)
