@@ -51,7 +51,8 @@ RAISED = 1e4
 """More than any logit is above another."""
 MAX_MODEL_LEN = 1024
 LONGEST_PROMPT, NUM_TOKENS = 700, 256
-NUM_AT_ONCE = (1, 32)
+NUM_AT_ONCE, NUM_TOKENS_EACH = 32, 64
+"""Requests of the loads that are not of one, and tokens of each."""
 CONFIG = {
     "method": "ngram",
     "num_speculative_tokens": 6,
@@ -115,8 +116,8 @@ class Engine:
             model=model,
             num_threads=num_threads,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max(NUM_AT_ONCE),
-            num_blocks=max(NUM_AT_ONCE) * MAX_MODEL_LEN // 16,
+            max_num_seqs=NUM_AT_ONCE,
+            num_blocks=NUM_AT_ONCE * MAX_MODEL_LEN // 16,
             speculative_config=json.dumps(CONFIG) if speculates else None,
         )
         self.composed = InProcess(settings, self._replace_model)
@@ -162,7 +163,6 @@ def main() -> None:
 
 async def measure(model: Path, num_threads: int, num_rounds: int, num_tokens: int) -> str:
     """The table, after a round that does not count: of answers of so many tokens."""
-    every = texts(num_tokens)
     lines = ["| text | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     async with AsyncExitStack() as stack:
@@ -171,24 +171,35 @@ async def measure(model: Path, num_threads: int, num_rounds: int, num_tokens: in
             await stack.enter_async_context(engine.composed)
         gc.collect()
         gc.freeze()
-        for num_at_once, some in zip(NUM_AT_ONCE, (every, every[::2]), strict=True):
-            for text in some:
-                turns = [await _round(engines, text, num_at_once) for _ in range(num_rounds + 1)]
-                without, speculating = (
-                    statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
-                )
-                gain = statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:])
-                tokens = turns[-1][1][1]
-                lines.append(
-                    f"| {text.name} | {num_at_once} | {without:.2f} | {speculating:.2f} "
-                    f"| {gain:.2f} | {tokens:.2f} |"
-                )
-                log(lines[-1])
+        for text, num_at_once in loads(num_tokens):
+            turns = [await _round(engines, text, num_at_once, at) for at in range(num_rounds + 1)]
+            without, speculating = (
+                statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
+            )
+            gain = statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:])
+            tokens = turns[-1][1][1]
+            lines.append(
+                f"| {text.name} | {num_at_once} | {without:.2f} | {speculating:.2f} "
+                f"| {gain:.2f} | {tokens:.2f} |"
+            )
+            log(lines[-1])
     return "\n".join(lines)
 
 
-async def _round(engines: Sequence[Engine], text: Text, num: int) -> list[tuple[float, float]]:
-    return [await engine.turn(text, num) for engine in engines]
+async def _round(
+    engines: Sequence[Engine], text: Text, num_at_once: int, number: int
+) -> list[tuple[float, float]]:
+    """A turn of each engine, the other one first in every second round."""
+    order = engines if number % 2 else engines[::-1]
+    turns = [await engine.turn(text, num_at_once) for engine in order]
+    return turns if number % 2 else turns[::-1]
+
+
+def loads(num_tokens: int) -> list[tuple[Text, int]]:
+    """What is written, and by how many requests at once."""
+    every = texts(num_tokens)
+    together = [replace(text, answer=text.answer[:NUM_TOKENS_EACH]) for text in every[::2]]
+    return [*((text, 1) for text in every), *((text, NUM_AT_ONCE) for text in together)]
 
 
 def texts(num_tokens: int) -> list[Text]:
