@@ -18,7 +18,8 @@ class QuantizedWeight:
     """A weight [out, in] whose element in row n and column k is
     `codes[n, k] * scales[n, k // group] + offsets[n, k // group]`.
 
-    `codes` int8 [out, in], of so many `bits`: 8, or 4 for codes from -8 to 7. `scales` and
+    `codes` [out, in], of so many `bits`: int8 of 8, or of 4 for codes from -8 to 7, or
+    float8_e4m3fn, without NaN. `scales` and
     `offsets`, unless they are None, float32 [out, groups], where a group is `in / groups` columns.
     `dtype`: in which it is computed with.
     """
@@ -42,7 +43,7 @@ class QuantizedWeight:
     def dequantized(self) -> torch.Tensor:
         """The weight in `dtype`, to which float32 is rounded."""
         rows, columns = self.codes.shape
-        grouped = self.codes.reshape(rows, -1, self.group) * self.scales.unsqueeze(-1)
+        grouped = self.codes.float().reshape(rows, -1, self.group) * self.scales.unsqueeze(-1)
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(rows, columns).to(self.dtype)
@@ -106,11 +107,14 @@ def quantize_int8(weight: torch.Tensor) -> QuantizedWeight:
 def stacked(weights: Sequence[Weight]) -> Weight:
     """Weights of as many columns one below the other. If they have codes of several lengths, or
     groups of several sizes, the result has the longest codes, and the largest groups that divide
-    all. Raises ValueError unless all are quantized, or none is.
+    all. Raises ValueError unless all are quantized, to integers
+    or to floats, or none is.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+    if len({one.codes.dtype for one in quantized}) > 1:
+        raise ValueError("some are quantized to integers and some to floats")
     if len(quantized) < len(weights):
         raise ValueError("some are quantized and some are not")
     group = math.gcd(*(one.group for one in quantized))
@@ -120,7 +124,7 @@ def stacked(weights: Sequence[Weight]) -> Weight:
         both = ((one.offsets, one.scales) for one in parts)
         offsets = torch.cat([torch.zeros_like(y) if x is None else x for x, y in both])
     return QuantizedWeight(
-        codes=torch.cat([one.codes for one in parts]),
+        codes=torch.cat([one.codes.view(torch.int8) for one in parts]).view(parts[0].codes.dtype),
         scales=torch.cat([one.scales for one in parts]),
         offsets=offsets,
         bits=max(one.bits for one in parts),

@@ -77,7 +77,8 @@ class Checkpoint:
         others: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
         """Raises ModelTensorError unless the tensors are exactly `expected`. `others`: data types
-        that a tensor may have besides those of unquantized weights.
+        that a tensor may have besides those of unquantized weights. A number may also be stored as
+        a vector of one.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
@@ -91,7 +92,7 @@ class Checkpoint:
                 )
         for name, shape in expected.items():
             tensor = self.tensors[name]
-            if tensor.shape != shape:
+            if tensor.shape != shape and (shape or tensor.shape != (1,)):
                 raise ModelTensorError(
                     tensor.file,
                     f"tensor {name} has shape {list(tensor.shape)}, "

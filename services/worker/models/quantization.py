@@ -11,7 +11,7 @@ from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorRe
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.gguf_blocks import BLOCK_TYPES
 from services.worker.models.quantization_config import QuantizationConfig
-from services.worker.models.quantized_tensors import INTEGERS, decoded, tensor_shapes
+from services.worker.models.quantized_tensors import CODES, decoded, tensor_shapes
 
 Shapes = dict[str, tuple[int, ...]]
 _WEIGHT = ".weight"
@@ -42,7 +42,7 @@ class StoredWeights:
         for name, shape in expected.items():
             stored |= self._tensors_of(name) if name in self.shapes else {name: shape}
         added = stored.keys() - expected.keys() | self.shapes.keys()
-        self.checkpoint.check(stored, dict.fromkeys(added, INTEGERS))
+        self.checkpoint.check(stored, dict.fromkeys(added, CODES))
 
     def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
         """One of them, whole."""

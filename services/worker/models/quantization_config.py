@@ -10,6 +10,7 @@ from services.worker.models.errors import UnsupportedModel, quantized
 from services.worker.models.json_file import JsonReader
 
 KEY = "quantization_config"
+_FP8_BLOCK = 128
 
 
 class StoredFormat(enum.Enum):
@@ -19,11 +20,23 @@ class StoredFormat(enum.Enum):
     AWQ = "awq"
     PACK_QUANTIZED = "pack-quantized"
     INT_QUANTIZED = "int-quantized"
+    FLOAT_QUANTIZED = "float-quantized"
+    FP8 = "fp8"
+
+
+_COMPRESSED = {
+    StoredFormat.PACK_QUANTIZED.value,
+    StoredFormat.INT_QUANTIZED.value,
+    StoredFormat.FLOAT_QUANTIZED.value,
+}
+"""Those of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Weights of so many `bits`. `group_size`: input features that share a scale; None: all.
+    """Weights of so many `bits`. `group_size`: input features that share a scale; None: all. Of FP8
+    as many output features share it: all, or a block of as many. `has_input_scales`: there are
+    scales for inputs, which are not quantized here.
     `zero_points`: whether codes have zero points. `ignored`: projections that are not quantized: a
     name, or `re:` and a regular expression for the beginning of one; of AWQ any part of a name.
     """
@@ -34,6 +47,7 @@ class QuantizationConfig:
     zero_points: bool
     ignored: tuple[str, ...]
     quantizes_head: bool
+    has_input_scales: bool = False
 
     def quantizes(self, module: str) -> bool:
         """Whether a projection is quantized, by its name."""
@@ -64,6 +78,8 @@ def read_quantization(config: JsonReader) -> QuantizationConfig | None:
             return _read_awq(reader)
         case "compressed-tensors":
             return _read_compressed_tensors(reader)
+        case "fp8":
+            return _read_fp8(reader)
     raise quantized(config.path, config.raw(KEY))
 
 
@@ -101,6 +117,27 @@ def _read_awq(reader: JsonReader) -> QuantizationConfig:
     )
 
 
+def _read_fp8(reader: JsonReader) -> QuantizationConfig:
+    if (form := reader.text("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise _refused(reader, f"fmt {form!r} is not read; e4m3 is")
+    scheme = reader.text("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _refused(reader, f"activation_scheme {scheme!r} is not read")
+    block = reader.raw("weight_block_size")
+    if block not in (None, [_FP8_BLOCK] * 2):
+        raise _refused(reader, f"weight_block_size {block!r} is not read; {[_FP8_BLOCK] * 2} is")
+    ignored = (*_texts(reader, "ignored_layers"), *_texts(reader, "modules_to_not_convert"))
+    return QuantizationConfig(
+        StoredFormat.FP8,
+        8,
+        None if block is None else _FP8_BLOCK,
+        zero_points=False,
+        ignored=ignored,
+        quantizes_head=False,
+        has_input_scales=scheme == "static",
+    )
+
+
 def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
     groups = reader.nested("config_groups")
     names = list(reader.raw("config_groups") or {})
@@ -113,13 +150,14 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
         if reader.raw(key):
             raise _refused(reader, f"{key} is not read")
     stored = str(group.raw("format") or reader.raw("format"))
-    if stored not in {StoredFormat.PACK_QUANTIZED.value, StoredFormat.INT_QUANTIZED.value}:
+    if stored not in _COMPRESSED:
         raise _refused(reader, f"format {stored!r} is not read")
     weights, of_format = group.nested("weights"), StoredFormat(stored)
     packed = of_format is StoredFormat.PACK_QUANTIZED
     bits = _among(weights, "num_bits", (4, 8) if packed else (8,))
-    if weights.text("type", "int") != "int":
-        raise _refused(weights, f"type {weights.text('type')!r} is not read; int is")
+    kind = "float" if of_format is StoredFormat.FLOAT_QUANTIZED else "int"
+    if weights.text("type", "int") != kind:
+        raise _refused(weights, f"type {weights.text('type', 'int')!r} is not read; {kind} is")
     strategy = weights.text("strategy", "channel")
     if strategy not in ({"group", "channel"} if packed else {"channel"}):
         raise _refused(weights, f"strategy {strategy!r} is not read with {stored}")
@@ -135,6 +173,7 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
         zero_points=not symmetric,
         ignored=_texts(reader, "ignore"),
         quantizes_head=True,
+        has_input_scales=group.nested("input_activations").raw("dynamic") is False,
     )
 
 

@@ -1,8 +1,9 @@
 """The tensors of quantized weights in checkpoints, and what they say.
 
-A weight of GPTQ, AWQ or compressed-tensors [out, in] is `(code - zero point) * scale`, where a zero
-point and a scale belong to an output feature and a group of input features. Codes of 4 bits, or 8,
-are packed into words of 32 bits, from the lowest bits up.
+A weight [out, in] of FP8 is floats times a scale. One of GPTQ, AWQ or compressed-tensors is
+`(code - zero point) * scale`, where a zero point and a scale belong to an output feature and a
+group of input features. Codes of 4 bits, or 8, are packed into words of 32 bits, from the lowest
+bits up.
 """
 
 import torch
@@ -11,8 +12,8 @@ from services.worker.backends.quantized import QuantizedWeight
 from services.worker.models.quantization_config import QuantizationConfig, StoredFormat
 
 WORD_BITS = 32
-INTEGERS = frozenset({"I8", "I32", "I64"})
-"""Data types of codes, zero points and shapes."""
+CODES = frozenset({"I8", "I32", "I64", "F8_E4M3"})
+"""Data types of codes, zero points and shapes, besides those of scales."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the codes of eight consecutive output features lie in a word of AWQ."""
 
@@ -41,8 +42,14 @@ def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[st
             found["weight_scale"] = (rows, groups)
             if config.zero_points:
                 found["weight_zero_point"] = (-(-rows // in_word), groups)
-        case StoredFormat.INT_QUANTIZED:
+        case StoredFormat.INT_QUANTIZED | StoredFormat.FLOAT_QUANTIZED:
             found = {"weight": shape, "weight_scale": (rows, 1)}
+        case StoredFormat.FP8 if config.group_size is None:
+            found = {"weight": shape, "weight_scale": ()}
+        case StoredFormat.FP8:
+            found = {"weight": shape, "weight_scale_inv": (-(-rows // group), groups)}
+    if config.has_input_scales:
+        found["input_scale"] = ()
     if packs_rows:
         found |= {"qzeros": (groups, rows // in_word), "scales": (groups, rows)}
     return dict(found)
@@ -64,6 +71,23 @@ def decoded(
         case StoredFormat.INT_QUANTIZED:
             scales = tensors["weight_scale"].float()
             return QuantizedWeight(tensors["weight"], scales, None, config.bits, dtype)
+        case StoredFormat.FLOAT_QUANTIZED | StoredFormat.FP8:
+            return _of_floats(config, tensors, dtype)
+
+
+def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
+    """Raises ValueError for NaN, which kernels would take for a number."""
+    codes = tensors["weight"]
+    if codes.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"its codes are {codes.dtype}, not float8_e4m3fn")
+    if codes.float().isnan().any():
+        raise ValueError("it holds NaN")
+    if config.group_size is None:
+        scales = tensors["weight_scale"].reshape(-1, 1).expand(len(codes), 1)
+    else:
+        blocks = tensors["weight_scale_inv"].repeat_interleave(config.group_size, dim=0)
+        scales = blocks[: len(codes)]
+    return QuantizedWeight(codes, scales.float(), None, config.bits, dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:

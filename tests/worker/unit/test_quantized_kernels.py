@@ -1,5 +1,7 @@
 """Products of quantized weights equal those of the dequantized ones in double precision."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -20,12 +22,19 @@ _SHAPES = st.tuples(
 )
 
 
+FLOAT8 = 0
+"""Stands for codes that are floats."""
+
+
 def drawn(
     rows: int, groups: int, group: int, bits: int, dtype: torch.dtype, *, offsets: bool
 ) -> QuantizedWeight:
     """Codes of the whole range, with scales and offsets of several magnitudes."""
-    most = 2 ** (bits - 1)
+    most = 2 ** ((bits or 8) - 1)
     codes = torch.randint(-most, most, (rows, groups * group), dtype=torch.int8)
+    if bits == FLOAT8:
+        codes[codes & 127 == 127] = 0  # NaN
+        codes, bits = codes.view(torch.float8_e4m3fn), 8
     scales = torch.rand(rows, groups) * 10.0 ** torch.randint(-3, 1, (rows, groups))
     added = torch.randn(rows, groups) if offsets else None
     return QuantizedWeight(codes, scales, added, bits, dtype)
@@ -50,7 +59,7 @@ def assert_full_is_near(linear: NativeLinear, x: torch.Tensor, exact: torch.Tens
 
 
 @settings(max_examples=60, deadline=None)
-@given(_SHAPES, st.sampled_from([4, 8]), st.booleans())
+@given(_SHAPES, st.sampled_from([4, 8, FLOAT8]), st.booleans())
 def test_a_projection_of_any_shape(
     native, shape: tuple[int, int, int], bits: int, offsets: bool
 ) -> None:
@@ -68,7 +77,9 @@ def test_a_projection_of_any_shape(
         assert torch.equal(linear.full(x[:rows]), together[:rows])
 
 
-@pytest.mark.parametrize(("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816)])
+@pytest.mark.parametrize(
+    ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
+)
 def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
     """Of more rows than a block, a depth of several chunks, and panels for two threads."""
     torch.manual_seed(1)
@@ -89,12 +100,12 @@ def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
         torch.set_num_threads(2)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, FLOAT8])
 @pytest.mark.parametrize("inner", [3, 40, 96])
 def test_a_gated_projection(native, inner: int, bits: int) -> None:
     torch.manual_seed(2)
     weight = drawn(2 * inner, 2, 32, bits, native.dtype, offsets=False)
-    weight = QuantizedWeight(weight.codes, weight.scales * 0.1, None, bits, native.dtype)
+    weight = replace(weight, scales=weight.scales * 0.1)
     bias = torch.randn(2 * inner).to(native.dtype)
     linear = native.kernels.gated_linear(weight, bias, Activation.SILU)
     twin = TorchKernels().gated_linear(weight, bias, Activation.SILU)
@@ -125,6 +136,10 @@ def test_weights_that_are_quantized_differently_keep_their_values_when_stacked()
     assert (both.shape, both.bits, both.group) == ((10, 24), 8, 2)
     assert torch.equal(both.dequantized(), torch.cat([one.dequantized() for one in parts]))
     assert stacked(parts[2:] * 2).bits == 4
+    floats = drawn(3, 2, 4, FLOAT8, torch.float32, offsets=False)
+    assert torch.equal(stacked([floats] * 2).dequantized()[3:], floats.dequantized())
+    with pytest.raises(ValueError, match="some are quantized to integers and some to floats"):
+        stacked([floats, drawn(3, 2, 4, 8, torch.float32, offsets=False)])
     with pytest.raises(ValueError, match="some are quantized and some are not"):
         stacked([parts[0], parts[1].dequantized()])
 

@@ -47,6 +47,7 @@ def test_a_model_without_native_code_is_refused(tmp_path: Path) -> None:
 GPTQ = FORMATS["gptq"].config
 AWQ = FORMATS["awq"].config
 PACKED = FORMATS["pack_int4"].config
+FP8 = {"quant_method": "fp8"}
 
 
 def weights(**changes: object) -> dict[str, object]:
@@ -73,6 +74,9 @@ def weights(**changes: object) -> dict[str, object]:
         (weights(strategy="block"), "strategy 'block' is not read with pack-quantized"),
         (weights(actorder="group"), "actorder 'group': columns are not reordered"),
         (weights(type="float"), "type 'float' is not read; int is"),
+        ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not read; e4m3 is"),
+        ({**FP8, "weight_block_size": [64, 128]}, "weight_block_size [64, 128] is not read"),
+        ({**FP8, "activation_scheme": "odd"}, "activation_scheme 'odd' is not read"),
         ({"quant_method": "torchao"}, "weights quantized by 'torchao' are not read"),
     ],
 )

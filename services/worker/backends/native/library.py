@@ -16,9 +16,10 @@ from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
-PLAIN, FORMATS = 0, {8: 1, 4: 2}
+PLAIN = 0
+FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
 """The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, and for one
-of so many bits.
+with codes of a data type and so many bits.
 """
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

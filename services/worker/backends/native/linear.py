@@ -23,8 +23,10 @@ from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """Elements of a step of depth: DEPTH of cpp/panel.h."""
-_INT4_DEPTH = 4
-"""Elements of a column that are unpacked at once: BLOCK_DEPTH of cpp/quantized.h."""
+_INT4_BITS, _INT4_DEPTH = 4, 4
+"""The bits of INT4, and elements of a column that are unpacked at once: BLOCK_DEPTH of
+cpp/quantized.h.
+"""
 
 
 class NativeLinear:
@@ -86,9 +88,10 @@ class NativeLinear:
         return packed
 
     def _pack_quantized(self, functions: Functions, weight: QuantizedWeight) -> torch.Tensor:
-        codes, scales = self._filled(weight.codes).contiguous(), weight.scales.contiguous()
+        codes = self._filled(weight.codes.view(torch.int8)).contiguous()
+        scales = weight.scales.contiguous()
         offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        self.projection.format = FORMATS[weight.bits]
+        self.projection.format = FORMATS[weight.codes.dtype, weight.bits]
         self.projection.has_offsets = offsets is not None
         self.projection.group = codes.shape[1] // scales.shape[1]
         packed = self._take(functions)
@@ -115,13 +118,13 @@ def _packable(weight: Weight) -> Weight:
     """
     if not isinstance(weight, QuantizedWeight) or weight.scales.shape[1] == 1:
         return weight
-    if weight.bits == min(FORMATS) and weight.group % _INT4_DEPTH:
-        weight = replace(weight, bits=max(FORMATS))
+    if weight.bits == _INT4_BITS and weight.group % _INT4_DEPTH:
+        weight = replace(weight, bits=2 * _INT4_BITS)
     return weight.dequantized() if weight.group % _multiple(weight) else weight
 
 
 def _multiple(weight: Weight) -> int:
     """What the depth must be a multiple of."""
     pairs = _PAIRS[weight.dtype]
-    is_int4 = isinstance(weight, QuantizedWeight) and weight.bits == min(FORMATS)
+    is_int4 = isinstance(weight, QuantizedWeight) and weight.bits == _INT4_BITS
     return math.lcm(pairs, _INT4_DEPTH) if is_int4 else pairs

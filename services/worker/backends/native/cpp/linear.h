@@ -76,6 +76,8 @@ auto panel_function(WeightFormat format) {
       return project_quantized_panel<T, Out, WeightFormat::INT8>;
     case WeightFormat::INT4:
       return project_quantized_panel<T, Out, WeightFormat::INT4>;
+    case WeightFormat::FP8:
+      return project_quantized_panel<T, Out, WeightFormat::FP8>;
     default:
       return project_panel<T, Out>;
   }

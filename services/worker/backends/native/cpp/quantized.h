@@ -18,8 +18,9 @@
 namespace stepwell {
 
 // What the elements of a packed weight are. INT8: -128 to 127. INT4: -8 to 7, of which 8 lie side
-// by side in a word of 32 bits.
-enum class WeightFormat : int { PLAIN, INT8, INT4 };
+// by side in a word of 32 bits. FP8: floats with four bits of exponent and three of mantissa
+// (e4m3).
+enum class WeightFormat : int { PLAIN, INT8, INT4, FP8 };
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
@@ -87,17 +88,42 @@ struct Unpacker<float, WeightFormat::INT4> {
   }
 };
 
+// Numbers of FP8 in the upper bytes of words, as numbers in half precision that are 2^8 times as
+// small: their exponents have one bit more, and are 8 larger than they seem.
+constexpr float OF_FP8_IN_HALVES = 256;
+
+template <>
+struct Unpacker<float, WeightFormat::FP8> {
+  static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
+  static Vector wide(const char* codes) {
+    float numbers[LANES];
+#pragma GCC unroll 2
+    for (int i = 0; i < LANES; i += 8) {
+      const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i));
+      const __m128i words = _mm_unpacklo_epi8(_mm_setzero_si128(), some);
+      const __m128i sign = _mm_and_si128(words, _mm_set1_epi16(-0x8000));
+      const __m128i rest = _mm_srli_epi16(_mm_and_si128(words, _mm_set1_epi16(0x7f00)), 1);
+      const __m256 halves = _mm256_cvtph_ps(_mm_or_si128(sign, rest));
+      _mm256_storeu_ps(numbers + i, _mm256_mul_ps(halves, _mm256_set1_ps(OF_FP8_IN_HALVES)));
+    }
+    return load(numbers);
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) step[0][v] = wide(codes + v * LANES);
+  }
+};
+
 #ifdef __AVX512BF16__
 #ifdef __AVX512VBMI__
-// Looks up the low and the high bytes of 64 magnitudes at once. The magnitude of -128 is looked up
-// as that of 0, and mended.
-template <>
-struct Unpacker<BFloat16, WeightFormat::INT8> {
-  static constexpr int BYTES = 64, STEPS = 1;
-  Unpacker() {
+// Looks up 64 codes of a byte at once: by the seven low bits the low and the high byte of a number
+// in bfloat16, whose sign is the eighth bit.
+struct ByteTable {
+  template <class NumberOf>
+  explicit ByteTable(NumberOf&& number_of) {
     std::uint8_t low_bytes[128], high_bytes[128];
     for (int i = 0; i < 128; ++i) {
-      const std::uint16_t bits = from_float<BFloat16>(float(i)).bits;
+      const std::uint16_t bits = from_float<BFloat16>(number_of(i)).bits;
       low_bytes[i] = std::uint8_t(bits);
       high_bytes[i] = std::uint8_t(bits >> 8);
     }
@@ -107,19 +133,41 @@ struct Unpacker<BFloat16, WeightFormat::INT8> {
       high[i] = _mm512_loadu_si512(high_bytes + 64 * i);
     }
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
-    const __m512i some = _mm512_loadu_si512(codes), magnitude = _mm512_abs_epi8(some);
-    const __m512i low_bytes = _mm512_permutex2var_epi8(low[0], magnitude, low[1]);
-    __m512i high_bytes = _mm512_permutex2var_epi8(high[0], magnitude, high[1]);
-    const __m512i most = _mm512_set1_epi8(from_float<BFloat16>(128).bits >> 8);
-    high_bytes = _mm512_mask_mov_epi8(high_bytes, _mm512_movepi8_mask(magnitude), most);
+  __m512i low_of(__m512i codes) const { return _mm512_permutex2var_epi8(low[0], codes, low[1]); }
+  __m512i high_of(__m512i codes) const { return _mm512_permutex2var_epi8(high[0], codes, high[1]); }
+  static void finish(__m512i low_bytes, __m512i high_bytes, __m512i signs,
+                     Vector (&step)[1][PANEL_VECTORS]) {
     constexpr int FIRST_OR_BOTH_OTHERS = 0xf8;
     high_bytes =
-        _mm512_ternarylogic_epi32(high_bytes, some, _mm512_set1_epi8(-128), FIRST_OR_BOTH_OTHERS);
+        _mm512_ternarylogic_epi32(high_bytes, signs, _mm512_set1_epi8(-128), FIRST_OR_BOTH_OTHERS);
     step[0][0] = (Vector)_mm512_unpacklo_epi8(low_bytes, high_bytes);
     step[0][1] = (Vector)_mm512_unpackhi_epi8(low_bytes, high_bytes);
   }
   __m512i low[2], high[2];
+};
+
+// Looks up magnitudes. That of -128 is looked up as that of 0, and mended.
+template <>
+struct Unpacker<BFloat16, WeightFormat::INT8> {
+  static constexpr int BYTES = 64, STEPS = 1;
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i some = _mm512_loadu_si512(codes), magnitude = _mm512_abs_epi8(some);
+    const __m512i most = _mm512_set1_epi8(from_float<BFloat16>(128).bits >> 8);
+    const __m512i high_bytes =
+        _mm512_mask_mov_epi8(table.high_of(magnitude), _mm512_movepi8_mask(magnitude), most);
+    ByteTable::finish(table.low_of(magnitude), high_bytes, some, step);
+  }
+  ByteTable table{[](int magnitude) { return float(magnitude); }};
+};
+
+template <>
+struct Unpacker<BFloat16, WeightFormat::FP8> {
+  static constexpr int BYTES = 64, STEPS = 1;
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i some = _mm512_loadu_si512(codes);
+    ByteTable::finish(table.low_of(some), table.high_of(some), some, step);
+  }
+  ByteTable table{[](int code) { return _cvtsh_ss(std::uint16_t(code << 7)) * OF_FP8_IN_HALVES; }};
 };
 #else
 template <>
@@ -139,6 +187,26 @@ struct Unpacker<BFloat16, WeightFormat::INT8> {
     const __m512i some = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
     step[0][0] = wide(_mm512_srai_epi16(_mm512_unpacklo_epi8(zero, some), 8));
     step[0][1] = wide(_mm512_srai_epi16(_mm512_unpackhi_epi8(zero, some), 8));
+  }
+};
+
+template <>
+struct Unpacker<BFloat16, WeightFormat::FP8> {
+  static constexpr int BYTES = 64, STEPS = 1;
+  static Vector wide(__m512i words) {
+    const __m512i sign = _mm512_and_si512(words, _mm512_set1_epi16(-0x8000));
+    const __m512i rest = _mm512_srli_epi16(_mm512_and_si512(words, _mm512_set1_epi16(0x7f00)), 1);
+    const __m512i halves = _mm512_or_si512(sign, rest);
+    const auto numbers = [](__m256i some) {
+      return _mm512_mul_ps(_mm512_cvtph_ps(some), _mm512_set1_ps(OF_FP8_IN_HALVES));
+    };
+    return (Vector)_mm512_cvtne2ps_pbh(numbers(_mm512_extracti64x4_epi64(halves, 1)),
+                                       numbers(_mm512_castsi512_si256(halves)));
+  }
+  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+    const __m512i some = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
+    step[0][0] = wide(_mm512_unpacklo_epi8(zero, some));
+    step[0][1] = wide(_mm512_unpackhi_epi8(zero, some));
   }
 };
 #endif
@@ -223,10 +291,10 @@ inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][
   }
 }
 
-// Where the code of an element of a panel lies among those of INT8. In bfloat16 the low and the
-// high bytes of 64 elements are interleaved within lanes of 128 bits.
+// Where the code of an element of a panel lies among those of a byte each. In bfloat16 the low and
+// the high bytes of 64 elements are interleaved within lanes of 128 bits.
 template <class T>
-std::int64_t place_of_int8(std::int64_t element) {
+std::int64_t place_of_byte(std::int64_t element) {
   if (sizeof(T) == 4) return element;
   const std::int64_t vector = element / 32 % 2, word = element % 32;
   return round_down(element, 64) + word / 8 * 16 + vector * 8 + word % 8;
@@ -252,11 +320,11 @@ void pack_codes(WeightFormat format, char* to, std::int64_t depth, CodeOf&& code
     const std::int64_t cell = element / DEPTH;
     const int column = int(cell % PANEL_WIDTH);
     const int code = code_of(column, cell / PANEL_WIDTH * DEPTH + element % DEPTH);
-    if (format == WeightFormat::INT8) {
-      to[place_of_int8<T>(element)] = char(code);
-    } else {
+    if (format == WeightFormat::INT4) {
       const std::int64_t place = place_of_int4<T>(element);
       to[place / 2] |= char((code + 8) << place % 2 * 4);
+    } else {
+      to[place_of_byte<T>(element)] = char(code);
     }
   }
 }
