@@ -110,7 +110,7 @@ class RequestMetrics(Collector):
         now, num_tokens = self._monotonic(), update.num_tokens
         self._num_generation_tokens += num_tokens
         if plan.requests:
-            self._iteration_tokens.observe(plan.num_tokens)
+            self._iteration_tokens.observe(plan.num_tokens - _num_left_out(plan, update))
         without_drafts = not plan.draft_token_ids
         each_got_one = num_tokens == len(plan.requests) and without_drafts
         goes_on = each_got_one and not (update.ended or update.turns)
@@ -204,6 +204,13 @@ class RequestMetrics(Collector):
         self._observe(names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS, num_generated)
         if request.sampling.max_tokens is not None:
             self._observe(names.METRIC_REQUEST_PARAMS_MAX_TOKENS, request.sampling.max_tokens)
+
+
+def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
+    """Drafts that the step had room for and that the workers did not propose."""
+    if not plan.draft_token_ids:
+        return 0
+    return sum(map(len, plan.draft_token_ids.values())) - sum(update.num_draft_tokens)
 
 
 def _num_cached(request: Request) -> int:

@@ -295,6 +295,8 @@ class _StepStream:
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = int(np.add.reduce(pending.step.num_scheduled_tokens))
+        if len(pending.step.num_draft_tokens):  # of these the worker may have proposed fewer
+            num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self._metrics.stepped(num_tokens, started - arrived, ended - started)
         return step_output_to_proto(
             output, queue_nanos=started - arrived, execute_nanos=ended - started

@@ -1,7 +1,10 @@
 """What becomes of drafts, in vLLM's counters."""
 
+from services.common import names
+from services.scheduler.adapters.request_metrics import RequestMetrics
 from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
+from tests.scheduler.story import Story, prompt
 
 
 def samples(metrics: SpeculationMetrics) -> dict[str, float]:
@@ -31,3 +34,16 @@ def test_drafts_count_by_whether_and_where_they_stood() -> None:
 
 def test_without_speculation_there_is_nothing_to_read() -> None:
     assert not samples(SpeculationMetrics(0))
+
+
+async def test_drafts_that_were_not_proposed_are_no_tokens_of_the_step() -> None:
+    story = Story(num_speculative_tokens=3, async_scheduling=True)
+    request, metrics = story.add("a", prompt(5), max_tokens=20), RequestMetrics()
+    await story.step()
+    plan = await story.scheduler.schedule()
+    assert [len(drafts) for drafts in plan.draft_token_ids.values()] == [3]
+    for verified in ([2], ()):
+        metrics.done(plan, EngineCoreOutputs(plan, [[7]], {}, [], 1, num_draft_tokens=verified))
+    assert request in plan.requests
+    (tokens,) = (one for one in metrics.collect() if one.name == names.METRIC_ITERATION_TOKENS)
+    assert {one.value for one in tokens.samples if one.name.endswith("_sum")} == {3 + 1}
