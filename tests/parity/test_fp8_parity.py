@@ -110,7 +110,7 @@ def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
     ("value", "problem"),
     [
         (torch.full((96, 48), torch.nan).to(torch.float8_e4m3fn), "up_proj.weight: it holds NaN"),
-        (torch.zeros(96, 48), r"its codes are torch.float32, not float8_e4m3fn"),
+        (torch.zeros(96, 48), "weight is torch.float32, not torch.float8_e4m3fn"),
     ],
 )
 def test_what_is_no_number_is_refused(tmp_path: Path, value: torch.Tensor, problem: str) -> None:

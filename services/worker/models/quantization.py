@@ -73,8 +73,7 @@ def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
     """Those of the expected tensors that are quantized, as the configuration says or, if there is
-    none, the tensors' types. `tied`: one that is
-    the embedding.
+    none, the tensors' types. `tied`: one that is the embedding.
     """
 
     def is_quantized(name: str) -> bool:

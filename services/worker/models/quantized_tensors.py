@@ -14,6 +14,9 @@ from services.worker.models.quantization_config import QuantizationConfig, Store
 WORD_BITS = 32
 CODES = frozenset({"I8", "I32", "I64", "F8_E4M3"})
 """Data types of codes, zero points and shapes, besides those of scales."""
+_CODES_IN = dict.fromkeys(
+    ("qweight", "qzeros", "weight_packed", "weight_zero_point", "g_idx"), torch.int32
+)
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the codes of eight consecutive output features lie in a word of AWQ."""
 
@@ -59,8 +62,14 @@ def decoded(
     config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedWeight:
     """The weight that the tensors of `tensor_shapes` hold, for a computation in `dtype`. Raises
-    ValueError for groups that are not consecutive input features.
+    ValueError for codes of another data type, NaN, and groups that are not consecutive input
+    features.
     """
+    floats = config.format in (StoredFormat.FLOAT_QUANTIZED, StoredFormat.FP8)
+    codes_in = _CODES_IN | {"weight": torch.float8_e4m3fn if floats else torch.int8}
+    for name in codes_in.keys() & tensors.keys():
+        if tensors[name].dtype is not codes_in[name]:
+            raise ValueError(f"{name} is {tensors[name].dtype}, not {codes_in[name]}")
     match config.format:
         case StoredFormat.GPTQ:
             return _of_gptq(config, tensors, dtype)
@@ -76,10 +85,8 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Raises ValueError for NaN, which kernels would take for a number."""
+    """NaN is refused, which kernels would take for a number."""
     codes = tensors["weight"]
-    if codes.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"its codes are {codes.dtype}, not float8_e4m3fn")
     if codes.float().isnan().any():
         raise ValueError("it holds NaN")
     if config.group_size is None:

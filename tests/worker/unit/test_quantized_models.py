@@ -106,6 +106,27 @@ def test_input_features_in_another_order_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "model")
 
 
+@pytest.mark.parametrize(
+    ("of", "part", "needed"),
+    [
+        ("int8", "weight", "int8"),
+        ("awq", "qzeros", "int32"),
+        ("pack_int4", "weight_packed", "int32"),
+    ],
+)
+def test_codes_of_another_data_type_are_refused(
+    tmp_path: Path, of: str, part: str, needed: str
+) -> None:
+    save_tiny_model(tmp_path / "plain", "llama")
+    save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS[of])
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    tensors[name] = tensors[name].float()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UnsupportedModel, match=f"{part} is torch.float32, not torch.{needed}"):
+        load(tmp_path / "model")
+
+
 def test_parts_of_one_projection_are_quantized_alike(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "plain", "llama")
     keys = "model.layers.0.self_attn.k_proj"

@@ -1,8 +1,8 @@
 // Multiplication by a panel of a quantized weight: see quantized.h.
 //
-// A part of a panel is unpacked once for all rows of a block, into memory that stays in the
-// first-level cache for a few rows, which are bound by the reading of codes, and in the
-// second-level cache for many. Whatever the number of rows, the products of a group are added up in
+// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers; for
+// more rows a part of a panel is unpacked once for all rows of a block, into memory that stays in
+// the second-level cache. Whatever the number of rows, the products of a group are added up in
 // order of depth, and groups in order.
 
 #pragma once
