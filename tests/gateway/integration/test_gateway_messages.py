@@ -394,6 +394,25 @@ async def test_errors_are_those_that_the_client_knows(model: Path) -> None:
             assert caught.value.response.headers["retry-after"] == "2"
 
 
+async def test_requests_of_an_agents_session_stay_at_one_replica(model: Path) -> None:
+    one, other = FakeScheduler(), FakeScheduler()
+    async with serving(model, one, other, routing_policy="consistent-hash") as served:
+        for header, num_used in ({}, 2), ({"X-Claude-Code-Session-Id": "s1"}, 1):
+            one.adds.clear()
+            other.adds.clear()
+            for number in range(12):
+                messages = [{"role": "user", "content": f"{number} " * 40}]
+                body = BASE | {"max_tokens": 1, "messages": messages}
+                assert (await served.http.post(PATH, json=body, headers=header)).is_success
+            assert bool(one.adds) + bool(other.adds) == num_used
+        long = {"X-Claude-Code-Session-Id": "s" * 257}
+        response = await served.http.post(PATH, json=BASE | {"max_tokens": 1}, headers=long)
+        assert "X-Claude-Code-Session-Id may be" in response.json()["error"]["message"]
+        body = {"model": "tiny", "input": "hi", "prompt_cache_key": "s" * 257}
+        response = await served.http.post("/v1/responses", json=body)
+        assert response.json()["error"]["param"] == "prompt_cache_key"
+
+
 async def test_an_error_within_a_stream(model: Path) -> None:
     fake = FakeScheduler(permits=2)
     async with serving(model, fake) as served, served.anthropic() as client:

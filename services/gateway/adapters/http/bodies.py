@@ -105,6 +105,7 @@ class SamplingBody(Body):
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         """The error with its field named as in this body."""
+        error = renamed(error, {"session_id": "prompt_cache_key"})
         of_format = self.response_format is not None and self.structured_outputs is None
         if not of_format or isinstance(self.response_format, TextFormat):
             return error

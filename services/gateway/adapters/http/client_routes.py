@@ -23,7 +23,11 @@ from services.gateway.adapters.http.generation_routes import (
     V1_SCORE,
     GenerationRoutes,
 )
-from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.messages.bodies import (
+    SESSION_HEADER,
+    CountTokensBody,
+    MessagesBody,
+)
 from services.gateway.adapters.http.openapi import answers, messages_answers, responses_answers
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
@@ -31,6 +35,7 @@ from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
+from services.gateway.core.request import MAX_SESSION_ID_BYTES
 
 _GENERATION_HEADERS = (
     RequestHeader(
@@ -48,7 +53,11 @@ _GENERATION_HEADERS = (
     RequestHeader("baggage", "W3C baggage, which the spans show.", {"type": "string"}),
 )
 
-
+_SESSION_HEADER = RequestHeader(
+    SESSION_HEADER,
+    "Of which session of an agent a request is: they go to the same replica, while it has room.",
+    {"type": "string", "maxLength": MAX_SESSION_ID_BYTES},
+)
 _POOLING_HEADERS = tuple(header for header in _GENERATION_HEADERS if header.name != FIELD)
 
 
@@ -96,7 +105,7 @@ def client_routes(
             has_named_events=True,
             errors=(404, 422, 504),
             error=messages_answers.AnthropicError,
-            headers=_GENERATION_HEADERS,
+            headers=(*_GENERATION_HEADERS, _SESSION_HEADER),
             is_limited=True,
         ),
         Route(

@@ -24,7 +24,7 @@ from services.gateway.adapters.http.completions import CompletionDialect, comple
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.dialect import StreamingDialect
 from services.gateway.adapters.http.errors import MESSAGES
-from services.gateway.adapters.http.messages.bodies import MessagesBody
+from services.gateway.adapters.http.messages.bodies import SESSION_HEADER, MessagesBody
 from services.gateway.adapters.http.messages.dialect import MessagesDialect
 from services.gateway.adapters.http.messages.request import messages_request
 from services.gateway.adapters.http.parse import BodyReader
@@ -133,8 +133,13 @@ class GenerationRoutes:
         return self._reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
     async def messages(self, request: Request) -> Response:
-        """Anthropic's messages."""
-        return self._reply(request, MessagesBody, messages_request, MessagesDialect)
+        """Anthropic's messages; of an agent, requests of one session are kept together."""
+
+        async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
+            asked = await messages_request(body, inference, name)
+            return replace(asked, session_id=request.headers.get(SESSION_HEADER, ""))
+
+        return self._reply(request, MessagesBody, to_request, MessagesDialect)
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses, of which none is kept."""

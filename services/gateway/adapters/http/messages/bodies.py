@@ -13,6 +13,8 @@ from services.gateway.adapters.http.messages.blocks import AnthropicMessage, Tex
 from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
 from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED
 
+SESSION_HEADER = "X-Claude-Code-Session-Id"
+"""In which agents say of which of their sessions a request is."""
 _ONE_TIER = "there is one service tier"
 _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
@@ -109,6 +111,7 @@ class CountTokensBody(Body):
         names = {
             "prompt": "messages",
             "continue_final_message": "messages",
+            "session_id": SESSION_HEADER,
             "stop": "stop_sequences",
             "structured_outputs": "output_config.format" if has_form else "tools",
         }

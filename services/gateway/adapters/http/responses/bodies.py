@@ -171,6 +171,7 @@ class ResponsesBody(Body):
             "prompt": "input",
             "messages": "input",
             "max_tokens": "max_output_tokens",
+            "session_id": "prompt_cache_key",
             "reasoning_effort": "reasoning.effort",
             "structured_outputs": "tools" if self.form is None else "text.format",
         }
