@@ -1,10 +1,6 @@
 """Sessions of clients through all services: turns go on from kept blocks, whatever dies between."""
 
-import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import httpx
@@ -15,10 +11,9 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, connect, request
 from tests.e2e.prompts import random_tokens
-from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
 
-DOCUMENT = ROOT / "docs" / "http-api.md"
 CHUNKS = [random_tokens(7_000, 60), random_tokens(7_001, 9), random_tokens(7_002, 31)]
 NUM_TOKENS = [20, 7, 25]
 
@@ -112,23 +107,6 @@ async def test_three_turns_over_http_are_completions_of_one_session(
     assert (await client.delete(f"/v1/sessions/{session['id']}")).json()["status"] == "ended"
     assert (await client.get(f"/v1/sessions/{session['id']}")).status_code == 404
     wait_for(lambda: stack.status()["num_free_blocks"] == stack.status()["num_usable_blocks"])
-
-
-@pytest.mark.parametrize("number", [0, 1], ids=["http", "grpc"])
-def test_the_examples_of_the_documentation(number: int, stack: Stack) -> None:
-    example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[number]
-    example = example.replace("http://127.0.0.1:8000", stack.url)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", example.replace("127.0.0.1:9000", stack.grpc)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'gen'}"},
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
 
 
 async def test_a_client_that_goes_away_leaves_nothing(stack: Stack) -> None:
