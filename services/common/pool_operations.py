@@ -39,10 +39,12 @@ class ReleaseCopies:
 @dataclass(frozen=True, slots=True)
 class Release:
     """Frees all blocks of the requests and removes them from the pool, if it knows them. Always
-    fits.
+    fits. Groups are freed one after the other; `as_one_list`: all blocks of a request enter the
+    free queue together, those of the last group first.
     """
 
     requests: Sequence[RequestKey]
+    as_one_list: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,9 @@ class Admission:
     are not to be cleared. A request that `holds_blocks`, because it waited for such a load, keeps
     its table: nothing is looked up, and `num_hit_tokens` of it are computed. A `diverges` hit is
     one of full attention; what other groups lack of it is among what is loaded.
+
+    Windows move on to `num_stored_tokens`, where those are fewer than are computed: the rest is
+    computed again, or steps in flight still read what lies before it.
     """
 
     request: RequestKey
@@ -133,6 +138,7 @@ class Admission:
     num_prompt_tokens: int = 0
     shared_prefix_boundary: int = 0
     diverges: bool = False
+    num_stored_tokens: int | None = None
 
     @property
     def num_computed_tokens(self) -> int:

@@ -19,8 +19,10 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
     operation: ops.Operation,
 ) -> kvpool_pb2.Operation:
     match operation:
-        case ops.Release(requests):
-            return kvpool_pb2.Operation(release=kvpool_pb2.Release(requests=requests))
+        case ops.Release(requests, as_one_list):
+            return kvpool_pb2.Operation(
+                release=kvpool_pb2.Release(requests=requests, as_one_list=as_one_list)
+            )
         case ops.RemoveSkippedBlocks(requests, num_computed_tokens):
             return kvpool_pb2.Operation(
                 remove_skipped_blocks=kvpool_pb2.RemoveSkippedBlocks(
@@ -124,7 +126,7 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
 ) -> ops.Operation:
     match message.WhichOneof("operation"):
         case "release":
-            return ops.Release(_requests(message.release.requests))
+            return ops.Release(_requests(message.release.requests), message.release.as_one_list)
         case "remove_skipped_blocks":
             removal = message.remove_skipped_blocks
             return ops.RemoveSkippedBlocks(
@@ -191,6 +193,7 @@ def _admission_to_proto(admission: ops.Admission) -> kvpool_pb2.Admission:
         num_prompt_tokens=admission.num_prompt_tokens,
         shared_prefix_boundary=admission.shared_prefix_boundary,
         diverges=admission.diverges,
+        num_stored_tokens=admission.num_stored_tokens,
     )
 
 
@@ -213,6 +216,9 @@ def _admission_from_proto(message: kvpool_pb2.Admission, where: str) -> ops.Admi
         num_prompt_tokens=message.num_prompt_tokens,
         shared_prefix_boundary=message.shared_prefix_boundary,
         diverges=message.diverges,
+        num_stored_tokens=(
+            message.num_stored_tokens if message.HasField("num_stored_tokens") else None
+        ),
     )
 
 

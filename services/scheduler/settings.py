@@ -89,7 +89,7 @@ class SchedulerSettings(ServiceSettings):
         check=at_least(0),
     )
     long_prefill_token_threshold_adaptive: bool = setting(
-        False, doc="raise that threshold to an even share of the step where it is more"
+        False, doc="raise that threshold, if there is one, to an even share of the step"
     )
     scheduler_reserve_full_isl: bool = setting(
         True, doc="admit a request only if there are free blocks for its whole sequence"

@@ -38,6 +38,7 @@ NUM_RECORDINGS = {
     "encoder": 19,
     "control": 23,
     "groups": 33,
+    "mixed": 90,
 }
 """Recordings by family."""
 

@@ -19,11 +19,15 @@ NUM_TOKENS = 100
 HIT_AT = 20
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[(), ("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "2")],
+    ids=["one rank", "two ranks", "two stages"],
+)
 def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Stack]:
     """With a small cache and room for everything beside it."""
-    size = ("--tensor-parallel-size", str(request.param)) if request.param > 1 else ()
-    flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02", *size)
+    parts = request.param
+    flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02", *parts)
     stack = Stack(tiny_model.directory, "--admin-port", "0", *flags)
     yield stack
     stack.close()

@@ -48,16 +48,20 @@ class PagedCache:
             return held.get(_STATE) == (group, digest)
         return held.get(position % spec.block_size) == (group, digest)
 
-    def load(self, tables: Tables, digests: Sequence[int], start: int, end: int) -> None:
+    def load(
+        self, tables: Tables, digests: Sequence[int], start: int, end: int, state_end: int
+    ) -> None:
         """Stores the positions from `start` to `end` as they were stored elsewhere, in every group;
-        of states the one at the end.
+        of states the one after `state_end` tokens. Whole blocks are written, also the last one.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
+            positions = range(start, end)
             if spec.attention_type is AttentionType.STATE_SPACE:
-                start = end - 1
-            for position in range(start, end):
+                positions = range(max(0, state_end - 1), state_end)
+            for position in positions:
                 block = table[position // spec.block_size]
                 if block:
+                    self._blocks.get(block, {}).pop(_STATE, None)
                     self._store(group, block, position, digests[position])
 
     def garble(self, blocks: Iterable[int]) -> None:

@@ -139,6 +139,10 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             "kv_role": random.choice((KVRole.BOTH, KVRole.CONSUMER, KVRole.PRODUCER)),
             "kv_load_failure_policy": random.choice(tuple(KVLoadFailurePolicy)),
             "requires_kv_delivery": random.random() < 0.3,
+            # What a load brings are states, and no windows behind them.
+            "supports_divergent_local_hybrid_hits": kinds
+            <= {AttentionType.FULL, AttentionType.STATE_SPACE}
+            and random.random() < 0.3,
         }
     if caching and len(groups) > 1 and random.random() < 0.3:
         named["prefix_match_unit"] = min(group.block_size for group in groups)
@@ -175,8 +179,6 @@ def _groups(
     if "groups" not in families:
         return (KVCacheGroup(AttentionType.FULL, size),)
     kinds = [random.choice(tuple(AttentionType)) for _ in range(random.randint(1, 3))]
-    if "connector" in families:  # loads into states: no recording says how
-        kinds = [kind for kind in kinds if kind is not AttentionType.STATE_SPACE]
     if random.random() < 0.6 or not kinds:
         kinds.insert(random.randint(0, len(kinds)), AttentionType.FULL)
     one_size = AttentionType.CHUNKED_LOCAL in kinds or random.random() < 0.5

@@ -31,7 +31,9 @@ class WorldConnector(StandInConnector):
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """What a load stores: positions `begin` to `end` of a sequence."""
+    """What a load stores: positions `begin` to `end` of a sequence, and the state from which that
+    goes on, which is the one before its last token if all are loaded.
+    """
 
     request: RequestKey
     is_async: bool
@@ -154,6 +156,7 @@ class WorldWorkers:
         plan = step.plan
         self.num_tokens += plan.num_tokens
         self._deadlines.took(plan.num_tokens, plan.num_tokens / 1000)
+        self.model.cache.zero(step.work.zeroed)  # before what is loaded within the step
         for load in step.loads:
             if not load.is_async:
                 self._store(load)
@@ -161,7 +164,7 @@ class WorldWorkers:
         self._take_back(plan)
         results = NO_RESULTS if self._connector is None else self._connector.results(step.number)
         invalid = results.invalid_block_ids
-        output = self.model.run_work(step.work, step.void, invalid)
+        output = self.model.run_work(replace(step.work, zeroed=()), step.void, invalid)
         for later in self._sent:  # sent before this was known
             later.void |= self.model.names_holding(invalid)
         if self._config.pooling:
@@ -192,7 +195,8 @@ class WorldWorkers:
             self._late_loads[load.request] = load
 
     def _store(self, load: SentLoad) -> None:
-        self.model.cache.load(load.blocks, load.stored.digests, load.begin, load.end)
+        state_end = min(load.end, len(load.stored.token_ids) - 1)
+        self.model.cache.load(load.blocks, load.stored.digests, load.begin, load.end, state_end)
 
     def _encode(self, plan: SchedulerOutput) -> None:
         """Computes items, and checks that every item that the step's tokens touch is there."""

@@ -29,6 +29,7 @@ class ScenarioControl:
             record["pause_complete"] = True
             if pause.clears:
                 await self.reset(ResetPrefixCache(preempts=True), record)
+                self._scheduler.reset_encoder_cache()
 
     def resume(self, record: Record) -> None:
         """Ends a pause, complete or not."""

@@ -42,6 +42,9 @@ from services.scheduler.core.scheduler import Scheduler
 Record = dict[str, Any]
 """An object of JSON."""
 
+_CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
+"""Fields of a step after which a request that waits may no longer have to."""
+
 
 async def run_scenario(scenario: Scenario) -> Record:
     """The record, with the pool in this process."""
@@ -155,7 +158,7 @@ class ScenarioRun:
         """
         runs = any(plan.requests for _, plan in self._in_flight)
         happens = any((runs, self._finished_since_plan, self.scheduler.has_transfers))
-        changes = any(map(record.get, ("scheduled", "preempted", "outputs")))
+        changes = any(map(record.get, _CHANGES))
         waits = self.scheduler.queues.has_admissible and not (happens or changes)
         self._num_quiet_steps = self._num_quiet_steps + 1 if waits else 0
         return self._num_quiet_steps >= self._depth
@@ -359,7 +362,7 @@ class ScenarioRun:
             for request, blocks in table.items()
         }
         if plan.loads:
-            record["loads"] = begun_loads(plan)
+            record["loads"] = begun_loads(plan, self._scenario.config)
         if self._group_record is not None:
             self._group_record.record_plan(plan, self.scheduler.running, record)
         for request in plan.new:

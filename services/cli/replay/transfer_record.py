@@ -1,10 +1,12 @@
 """What a record tells of a connector, in the form of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
+from itertools import dropwhile
 from typing import Any
 
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.common.pool_operations import BlockTables
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_connector import KVTransferResults
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
@@ -13,10 +15,10 @@ from services.scheduler.core.scheduler import Scheduler
 Record = dict[str, Any]
 
 
-def begun_loads(plan: SchedulerOutput) -> list[Any]:
+def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
     """The loads of a plan: request, tokens, whether between steps, full table."""
     return [
-        [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks)]
+        [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks, config)]
         for load in plan.loads
     ]
 
@@ -41,13 +43,20 @@ def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> R
         "remote_after": sorted(
             request.request_id for request in scheduler.requests if request.status is loading
         ),
-        "sends": [[request.request_id, _listed(blocks)] for request, blocks in sends],
-        "deferred_frees": [_listed(free.blocks) for free in transfers.deferred_frees]
+        "sends": [
+            [request.request_id, _listed(blocks, scheduler.config)] for request, blocks in sends
+        ],
+        "deferred_frees": [_one_list(free.blocks) for free in transfers.deferred_frees]
         if transfers is not None
         else [],
     }
 
 
-def _listed(blocks: BlockTables) -> list[Any]:
-    """The table of the only group, or one for each."""
-    return list(blocks[0]) if len(blocks) == 1 else [list(group) for group in blocks]
+def _one_list(blocks: BlockTables) -> list[int]:
+    """The blocks of all groups; what is null at the beginning of a table is left out."""
+    return [block for table in blocks for block in dropwhile(lambda block: not block, table)]
+
+
+def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:
+    """A table for each group, or the only one where the groups are not named."""
+    return [list(group) for group in blocks] if config.groups else list(blocks[0])

@@ -95,6 +95,15 @@ class BlockPool:
         has_hash = [hash_of(block) is not None for block in left]
         self._free.push_mixed(left, has_hash, self.ages.now)
 
+    def free_as_one_list(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
+        """As `free_in_order`, for blocks of several groups."""
+        left = [(group, block) for group, block in blocks if block and self._drop_holder(block)]
+        self._free.push_mixed(
+            [block for _, block in left],
+            [self.indexes[group].hash_of(block) is not None for group, block in left],
+            self.ages.now,
+        )
+
     def copy(
         self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
     ) -> None:
@@ -121,12 +130,7 @@ class BlockPool:
             for block in (copy.source, copy.target)
         ]
         self._copies = []
-        left = [(group, block) for group, block in ends if self._drop_holder(block)]
-        self._free.push_mixed(
-            [block for _, block in left],
-            [self.indexes[group].hash_of(block) is not None for group, block in left],
-            self.ages.now,
-        )
+        self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Lets held blocks without a hash be found, each under the hash beside it."""

@@ -137,7 +137,7 @@ class Coordinator:
         for group, table in zip(self.groups, tables, strict=True):
             group.remove_skipped_blocks(table, num_computed_tokens)
 
-    def admit(self, hits: Sequence[GroupHit], need: Need) -> Tables:
+    def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
         """Tables that hold the hits and then new blocks for so many slots, which must be free. What
         is computed beyond the hits is loaded from elsewhere.
 
@@ -146,9 +146,10 @@ class Coordinator:
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
-            if hit.num_computed_tokens > hit.num_tokens:
-                is_async = need.num_slots == hit.num_computed_tokens
-                group.extend_for_load(table, hit.num_computed_tokens, is_async=is_async)
+            if num_computed_tokens > hit.num_tokens:
+                is_async = need.num_slots == num_computed_tokens
+                end = group.end_of_load(hit, num_computed_tokens)
+                group.extend_for_load(table, end, is_async=is_async)
         self.extend(tables, need)
         return tables
 

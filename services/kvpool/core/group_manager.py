@@ -63,8 +63,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
-    """A prefix hit in one group: its blocks, its tokens, and how many are computed together with
-    those that are loaded from elsewhere behind it.
+    """A prefix hit in one group: its blocks, its tokens, and to how many tokens the group moves on,
+    those included that are loaded from elsewhere behind it.
     """
 
     blocks: Sequence[BlockId]
@@ -158,6 +158,10 @@ class GroupManager:
         if held and hit.num_tokens % self._block_size:
             table.shared_tail = table.num_published = hit.num_tokens // self._block_size
         return table
+
+    def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
+        """The tokens up to which blocks are loaded, where so many count as computed."""
+        return num_computed_tokens
 
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool

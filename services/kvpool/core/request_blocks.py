@@ -53,9 +53,17 @@ class RequestBlocks:
         for request in release.requests:
             self.chains.pop(request, None)
             tables = self.tables.pop(request, None)
-            if tables is not None:
-                for group, table in zip(self._groups, tables, strict=True):
-                    group.free(table)
+            if tables is None:
+                continue
+            if release.as_one_list:
+                self._blocks.free_as_one_list(
+                    (group, block)
+                    for group in reversed(range(len(tables)))
+                    for block in reversed(tables[group].blocks)
+                )
+                continue
+            for group, table in zip(self._groups, tables, strict=True):
+                group.free(table)
 
     def remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
         """Frees the blocks that requests with so many computed tokens no longer see."""
@@ -157,10 +165,8 @@ class RequestBlocks:
             now = hit.num_tokens, hit.shared_prefix_boundary
             if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
                 return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
-            hits = [
-                GroupHit(blocks, hit.num_tokens, admission.num_computed_tokens)
-                for blocks in hit.tables
-            ]
+            num_stored = _num_stored(admission)
+            hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
             if not self._fits(admission, hits):
                 return result, Stop(index, item, StopReason.NO_BLOCKS)
             tables = self._admit_one(admission, hits)
@@ -186,7 +192,7 @@ class RequestBlocks:
         )
 
     def _admit_one(self, admission: Admission, hits: Sequence[GroupHit]) -> Tables:
-        tables = self.coordinator.admit(hits, _need(admission))
+        tables = self.coordinator.admit(hits, _need(admission), admission.num_computed_tokens)
         self.tables[admission.request] = tables
         self._publish_admitted(admission)
         if self._config.enable_prefix_caching and not admission.resumed:
@@ -205,7 +211,7 @@ class RequestBlocks:
         )
         if num_reserved > self._blocks.num_free_blocks - admission.num_watermark_blocks:
             return None
-        self.coordinator.remove_skipped_blocks(tables, admission.num_hit_tokens)
+        self.coordinator.remove_skipped_blocks(tables, _num_stored(admission))
         num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
         num_missing = self._num_missing(tables, need)
         if num_missing + admission.num_blocks_kept_free > num_left:
@@ -279,6 +285,12 @@ def _need(admission: Admission) -> Need:
     """What the request needs for its first step."""
     num_slots, num_tokens = admission.num_slots, admission.num_tokens
     return Need(num_slots, num_slots if num_tokens is None else num_tokens)
+
+
+def _num_stored(admission: Admission) -> int:
+    """To how many tokens windows move on."""
+    num_stored = admission.num_stored_tokens
+    return admission.num_computed_tokens if num_stored is None else num_stored
 
 
 def _append(granted: GroupBlocks, blocks: Sequence[BlockId]) -> None:

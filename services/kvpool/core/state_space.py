@@ -84,21 +84,35 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
+        """Also a block for a state that is loaded. Where the step goes on into another block, vLLM
+        does not count it.
+        """
+        num_loaded, num_entries = 0, len(hit.blocks)
+        if hit.num_computed_tokens > hit.num_tokens:
+            num_entries = max(num_entries, -(-hit.num_computed_tokens // self._block_size))
+            num_loaded = int(num_entries > len(hit.blocks))
+        return num_loaded + self._num_behind_entries(hit, num_entries, need.num_tokens)
+
+    def _num_behind_entries(self, hit: GroupHit, num_entries: int, num_tokens: int) -> int:
         return self._num_lacking(
-            len(hit.blocks), need.num_tokens, needs_copy=self._needs_copy(hit), has_state=False
+            num_entries, num_tokens, needs_copy=self._needs_copy(hit), has_state=False
         )
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
         return self.num_missing(table, Need(num_slots, num_slots))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        return self.num_missing_behind(hit, Need(num_slots, num_slots))
+        return self._num_behind_entries(hit, len(hit.blocks), num_slots)
 
     def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
         return hit.blocks
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:
         return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
+
+    def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
+        """The state that is loaded is the one from which the request goes on."""
+        return hit.num_computed_tokens
 
     def begin_step(self) -> None:
         self._published_in_step.clear()

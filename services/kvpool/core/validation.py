@@ -90,6 +90,12 @@ class TransactionValidator:
                 f"tokens and the {admission.num_external_tokens} loaded after it",
                 field=f"{where}.num_slots",
             )
+        num_stored = admission.num_stored_tokens
+        if num_stored is not None and num_stored > admission.num_computed_tokens:
+            raise MalformedTransaction(
+                f"{num_stored} tokens are stored, and {admission.num_computed_tokens} computed",
+                field=f"{where}.num_stored_tokens",
+            )
         if admission.holds_blocks and admission.num_external_tokens:
             raise MalformedTransaction(
                 "a request that holds blocks loads nothing", field=f"{where}.num_external_tokens"

@@ -53,6 +53,15 @@ class AdmissionPlan:
     """Why the first that is in neither list is not; None if all are."""
     refused: PlannedAdmission | None = None
     """The admission of the first, if it certainly does not fit in the pool."""
+    has_old_hits: bool = False
+    """Whether the first that is in neither list would be passed over or left out for a hit which an
+    admission before it may have made longer: it must be looked up again.
+    """
+
+    def look_up_again(self) -> "AdmissionPlan":
+        """The plan, as it ends before a request whose hit may be longer by now."""
+        self.has_old_hits = True
+        return self
 
     def stop(self, reason: WaitReason) -> "AdmissionPlan":
         """The plan, as it ends before a request that waits for this reason."""
@@ -99,13 +108,16 @@ class AdmissionPlanner:
             if only_grows and not request.holds_blocks:
                 hit = self._hit(request, hit, published)
             start = hit + builder.external.get(request, 0)
+            may_grow = bool(plan.admissions) and not (only_grows or request.holds_blocks)
             if builder.defers_prefills and start < request.num_tokens - 1:
-                return plan.stop(WaitReason.PREFILL_INTERVAL)
+                return plan.look_up_again() if may_grow else plan.stop(WaitReason.PREFILL_INTERVAL)
             num_asked = num_new = self._num_new_tokens(builder, request, start, budget)
             if num_new and start < request.num_encoded_tokens:
                 encoder = encoder or builder.encoder.copy()
                 decision = encoder.decide(request, start, num_new)
                 num_new = decision.num_tokens
+                if num_new == 0 and may_grow:
+                    return plan.look_up_again()
                 if num_new == 0:
                     number = len(plan.admissions)
                     error = decision.mismatch and mismatch_error(decision.mismatch)
@@ -117,7 +129,7 @@ class AdmissionPlanner:
             joins = bool(num_running or plan.admissions)
             planned = self._admission(builder, request, hit, num_new, num_asked, joins=joins)
             if num_new == 0 or planned.num_new_tokens + planned.num_drafts > budget:
-                return plan.stop(WaitReason.BUDGET)
+                return plan.look_up_again() if may_grow else plan.stop(WaitReason.BUDGET)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
@@ -158,7 +170,9 @@ class AdmissionPlanner:
         num_drafts = self._padding(builder, request, start, end)
         terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
         if request in builder.diverging:
-            terms = replace(terms, diverges=True)
+            terms = replace(terms, diverges=True, max_hit_tokens=builder.max_hit_tokens(request))
+        if request in builder.num_stored:
+            terms = replace(terms, num_stored_tokens=builder.num_stored[request])
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:

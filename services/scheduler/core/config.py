@@ -30,7 +30,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Most prompt tokens of one request in a step that others share; 0: no such limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise the threshold to an even share of the step where that is more."""
+    """Raise the threshold, if there is one, to an even share of the step where that is more."""
     max_num_scheduled_tokens: int | None = None
     """A budget below max_num_batched_tokens, the size that the workers are built for."""
     max_num_active_seqs: int | None = None
@@ -117,7 +117,7 @@ class SchedulerConfig:
         """Whether blocks that a step in flight writes must not be free before its output has come:
         a load, which is not ordered with the steps, could fill them before.
         """
-        return self.async_scheduling and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
+        return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
     @property
     def full_block_sizes(self) -> list[int]:

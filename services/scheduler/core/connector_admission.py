@@ -3,18 +3,17 @@
 from collections.abc import Callable
 from itertools import chain, islice
 
+from services.common.kv_cache_groups import hit_block_size
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import Admission, BlockTables
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
-from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.kv_cache_manager import KVCacheManager
+from services.scheduler.core.kv_connector import ExternalMatch
 from services.scheduler.core.kv_transfers import KVTransfers
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.replica_state import ReplicaState
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
-from services.scheduler.core.waiting_requests import WaitingRequests
 
 LOOKUP_BATCH = 8
 """Waiting requests whose prefix is looked up in one transaction. The next admission voids what is
@@ -34,19 +33,18 @@ class ConnectorAdmission:
 
     def __init__(
         self,
-        config: SchedulerConfig,
-        queues: WaitingRequests,
-        running: RunningRequests,
-        kv_cache_manager: KVCacheManager,
+        state: ReplicaState,
         transfers: KVTransfers,
         admit: Admit,
     ) -> None:
-        self._config = config
-        self._queues = queues
-        self._running = running
-        self._kv_cache_manager = kv_cache_manager
+        self._config = state.config
+        self._queues = state.queues
+        self._running = state.running
+        self._steps = state.steps
+        self._kv_cache_manager = state.kv_cache_manager
         self._transfers = transfers
-        self._planner = AdmissionPlanner(config)
+        self._planner = AdmissionPlanner(state.config)
+        self._hit_block_size = hit_block_size(state.config.all_groups)
         self._admit = admit
 
     async def schedule(
@@ -86,26 +84,41 @@ class ConnectorAdmission:
             self._pass_over(builder, request, reason)
             return None
         if request.holds_blocks:
+            builder.go_on(request, self._steps)
             self._kv_cache_manager.hash_continuation(request)
-            builder.hits[request] = request.num_computed_tokens
             builder.external[request] = 0
         else:
             await self._look_up(builder, request, traceparent)
-            num_local = builder.divergent_hits.get(request, builder.hits[request])
-            match = self._transfers.connector.get_num_new_matched_tokens(request, num_local)
-            if not request.reads_prefix_cache:
-                builder.external[request] = 0
-            elif match is None:
+            match = self._match(builder, request)
+            if match is None:
                 self._pass_over(builder, request, WaitReason.REMOTE_KV)
                 return None
-            else:
-                builder.external[request] = match.num_tokens
-                if match.num_tokens and num_local > builder.hits[request]:
-                    builder.note_hit(request, num_local, 0)
-                    builder.diverging.add(request)
-                if match.is_async and match.num_tokens:
-                    return await self._begin_load(builder, request, traceparent)
+            builder.external[request] = match.num_tokens
+            if match.is_async and match.num_tokens:
+                return await self._begin_load(builder, request, traceparent)
         return await self._admit_one(builder, request, traceparent)
+
+    def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
+        """What the connector has behind the local hit, which may be one of full attention alone
+        then; None: ask later.
+
+        As in vLLM the connector is asked for what follows the last whole block of a hit that ends
+        inside a block. If that is longer than the rest of the hit, it is loaded in place of that,
+        and no block is copied; else nothing is loaded.
+        """
+        num_local = builder.divergent_hits.get(request, builder.hits[request])
+        num_tail = num_local % self._hit_block_size
+        match = self._transfers.connector.get_num_new_matched_tokens(request, num_local - num_tail)
+        if match is None and request.reads_prefix_cache:
+            return None
+        if match is None or match.num_tokens <= num_tail or not request.reads_prefix_cache:
+            return ExternalMatch(0, is_async=False)
+        if num_tail:
+            builder.cut_hit(request, num_local - num_tail)
+        elif num_local > builder.hits[request]:
+            builder.note_hit(request, num_local, 0)
+            builder.diverging.add(request)
+        return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
         """Why a request is to be passed over. One whose load has ended goes on."""
@@ -181,13 +194,16 @@ class ConnectorAdmission:
         what that sees, where vLLM gives back what only earlier ones see.
         """
         hit, num_external = builder.hits[request], builder.external[request]
-        num_reserved = self._transfers.num_reserved_blocks(builder.plan.appended_blocks)
+        num_reserved = self._transfers.num_reserved_blocks(
+            builder.plan.appended_blocks,
+            is_alone=not (self._running or self._transfers.is_moving),
+        )
         config, end = self._config, hit + num_external
-        num_seen = min(end, request.num_tokens - 1) - hit
+        is_whole = end == request.num_tokens
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
         return Admission(
             request=request.key,
-            max_hit_tokens=request.max_hit_tokens,
+            max_hit_tokens=builder.max_hit_tokens(request),
             num_hit_tokens=hit,
             num_slots=end,
             num_commit_tokens=hit,
@@ -195,9 +211,11 @@ class ConnectorAdmission:
             num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
-            num_external_tokens=num_external if config.aligns_states else num_seen,
+            num_external_tokens=num_external,
             num_blocks_kept_free=num_reserved,
             num_prompt_tokens=request.num_prompt_tokens,
             shared_prefix_boundary=request.shared_prefix_boundary,
             diverges=request in builder.diverging,
+            num_tokens=end - 1 if is_whole else None,
+            num_stored_tokens=end - 1 if is_whole else None,
         )

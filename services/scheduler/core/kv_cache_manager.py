@@ -176,7 +176,15 @@ class KVCacheManager:
         """Publishes blocks that a step filled with tokens that were not known when it was planned.
         The last token is known, but not computed.
         """
-        end = len(request.token_ids) - 1
+        self._publish(request, len(request.token_ids) - 1)
+
+    def publish_computed(self, request: Request) -> None:
+        """Publishes the blocks of a victim that was scheduled in this step, as far as earlier steps
+        fill them with tokens that are known.
+        """
+        self._publish(request, min(request.num_computed_tokens, len(request.token_ids)))
+
+    def _publish(self, request: Request, end: int) -> None:
         num_full = end // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             _, earlier = self._commits.get(request.key, (0, []))
@@ -185,11 +193,17 @@ class KVCacheManager:
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def publish_loaded(self, request: Request) -> None:
-        """Publishes the blocks of a request that waited until they were loaded."""
+        """Publishes the blocks of a request that waited until they were loaded. Where layers keep
+        states, that of a prompt that was loaded in full is the one before its last token, which is
+        computed again: it stands for the whole prompt only then.
+        """
+        end = request.num_computed_tokens
+        if self._config.holds_states:
+            end = min(end, request.num_tokens - 1)
         if self._config.enable_prefix_caching:
-            num_full = request.num_computed_tokens // self._hash_block_size
+            num_full = end // self._hash_block_size
             unsent = self._unsent_hashes(request, num_full)
-            self._commits[request.key] = request.num_computed_tokens, unsent
+            self._commits[request.key] = end, unsent
             request.num_committed_blocks = num_full
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
@@ -202,14 +216,27 @@ class KVCacheManager:
         """Gives back the blocks of a request that ended before."""
         self._releases.append(key)
 
+    def release_written(self, key: RequestKey) -> None:
+        """Gives back the blocks of a request that ended before, which had to wait for a step in
+        flight: as vLLM does, all groups together.
+        """
+        if len(self._config.all_groups) == 1:
+            self.release_key(key)
+        else:
+            self._give_back_in_order(Release((key,), as_one_list=True))
+
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
         """Gives back blocks that no query from so many tokens on sees, with the next transaction
         and in the order in which this and releases are called.
         """
+        self._give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
+
+    def _give_back_in_order(self, operation: Operation) -> None:
+        """Keeps an operation that gives blocks back after the releases that were called so far."""
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))
             self._releases = []
-        self._early_releases.append(RemoveSkippedBlocks([key], [num_computed_tokens]))
+        self._early_releases.append(operation)
 
     def evict_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks with the next transaction."""

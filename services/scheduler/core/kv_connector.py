@@ -95,7 +95,10 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """A request has its blocks, and so many tokens are loaded into them from this step on."""
+        """A request has its blocks, and so many tokens are loaded into them from this step on. Of
+        layers that keep states the one is loaded from which the request goes on: after these
+        tokens, or before the last of them if that is the last of all.
+        """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
         """The first `num_tokens` of a request are known, and computed by steps that were planned

@@ -97,16 +97,25 @@ class KVTransfers:
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         self.connector.blocks_filled(request, self._block_tables[request], num_tokens)
 
-    def num_reserved_blocks(self, appended_blocks: Mapping[Request, BlockTables]) -> int:
+    def num_reserved_blocks(
+        self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
+    ) -> int:
         """Blocks that a load must leave free: those that prefills in progress still lack, since a
         load cannot be preempted to make room for them, and those of its own first drafts.
         `appended_blocks` are what the step that is planned gave running requests.
+
+        As in vLLM a request of whose load nothing was valid counts among them, also for itself. But
+        if the request that is to load `is_alone`, while nothing runs or loads, those that hold no
+        blocks are left out, and so are drafts: it would wait for itself, or for another that waits
+        for it.
         """
-        return self._reserved.num_of_drafts + sum(
+        num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
+        return num_of_drafts + sum(
             self._reserved.lacking(
                 request, self._block_tables.get(request), appended_blocks.get(request)
             )
             for request in self._prefills
+            if request in self._block_tables or not is_alone
         )
 
     def admitted(
@@ -147,7 +156,7 @@ class KVTransfers:
         else:
             self._kv_cache_manager.release(request)
             request.forget_blocks()
-            self.preempted(request)
+            self._forget_table(request)
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -179,8 +188,7 @@ class KVTransfers:
         """A request that ran gives its blocks back."""
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
-        self.connector.blocks_released(request)
-        self._block_tables.pop(request, None)
+        self._forget_table(request)
         self._prefills.discard(request)
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
@@ -218,7 +226,7 @@ class KVTransfers:
         """Passes on what was reported, and releases blocks that the step was the last to write."""
         self.connector.update_connector_output(plan.step, results)
         while self.deferred_frees and self.deferred_frees[0].fence <= plan.step:
-            self._kv_cache_manager.release_key(self.deferred_frees.popleft().request)
+            self._kv_cache_manager.release_written(self.deferred_frees.popleft().request)
 
     def take_failures(
         self,
@@ -292,6 +300,10 @@ class KVTransfers:
             for key, request in self._loading.items()
             if any(not table.isdisjoint(invalid) for table in map(set, self._block_tables[request]))
         ]
+
+    def _forget_table(self, request: Request) -> None:
+        self.connector.blocks_released(request)
+        self._block_tables.pop(request, None)
 
     def _note_table(self, request: Request, blocks: BlockTables) -> None:
         self._block_tables[request] = tuple(map(list, blocks))

@@ -37,9 +37,11 @@ class PlannedSteps:
         for plan in self.in_flight:
             plan.dropped.update(set(plan.requests).intersection(requests))
 
-    def last_sampling(self, request: Request) -> int | None:
-        """The last step in flight that gives a request a token; None if there is none."""
-        for plan in reversed(self.in_flight if not request.is_prefill_chunk else ()):
+    def last_awaited(self, request: Request) -> int | None:
+        """The last step in flight that computes tokens of a request and whose output for it is not
+        dropped; None if there is none.
+        """
+        for plan in reversed(self.in_flight):
             if request in plan.requests and request not in plan.dropped:
                 return plan.step
         return None

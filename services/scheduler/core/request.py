@@ -155,7 +155,9 @@ class Request(ComputedTokens):
     row: int | None = None
     """Its row in the workers' batch while it runs."""
     awaited_step: int | None = None
-    """The step that was to give it a token when it was preempted last; None if there was none."""
+    """The last step in flight that computed tokens of it when it was preempted last, whose output
+    comes before it is admitted again; None if there was none.
+    """
     num_cached_tokens: int | None = None
     """Prefix hit when it was first scheduled, of a session in its present turn; None before."""
     num_external_tokens: int = 0

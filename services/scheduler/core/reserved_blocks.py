@@ -1,6 +1,6 @@
 """Blocks that prefills in progress still lack, as vLLM counts them."""
 
-from services.common.kv_cache_groups import KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.request import Request
@@ -21,9 +21,11 @@ class ReservedBlocks:
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
         self.num_of_drafts = sum(
-            -(-self._num_step_tokens // group.block_size) for group in config.all_groups
+            -(-self._num_step_tokens // group.block_size)
+            for group in config.all_groups
+            if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Blocks of the first drafts of a request that loads."""
+        """Blocks of the first drafts of a request that loads; states have theirs from the start."""
 
     def lacking(
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None

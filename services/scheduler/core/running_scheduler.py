@@ -94,6 +94,7 @@ class RunningScheduler:
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Leaves out of the step a request and all behind it in the order of admission."""
         builder.unschedule_from(request)
+        builder.encoder.take_back_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)
         await self._grow(builder, (), traceparent)
@@ -107,6 +108,8 @@ class RunningScheduler:
         builder.encoder.take_back_from(request)
         victim = self._state.policy.victim(self._running)
         index, victim_index = self._running.index(request), self._running.index(victim)
+        if victim in builder.plan.requests:
+            self._kv_cache_manager.publish_computed(victim)
         builder.unschedule(victim)
         builder.plan.preemptions.append(Preemption(victim, request, victim.num_computed_tokens))
         self._preempt(victim)
@@ -119,7 +122,7 @@ class RunningScheduler:
         self._state.take_out(request)
         if self._state.config.requires_kv_delivery:
             self._state.steps.drop([request])
-        request.awaited_step = self._state.steps.last_sampling(request)
+        request.awaited_step = self._state.steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1

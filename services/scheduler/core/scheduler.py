@@ -301,12 +301,10 @@ class Scheduler:
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         threshold = config.long_prefill_token_threshold
-        if config.long_prefill_token_threshold_adaptive and num_requests:
-            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
-            if config.aligns_states:  # or no step would reach the end of a block
-                threshold = max(threshold, config.block_size)
         if num_requests <= 1:
             threshold = 0
+        elif threshold and config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         return StepBuilder(
             SchedulerOutput(self._state.steps.next_number),
             self._token_budget,

@@ -7,6 +7,7 @@ from services.common.block_hash import BlockHash
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.passing_over import PassingOver
+from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_encoder import StepEncoder
 
@@ -38,9 +39,12 @@ class StepBuilder:
     """Waiting requests whose hit is one of full attention alone."""
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that were looked at and can never run, and why."""
+    num_stored: dict[Request, int] = field(default_factory=dict)
+    """To how many tokens the windows of waiting requests move on, if not to all computed ones."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
 
+    _cut_hits: dict[Request, int] = field(default_factory=dict)
     _passing_over: PassingOver | None = None
     _encoder: StepEncoder | None = None
 
@@ -63,11 +67,31 @@ class StepBuilder:
         self.hits[request] = num_tokens
         request.shared_prefix_boundary = shared_prefix_boundary
 
+    def cut_hit(self, request: Request, num_tokens: int) -> None:
+        """Leaves of a hit what lies in whole blocks: what follows is loaded, states included."""
+        self.note_hit(request, num_tokens, 0)
+        self.diverging.add(request)
+        self._cut_hits[request] = num_tokens
+
+    def max_hit_tokens(self, request: Request) -> int:
+        """The longest hit that a waiting request may take."""
+        return self._cut_hits.get(request, request.max_hit_tokens)
+
     def forget_hits(self) -> None:
         """Drops what is known of cached prefixes, after an admission has changed them."""
         self.hits.clear()
+        self._cut_hits.clear()
         self.divergent_hits.clear()
         self.diverging.clear()
+
+    def go_on(self, request: Request, steps: PlannedSteps) -> None:
+        """Notes what a waiting request has that holds blocks. Steps in flight of a session's last
+        turn, whose tokens are dropped, still read what its windows see.
+        """
+        self.hits[request] = request.num_computed_tokens
+        if any(request in plan.requests for plan in steps.in_flight):
+            in_flight = steps.num_tokens()(request)
+            self.num_stored[request] = max(0, request.num_computed_tokens - in_flight)
 
     @property
     def has_running_requests(self) -> bool:

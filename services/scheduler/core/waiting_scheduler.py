@@ -34,14 +34,7 @@ class WaitingScheduler:
         self._planner = AdmissionPlanner(state.config)
         self._connector_admission: ConnectorAdmission | None = None
         if state.transfers is not None:
-            self._connector_admission = ConnectorAdmission(
-                state.config,
-                state.queues,
-                state.running,
-                state.kv_cache_manager,
-                state.transfers,
-                self._admit,
-            )
+            self._connector_admission = ConnectorAdmission(state, state.transfers, self._admit)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
         """Admits from the head of the queue; returns why it stopped before the queue was empty."""
@@ -70,6 +63,8 @@ class WaitingScheduler:
                 changed = planned.admissions[len(outcome.admitted)].request
                 stop = outcome.stop
                 builder.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
+            elif planned.has_old_hits:
+                builder.forget_hits()
             elif planned.wait_reason is not None and not planned.admissions:
                 self._refuse(builder, planned.refused)
                 return planned.wait_reason
@@ -131,8 +126,8 @@ class WaitingScheduler:
             if request in builder.hits or builder.passing_over.reason(request) is not None:
                 continue
             if request.holds_blocks:
+                builder.go_on(request, self._state.steps)
                 self._kv_cache_manager.hash_continuation(request)
-                builder.hits[request] = request.num_computed_tokens
             else:
                 not_looked_up.append(request)
         return not_looked_up

@@ -8,6 +8,7 @@ from services.common.pool_operations import (
     BeginStep,
     Grow,
     Operation,
+    Release,
     ResetPrefixCache,
     Stop,
     StopReason,
@@ -54,6 +55,16 @@ def evict(pool: KVPool, num_blocks: int) -> None:
     """Takes so many blocks from the free queue and gives them back without a hash."""
     admit(pool, 99, num_blocks * BLOCK_SIZE)
     release(pool, 99)
+
+
+def test_blocks_that_are_released_as_one_list_enter_the_queue_last_group_first() -> None:
+    orders = []
+    for as_one_list in (False, True):
+        pool = pool_of(FULL, WINDOW, num_blocks=7)
+        admit(pool, 1, 12, path="abc")
+        pool.transact([Release([1], as_one_list=as_one_list)])
+        orders.append(pool.free_block_ids())
+    assert orders == [[3, 2, 1, 6, 5, 4], [6, 5, 4, 3, 2, 1]]
 
 
 # Sliding window.

@@ -4,8 +4,10 @@ import pytest
 
 from services.cli.replay.settings import parse_override
 from services.common.errors import InvalidArgument
+from services.common.sampling import SamplingParams
 from services.common.settings import SettingError, parse_settings
 from services.scheduler.core.policies import POLICIES, find_policy
+from services.scheduler.core.request import Request
 from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
 from tests.scheduler.story import Story, prompt
@@ -48,3 +50,17 @@ def test_a_policy_that_does_not_exist_is_refused_at_the_start(name: str) -> None
 @pytest.mark.parametrize(("name", "uses_priority"), [("fcfs", False), ("priority", True)])
 def test_only_a_policy_that_uses_priorities_takes_them(name: str, uses_priority: bool) -> None:
     assert find_policy(name).uses_priority == uses_priority
+
+
+def test_a_session_at_the_head_of_the_queue_keeps_its_place_when_its_input_comes() -> None:
+    queue = find_policy("priority").create_request_queue()
+    requests = [
+        Request(name, number, [1], 1, SamplingParams(), arrival_time=number)
+        for number, name in enumerate("abc")
+    ]
+    for request in requests:
+        queue.add(request)
+    for request in requests[:2]:
+        request.arrival_time = 9 - request.key
+        queue.reorder(request)
+    assert [request.request_id for request in queue] == ["a", "c", "b"]

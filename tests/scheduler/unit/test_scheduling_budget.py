@@ -121,6 +121,13 @@ async def test_the_adaptive_threshold_is_an_even_share_where_that_is_more(
     assert (await story.step()).granted["a"] == share
 
 
+async def test_the_adaptive_threshold_limits_nothing_where_there_is_no_threshold() -> None:
+    story = Story(max_num_batched_tokens=24, long_prefill_token_threshold_adaptive=True)
+    story.add("a", prompt(40))
+    story.add("b", prompt(4, first=500))
+    assert (await story.step()).granted == {"a": 24}
+
+
 async def test_nothing_to_do_is_an_empty_plan() -> None:
     story = Story()
     assert not story.scheduler.has_work

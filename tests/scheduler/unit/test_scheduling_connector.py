@@ -135,11 +135,38 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
     assert (steps[2]["scheduled"], steps[2]["start"]) == ([["a", 13]], [0])
 
 
-async def test_a_failed_load_between_steps_keeps_no_block_free_for_itself():
-    """Whose load failed lacks all its blocks again, and would wait for itself forever."""
+@pytest.mark.parametrize(("others", "loads"), [((), [0, 2]), ((8,), [0, 4])])
+async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
+    others: tuple[int, ...], loads: list[int]
+):
+    """Whose load failed lacks all its blocks again. It must leave as many free besides those that
+    it takes while another request runs, and would wait for itself if none does.
+    """
     failing = {"async": True, "fail_recving": True}
-    steps = await story((0, request("a", 16, **elsewhere(16, **failing))), num_gpu_blocks=8)
-    assert [step["step"] for step in steps if "loads" in step] == [0, 2]
+    steps = await story(
+        (0, request("a", 16, **elsewhere(16, **failing))),
+        *((0, request("b", length, first=300)) for length in others),
+        num_gpu_blocks=10,
+    )
+    assert [step["step"] for step in steps if "loads" in step] == loads
+
+
+async def test_two_failed_loads_do_not_wait_for_each_other():
+    """Neither holds blocks any more, and each counts those that the other lacks."""
+    failing = {"async": True, "fail_recving": True}
+    steps = await story(
+        (0, request("a", 16, **elsewhere(16, **failing))),
+        (0, request("b", 16, first=300, **elsewhere(16, **failing))),
+        num_gpu_blocks=14,
+    )
+    assert [load[0] for step in steps for load in step.get("loads", [])] == ["a", "b", "a", "b"]
+
+
+async def test_a_prompt_of_one_token_is_loaded_once():
+    """Its only token is computed again, to sample from, though nothing counts as computed then."""
+    steps = await story((0, request("a", 1, **elsewhere(1, **{"async": True}))))
+    assert [step["step"] for step in steps if "loads" in step] == [0]
+    assert steps[2]["scheduled"] == [["a", 1]]
 
 
 async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
@@ -158,6 +185,16 @@ async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_wh
     steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
     loaded = next(step["blocks"]["a"] for step in steps if step.get("blocks"))
     assert loaded == [[1, 2], [3, 4]]
+
+
+async def test_the_state_that_is_loaded_with_a_whole_prompt_is_the_one_before_its_last_token():
+    """That token is computed again, and begins a block: the state after it goes there."""
+    whole = elsewhere(9, **{"async": True})
+    steps = await story((0, request("a", 9, **whole)), kv_cache_groups=STATES)
+    assert steps[0]["loads"] == [["a", 9, True, [[1, 2, 3], [0, 4]]]]
+    begun = next(step for step in steps if step.get("scheduled"))
+    assert begun["start"] == [8]
+    assert begun["blocks"]["a"] == [[1, 2, 3], [0, 4, 5]]
 
 
 async def test_by_policy_a_failed_load_ends_the_request_and_its_blocks_are_not_found():

@@ -36,5 +36,7 @@ class PriorityRequestQueue(list[Request]):
     prepend = add
 
     def reorder(self, request: Request, /) -> None:
-        self.remove(request)
-        self.add(request)
+        """As in vLLM, one at the head keeps its place."""
+        if self[0] is not request:
+            self.remove(request)
+            self.add(request)
