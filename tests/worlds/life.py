@@ -15,6 +15,7 @@ from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.activity import WatchedSteps
 from services.scheduler.adapters.engine_observer import EngineObserver
 from services.scheduler.adapters.request_metrics import RequestMetrics
+from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.core.engine_core import EngineCore, EngineState
@@ -358,7 +359,7 @@ class _Observer(EngineObserver):
             lambda _step, _reason: None,
             lambda: int(asyncio.get_running_loop().time() * 1e9),
         )
-        super().__init__(tracer, RequestMetrics(), WatchedSteps())
+        super().__init__(tracer, RequestMetrics(), SpeculationMetrics(0), WatchedSteps())
         self._life = life
 
     def begin(self) -> str:
