@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import chain, islice
 
-from services.common.kv_cache_groups import hit_block_size
+from services.common.kv_cache_groups import AttentionType, hit_block_size
 from services.common.pause_mode import PauseMode
 from services.common.pool_operations import Admission, BlockTables
 from services.scheduler.core.admission import AdmissionPlanner, PlannedAdmission
@@ -45,6 +45,9 @@ class ConnectorAdmission:
         self._transfers = transfers
         self._planner = AdmissionPlanner(state.config)
         self._hit_block_size = hit_block_size(state.config.all_groups)
+        self._has_states_only = all(
+            group.attention_type is AttentionType.STATE_SPACE for group in state.config.all_groups
+        )
         self._admit = admit
 
     async def schedule(
@@ -104,8 +107,11 @@ class ConnectorAdmission:
 
         As in vLLM the connector is asked for what follows the last whole block of a hit that ends
         inside a block. If that is longer than the rest of the hit, it is loaded in place of that,
-        and no block is copied; else nothing is loaded.
+        and no block is copied; else nothing is loaded. Where all layers keep states, the state
+        before the only token of a prompt is the empty one: there is nothing to load.
         """
+        if self._has_states_only and request.num_tokens == 1:
+            return ExternalMatch(0, is_async=False)
         num_local = builder.divergent_hits.get(request, builder.hits[request])
         num_tail = num_local % self._hit_block_size
         match = self._transfers.connector.get_num_new_matched_tokens(request, num_local - num_tail)

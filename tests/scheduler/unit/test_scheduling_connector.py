@@ -169,6 +169,14 @@ async def test_a_prompt_of_one_token_is_loaded_once():
     assert steps[2]["scheduled"] == [["a", 1]]
 
 
+async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_one_token():
+    """The state before its only token is the empty one."""
+    one = request("a", 1, **elsewhere(1, **{"async": True}))
+    steps = await story((0, one), kv_cache_groups=STATES[1:])
+    assert not any("loads" in step for step in steps)
+    assert steps[0]["scheduled"] == [["a", 1]]
+
+
 async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
     """With two steps in flight the second was planned as if the first had all it reads."""
     remote = elsewhere(8, fail_blocks=[1], times=1)
