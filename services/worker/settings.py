@@ -173,6 +173,10 @@ class WorkerSettings(ServiceSettings):
     )
 
     @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+    @property
     def num_lora_places(self) -> int:
         """Adapters that may be in memory; 0 if none are served. Raises SettingError where fewer
         would be there than a step may have.

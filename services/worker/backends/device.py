@@ -30,6 +30,11 @@ class UnsuitableDevice(StepwellError):
     reason = "UNSUITABLE_DEVICE"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a data type as in `config.json`, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Download(Protocol):
     """An array that is being copied to the host."""
 

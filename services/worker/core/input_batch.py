@@ -134,6 +134,17 @@ class InputBatch:
         ends = step.num_computed_tokens + step.num_scheduled_tokens
         self.token_ids[step.rows, ends - 1] = step.last_token_ids
 
+    def place_drafts(self, step: StepInput) -> None:
+        """Writes drafts behind the known tokens. They count as known once they are accepted."""
+        if not len(step.draft_token_ids):
+            return
+        first = 0
+        for row, count in zip(step.rows, step.num_draft_tokens, strict=False):
+            known = self.num_tokens[row]
+            drafts = step.draft_token_ids[first : first + count]
+            self.token_ids[row, known : known + count] = drafts
+            first += count
+
     def append_one(self, rows: Int32Array, token_ids: Int32Array) -> None:
         """Adds one sampled token to each of some requests."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids

@@ -1,17 +1,12 @@
 """The runner: runs one step, from a difference to the batch to sampled tokens.
 
- 1. The difference is applied to the persistent batch.
- 2. Requests are put in the order that attention needs: single tokens by length, then chunks.
- 3. The model runs once over all scheduled tokens.
- 4. Logits are computed for positions that are sampled, or whose prompt log-probabilities are asked
-    for, and for no others.
- 5. Sampled tokens are appended to the batch, so that the next step need not send them.
-
-A draft token is accepted if it is the token that the sampler draws at its position. The first one
-that is not is replaced by the sampler's token. Since draws are a function of seed and position, the
-output is the same, token for token, as without drafts, and a draft is accepted with the probability
-that the model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are
-proposed with certainty.
+1. The difference is applied to the persistent batch.
+2. Requests are put in the order that attention needs: single tokens by length, then chunks.
+3. The model runs once over all scheduled tokens.
+4. Logits are computed for positions that are sampled, or whose prompt log-probabilities are asked
+   for, and for no others.
+5. Sampled tokens are appended to the batch, so that the next step need not send them: see
+   `step_sampler`.
 """
 
 from collections.abc import Callable
@@ -32,21 +27,17 @@ from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.errors import InvalidStep
 from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.kv_tier import KVTier
-from services.worker.core.layout import SamplingRequests, StepTokens, lay_out
+from services.worker.core.layout import StepTokens, lay_out
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.lora_adapters import LoraAdapters, find_adapters
 from services.worker.core.lora_rows import lora_rows
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import Sampled
-from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
-from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.sampler import Sampler
-
-_PROMPT_LOGPROB_ROWS = 128
-"""Prompt positions whose logits are held at once."""
 
 
 class ModelRunner:
@@ -91,15 +82,12 @@ class ModelRunner:
         self.tier = tier
         self._batch = InputBatch(limits)
         self._embedded = EmbeddedPrompts(model if stage is None or stage.is_first else None)
-        self._grammars = grammars
         self._adapters = adapters
         self.drafter = drafter
         self._adapter_of: dict[int, PackedLora] = {}
         """By row, for requests that have one."""
-        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, grammars)
+        self._sampler = StepSampler(self._batch, self._device, device_tokens, drafter, grammars)
         self._generation: int | None = None
-        self._num_prompt_logprobs: dict[int, int] = {}
-        """By row, for requests that ask for log-probabilities of their prompts."""
 
     @property
     def limits(self) -> BatchLimits:
@@ -108,9 +96,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Empties the batch, also after a step that failed half-way."""
-        limits = self._batch.limits
         self._batch.clear()
-        self._num_prompt_logprobs.clear()
         self._adapter_of.clear()
         self._embedded.clear()
         if self._pooler is not None:
@@ -121,7 +107,7 @@ class ModelRunner:
             self.drafter.clear()
         if self.tier is not None:
             self.tier.reset()
-        self._sampler = Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars)
+        self._sampler.clear()
 
     def execute(self, step: StepInput) -> StepOutput:
         """Runs one step and waits for its output. Raises as `begin` does."""
@@ -190,7 +176,7 @@ class ModelRunner:
             return StepOutput(step.generation, step.step, empty, empty)
         if self.drafter is not None:
             step = self.drafter.complete(step, self._batch, self._sampler.forced_tokens)
-        self._place_drafts(step)
+        self._batch.place_drafts(step)
         if self._stage is not None and not self._samples:
             self._batch.place_last_tokens(step)
         tokens = lay_out(step, self._batch)
@@ -206,8 +192,7 @@ class ModelRunner:
         if not self._samples:
             self._batch.append_unknown(tokens.rows[sampling.requests])
             return Sampled().output(step, {})
-        prompt = self._prompt_logprobs(tokens, logits_of)
-        return self._sample(step, tokens, sampling, logits, prompt)
+        return self._sampler.sample(step, tokens, sampling, logits, logits_of)
 
     def _update_batch(self, step: StepInput) -> None:
         if self._pooler is not None:
@@ -228,21 +213,7 @@ class ModelRunner:
             return
         if self.drafter is not None:
             self.drafter.forget(step.removed_rows)
-        for row in step.removed_rows.tolist():
-            self._sampler.remove(row)
-            self._num_prompt_logprobs.pop(row, None)
-        for new in step.new_requests:
-            self._sampler.add(
-                new.row,
-                new.sampling,
-                new.token_ids,
-                new.num_prompt_tokens,
-                num_placeholders=new.num_placeholders,
-            )
-            if self._device_tokens is not None:
-                self._device_tokens.release(np.array([new.row]))
-            if new.sampling.prompt_logprobs is not None:
-                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
+        self._sampler.update(step)
 
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
@@ -282,101 +253,6 @@ class ModelRunner:
         if self._lockstep is not None:
             self._lockstep.add_hidden_states(hidden)
         return hidden, logits
-
-    def _place_drafts(self, step: StepInput) -> None:
-        """Writes drafts behind the known tokens. They count as known once they are accepted."""
-        if not len(step.draft_token_ids):
-            return
-        first = 0
-        for row, count in zip(step.rows, step.num_draft_tokens, strict=False):
-            known = self._batch.num_tokens[row]
-            drafts = step.draft_token_ids[first : first + count]
-            self._batch.token_ids[row, known : known + count] = drafts
-            first += count
-
-    def _sample(
-        self,
-        step: StepInput,
-        tokens: StepTokens,
-        sampling: SamplingRequests,
-        logits: torch.Tensor | None,
-        prompt: dict[int, LogprobRows],
-    ) -> StepOutput | PendingOutput:
-        """Samples the next tokens, and verifies drafts.
-
-        Samples on the device if the host needs no result of the device before the step returns.
-        """
-        sampled, on_device = Sampled(), self._device_tokens
-        if logits is not None:
-            rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
-            if tokens.num_draft_tokens is not None:
-                self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
-                self._tell_drafter(tokens, tokens.num_draft_tokens)
-            elif on_device is not None and not prompt and self._sampler.is_simple(rows):
-                self._batch.append_unknown(rows)
-                num_logprobs = self._sampler.num_logprobs(rows)
-                metadata = self._sampler.sampling_metadata(rows)
-                return on_device.sample(step, order, logits, metadata, num_logprobs)
-            else:
-                output = self._sampler.sample(logits, rows)
-                sampled.add(order, output)
-                self._batch.append_one(rows, output.token_ids)
-            if on_device is not None:
-                on_device.release(rows)
-        return sampled.output(step, prompt)
-
-    def _verify(
-        self,
-        tokens: StepTokens,
-        sampling: SamplingRequests,
-        num_draft_tokens: Int32Array,
-        logits: torch.Tensor,
-        sampled: Sampled,
-    ) -> None:
-        """Samples each request token by token, until one is not the draft at its position."""
-        known = tokens.seq_lens - num_draft_tokens
-        offset, active = 0, np.arange(len(sampling.requests))
-        while len(active):
-            indexes = sampling.requests[active]
-            rows = tokens.rows[indexes]
-            wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
-            output = self._sampler.sample(wanted, rows)
-            sampled.add(tokens.order[indexes], output)
-            drafts = self._batch.token_ids[rows, known[indexes] + offset]
-            accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
-            accepted[output.nan_rows] = accepted[output.refused_rows] = False
-            self._batch.append_one(rows, output.token_ids)
-            active, offset = active[accepted], offset + 1
-
-    def _tell_drafter(self, tokens: StepTokens, num_draft_tokens: Int32Array) -> None:
-        """Reports which of the drafts stood: all tokens that were sampled but the last."""
-        if self.drafter is not None:
-            num_sampled = self._batch.num_tokens[tokens.rows] - tokens.seq_lens + num_draft_tokens
-            self.drafter.verified(tokens.rows, num_draft_tokens, num_sampled - 1)
-
-    def _prompt_logprobs(
-        self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[int, LogprobRows]:
-        """Log-probabilities of the prompt tokens that follow this step's tokens, by request."""
-        found: dict[int, LogprobRows] = {}
-        if not self._num_prompt_logprobs:
-            return found
-        starts = tokens.num_computed_tokens
-        ends = np.minimum(tokens.seq_lens, self._batch.num_prompt_tokens[tokens.rows] - 1)
-        for index in np.flatnonzero(starts < ends).tolist():
-            row, begin, end = int(tokens.rows[index]), starts[index], ends[index]
-            num_top = self._num_prompt_logprobs.get(row)
-            if num_top is None:
-                continue
-            targets = self._batch.token_ids[row, begin + 1 : end + 1]
-            indexes = int(tokens.first_tokens[index]) + np.arange(end - begin)
-            parts = []
-            for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
-                some = slice(start, start + _PROMPT_LOGPROB_ROWS)
-                logits = logits_of(self._device.upload(indexes[some])).numpy(force=True)
-                parts.append(logprob_rows(logits, targets[some], num_top))
-            found[int(tokens.order[index])] = LogprobRows.joined(parts)
-        return found
 
 
 def _no_indexes(token_ids: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import StepwellError
+from services.worker.backends.device import dtype_name
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import NotCompiled, load_compiled
 from services.worker.backends.native.kernels import NativeKernels
@@ -52,6 +53,6 @@ def select_kernels(
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
         logger.warning("kernels: torch, %s, which is slower: %s", mode, error)
         return TorchKernels(batch_invariant=batch_invariant)
-    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernels.dtypes)
+    names = ", ".join(map(dtype_name, kernels.dtypes))
     logger.info("kernels: native, for %s", names)
     return kernels

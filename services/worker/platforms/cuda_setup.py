@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from services.worker.backends.attention import AttentionLayer, StateLayer
-from services.worker.backends.device import UnsuitableDevice
+from services.worker.backends.device import UnsuitableDevice, dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
     The sizes of heads are limited only if xFormers' kernel computes attention.
     """
     if dtype not in _DTYPES:
-        name = str(dtype).removeprefix("torch.")
         raise UnsuitableDevice(
-            f"dtype {name} is not computed on CUDA; set --dtype bfloat16, or --device cpu"
+            f"dtype {dtype_name(dtype)} is not computed on CUDA; set --dtype bfloat16, or "
+            "--device cpu"
         )
     if block_size not in BLOCK_SIZES:
         raise UnsuitableDevice(

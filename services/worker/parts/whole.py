@@ -1,6 +1,8 @@
 """Builds a worker for a model that takes whole prompts."""
 
 from services.common.tokenizer_files import tokenizer_fingerprint
+from services.worker.backends.device import dtype_name
+from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import LayerGroup
@@ -9,9 +11,10 @@ from services.worker.core.whole_runner import WholeRunner
 from services.worker.core.worker import Worker, WorkerDescription
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.model import LoadOptions
+from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.whole_model import load_whole_model
+from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.prompt_shapes import PromptShape, run_prompts
-from services.worker.settings import WorkerSettings
 
 _WARM_UP_TOKENS = 256
 _GROUPS = (LayerGroup(None, ()),)
@@ -19,16 +22,21 @@ _GROUPS = (LayerGroup(None, ()),)
 
 
 def build_whole(
-    settings: WorkerSettings,
-    checkpoint: Checkpoint,
-    options: LoadOptions,
-    incarnation: str,
-    *,
-    block_size: int,
+    setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
 ) -> Worker:
     """Loads the model and computes a prompt. A step has room for the longest prompt, also where the
-    settings give it fewer tokens. Raises ModelError.
+    settings give it fewer tokens. Raises ModelError and NotEnoughMemory.
     """
+    with memory_for("the weights", "use a machine with more, or a smaller dtype"):
+        return _build(setup, checkpoint, pooling, incarnation)
+
+
+def _build(
+    setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
+) -> Worker:
+    settings, platform = setup.settings, setup.platform
+    options = LoadOptions(settings.max_model_len, platform.dtype(settings.dtype), pooling)
+    block_size = settings.block_size or platform.default_block_size
     loaded = load_whole_model(checkpoint, options)
     end = vector_end(loaded.pooling, loaded.hidden_size, takes_whole_prompts=True)
     blocks_each = -(-loaded.max_model_len // block_size)
@@ -42,10 +50,10 @@ def build_whole(
     )
     runner = WholeRunner(loaded, end, limits)
     run_prompts(runner, limits, PromptShape(1, min(_WARM_UP_TOKENS, limits.max_model_len)))
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    dtype = dtype_name(loaded.dtype)
     description = WorkerDescription(
         incarnation=incarnation,
-        model_name=settings.served_model_name or settings.model.resolve().name,
+        model_name=settings.model_name,
         fingerprint=model_fingerprint(
             checkpoint, block_size, dtype, groups=_GROUPS, pooling=loaded.pooling
         ),

@@ -1,0 +1,171 @@
+"""Samples the tokens of a step, and verifies the drafts in it.
+
+A draft token is accepted if it is the token that the sampler draws at its position. The first one
+that is not is replaced by the sampler's token. Since draws are a function of seed and position, the
+output is the same, token for token, as without drafts, and a draft is accepted with the probability
+that the model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are
+proposed with certainty.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from services.worker.backends.device import Device
+from services.worker.core.device_tokens import DeviceTokens, PendingOutput
+from services.worker.core.drafter import Drafter
+from services.worker.core.input_batch import InputBatch
+from services.worker.core.layout import SamplingRequests, StepTokens
+from services.worker.core.sampled import Sampled
+from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.sampling.grammar import Grammars
+from services.worker.sampling.logprobs import LogprobRows, logprob_rows
+from services.worker.sampling.sampler import Sampler
+
+_PROMPT_LOGPROB_ROWS = 128
+"""Prompt positions whose logits are held at once."""
+
+
+class StepSampler:
+    """Samples for the requests of a batch, and appends their tokens to it.
+
+    `device_tokens`: samples on the device where the host need not know the token before the step
+    returns. `drafter`: is told what became of drafts.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        device: Device,
+        device_tokens: DeviceTokens | None,
+        drafter: Drafter | None,
+        grammars: Grammars | None,
+    ) -> None:
+        self._batch = batch
+        self._device = device
+        self._device_tokens = device_tokens
+        self._drafter = drafter
+        self._grammars = grammars
+        self._sampler = self._new_sampler()
+        self._num_prompt_logprobs: dict[int, int] = {}
+        """By row, for requests that ask for log-probabilities of their prompts."""
+
+    def clear(self) -> None:
+        """Forgets all requests."""
+        self._num_prompt_logprobs.clear()
+        self._sampler = self._new_sampler()
+
+    @property
+    def forced_tokens(self) -> Callable[[int], Sequence[int]]:
+        """By row, the tokens about which a grammar leaves no choice."""
+        return self._sampler.forced_tokens
+
+    def update(self, step: StepInput) -> None:
+        """Takes in which requests leave and enter."""
+        for row in step.removed_rows.tolist():
+            self._sampler.remove(row)
+            self._num_prompt_logprobs.pop(row, None)
+        for new in step.new_requests:
+            self._sampler.add(
+                new.row,
+                new.sampling,
+                new.token_ids,
+                new.num_prompt_tokens,
+                num_placeholders=new.num_placeholders,
+            )
+            if self._device_tokens is not None:
+                self._device_tokens.release(np.array([new.row]))
+            if new.sampling.prompt_logprobs is not None:
+                self._num_prompt_logprobs[new.row] = new.sampling.prompt_logprobs
+
+    def sample(
+        self,
+        step: StepInput,
+        tokens: StepTokens,
+        sampling: SamplingRequests,
+        logits: torch.Tensor | None,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+    ) -> StepOutput | PendingOutput:
+        """Samples the next tokens, and verifies drafts.
+
+        `logits` [n, vocab_size] are those of the positions in `sampling`, None if there are none;
+        `logits_of` computes those of tokens at other indexes. Samples on the device if the host
+        needs no result of the device before the step returns.
+        """
+        prompt = self._prompt_logprobs(tokens, logits_of)
+        sampled, on_device = Sampled(), self._device_tokens
+        if logits is not None:
+            rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
+            if tokens.num_draft_tokens is not None:
+                self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
+                self._tell_drafter(tokens, tokens.num_draft_tokens)
+            elif on_device is not None and not prompt and self._sampler.is_simple(rows):
+                self._batch.append_unknown(rows)
+                num_logprobs = self._sampler.num_logprobs(rows)
+                metadata = self._sampler.sampling_metadata(rows)
+                return on_device.sample(step, order, logits, metadata, num_logprobs)
+            else:
+                output = self._sampler.sample(logits, rows)
+                sampled.add(order, output)
+                self._batch.append_one(rows, output.token_ids)
+            if on_device is not None:
+                on_device.release(rows)
+        return sampled.output(step, prompt)
+
+    def _verify(
+        self,
+        tokens: StepTokens,
+        sampling: SamplingRequests,
+        num_draft_tokens: Int32Array,
+        logits: torch.Tensor,
+        sampled: Sampled,
+    ) -> None:
+        """Samples each request token by token, until one is not the draft at its position."""
+        known = tokens.seq_lens - num_draft_tokens
+        offset, active = 0, np.arange(len(sampling.requests))
+        while len(active):
+            indexes = sampling.requests[active]
+            rows = tokens.rows[indexes]
+            wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
+            output = self._sampler.sample(wanted, rows)
+            sampled.add(tokens.order[indexes], output)
+            drafts = self._batch.token_ids[rows, known[indexes] + offset]
+            accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
+            accepted[output.nan_rows] = accepted[output.refused_rows] = False
+            self._batch.append_one(rows, output.token_ids)
+            active, offset = active[accepted], offset + 1
+
+    def _tell_drafter(self, tokens: StepTokens, num_draft_tokens: Int32Array) -> None:
+        """Reports which of the drafts stood: all tokens that were sampled but the last."""
+        if self._drafter is not None:
+            num_sampled = self._batch.num_tokens[tokens.rows] - tokens.seq_lens + num_draft_tokens
+            self._drafter.verified(tokens.rows, num_draft_tokens, num_sampled - 1)
+
+    def _prompt_logprobs(
+        self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[int, LogprobRows]:
+        """Log-probabilities of the prompt tokens that follow this step's tokens, by request."""
+        found: dict[int, LogprobRows] = {}
+        if not self._num_prompt_logprobs:
+            return found
+        starts = tokens.num_computed_tokens
+        ends = np.minimum(tokens.seq_lens, self._batch.num_prompt_tokens[tokens.rows] - 1)
+        for index in np.flatnonzero(starts < ends).tolist():
+            row, begin, end = int(tokens.rows[index]), starts[index], ends[index]
+            num_top = self._num_prompt_logprobs.get(row)
+            if num_top is None:
+                continue
+            targets = self._batch.token_ids[row, begin + 1 : end + 1]
+            indexes = int(tokens.first_tokens[index]) + np.arange(end - begin)
+            parts = []
+            for start in range(0, end - begin, _PROMPT_LOGPROB_ROWS):
+                some = slice(start, start + _PROMPT_LOGPROB_ROWS)
+                logits = logits_of(self._device.upload(indexes[some])).numpy(force=True)
+                parts.append(logprob_rows(logits, targets[some], num_top))
+            found[int(tokens.order[index])] = LogprobRows.joined(parts)
+        return found
+
+    def _new_sampler(self) -> Sampler:
+        limits = self._batch.limits
+        return Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars)

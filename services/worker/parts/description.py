@@ -1,0 +1,49 @@
+"""Describes a worker to the scheduler that opens it."""
+
+from services.common.tokenizer_files import tokenizer_fingerprint
+from services.worker.backends.device import dtype_name
+from services.worker.core.kv_cache import KVCacheSizing
+from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.worker import WorkerDescription
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.platforms.interface import Parts
+
+
+def describe(
+    setup: RankSetup,
+    parts: Parts,
+    groups: tuple[LayerGroup, ...],
+    sizing: KVCacheSizing,
+    fingerprint: bytes,
+    incarnation: str,
+) -> WorkerDescription:
+    """What a worker with a KV cache has and can do. `parts` are those with a sized cache."""
+    settings, own = setup.settings, setup.membership
+    loaded, shape, limits = parts.loaded, parts.shape, parts.limits
+    return WorkerDescription(
+        incarnation=incarnation,
+        model_name=settings.model_name,
+        fingerprint=fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint(settings.model),
+        max_model_len=limits.max_model_len,
+        vocab_size=loaded.vocab_size,
+        hidden_size=loaded.hidden_size,
+        eos_token_ids=loaded.eos_token_ids,
+        groups=groups,
+        block_size=shape.block_size,
+        num_blocks=shape.num_blocks,
+        bytes_per_block=shape.bytes_per_block,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        kv_cache_sizing=sizing.explanation,
+        dtype=dtype_name(loaded.dtype),
+        rank=own.rank,
+        world_size=own.size,
+        pipeline_parallel_size=own.pipeline_parallel_size,
+        pooler=None if parts.pooler is None else parts.pooler.end.pooler,
+        num_tier_blocks=limits.num_tier_blocks,
+        max_loras=settings.max_loras if settings.enable_lora else 0,
+        max_cpu_loras=settings.num_lora_places,
+        num_speculative_tokens=limits.num_speculative_tokens,
+        num_speculative_rows=limits.num_speculative_rows,
+    )

@@ -1,0 +1,53 @@
+"""What ties a rank to the other ranks of its group."""
+
+from dataclasses import replace
+
+from services.worker.backends.device import dtype_name
+from services.worker.core.lockstep import Lockstep
+from services.worker.core.pipeline import PipelineStage
+from services.worker.models.model import LoadedModel
+from services.worker.parallel.group import Group
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.platform_choice import is_batch_invariant
+from services.worker.platforms.interface import Parts
+
+
+def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
+    """The parts with what runs steps together with the other ranks, if there are any. Raises
+    GroupBroken unless all ranks have the same model and settings.
+    """
+    group = setup.group
+    if group is None:
+        return parts
+    group.require_same(_in_common(setup, parts, fingerprint))
+    every, explain = setup.settings.check_ranks_every_steps, group.watch.explain
+    lockstep = Lockstep(setup.ranks, every, explain, setup.membership.rank)
+    return replace(parts, lockstep=lockstep, stage=_stage(group, parts.loaded))
+
+
+def _in_common(setup: RankSetup, parts: Parts, fingerprint: bytes) -> dict[str, str]:
+    """Values, by name, that must be the same on all ranks."""
+    settings = setup.settings
+    return {
+        "the model": fingerprint.hex()[:16],
+        "dtype": dtype_name(parts.loaded.dtype),
+        "max_model_len": str(parts.loaded.max_model_len),
+        "max_num_seqs": str(settings.max_num_seqs),
+        "max_num_batched_tokens": str(settings.max_num_batched_tokens),
+        "check_ranks_every_steps": str(settings.check_ranks_every_steps),
+        "max_cpu_loras": str(settings.num_lora_places),
+        "max_lora_rank": str(settings.max_lora_rank),
+        "speculative_config": str(settings.speculative_config),
+        "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),
+        "what computes": type(parts.kernels).__name__,
+    }
+
+
+def _stage(group: Group, loaded: LoadedModel) -> PipelineStage | None:
+    """This rank's pipeline stage; None if there is one stage."""
+    if group.link is None:
+        return None
+    own = group.membership
+    return PipelineStage(
+        own.stage, own.pipeline_parallel_size, group.link, loaded.hidden_size, loaded.dtype
+    )

@@ -1,0 +1,56 @@
+"""Sizes the KV cache of a rank."""
+
+import logging
+from dataclasses import replace
+
+from services.worker.core.kv_cache import (
+    KVCacheDemand,
+    KVCacheMemory,
+    KVCacheSizing,
+    size_kv_cache,
+)
+from services.worker.core.kv_groups import LayerGroup
+from services.worker.parts.adapters import adapter_bytes
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.platforms.interface import Parts
+
+logger = logging.getLogger(__name__)
+
+
+def size_rank_kv_cache(
+    setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]
+) -> KVCacheSizing:
+    """The sizing for this rank, lowered to the least of all ranks, since they share block tables.
+    Raises KVCacheTooSmall and NotEnoughMemory.
+    """
+    own = size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
+    num_blocks = setup.least_of_ranks("num_blocks", own.num_blocks)
+    max_model_len = setup.least_of_ranks("max_model_len", own.max_model_len)
+    if (num_blocks, max_model_len) == (own.num_blocks, own.max_model_len):
+        return own
+    why = f"{own.explanation}; lowered to {num_blocks} blocks, the least of all ranks"
+    return KVCacheSizing(num_blocks, max_model_len, why)
+
+
+def _demand(setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]) -> KVCacheDemand:
+    limits = parts.limits
+    return KVCacheDemand(
+        bytes_per_block=parts.shape.bytes_per_block,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        max_model_len_asked=setup.settings.max_model_len is not None,
+        groups=groups,
+        num_steps_in_flight=max(2, setup.membership.pipeline_parallel_size),
+    )
+
+
+def _memory(setup: RankSetup, parts: Parts) -> KVCacheMemory:
+    """The memory for the cache, without what is left for adapters that are loaded later."""
+    settings, free = setup.settings, setup.platform.free_memory(parts)
+    if parts.adapters is not None:
+        adapters = adapter_bytes(setup, parts.loaded)
+        logger.info("adapters: %.1f MiB are left for them", adapters / 2**20)
+        free = replace(free, activation_bytes=free.activation_bytes + adapters)
+    return KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)

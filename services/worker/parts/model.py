@@ -1,0 +1,91 @@
+"""Loads the model, and gives its cache a shape and its batch limits."""
+
+from dataclasses import replace
+
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.out_of_memory import memory_for
+from services.worker.core.input_batch import BatchLimits
+from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
+from services.worker.core.pooler import PromptPooler, vector_end
+from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.pooling_config import PoolingConfig
+from services.worker.parts.progress import progress_logger
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.platforms.interface import Parts
+
+
+def load_parts(
+    setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
+) -> tuple[Parts, tuple[LayerGroup, ...]]:
+    """The model, or this rank's part of it, in memory, with a cache without blocks; and the groups
+    of its layers.
+    """
+    settings, kernels = setup.settings, setup.platform.kernels()
+
+    def wait_for_ranks() -> None:
+        if setup.group is not None:
+            setup.group.gather("loaded", "")
+
+    options = LoadOptions(
+        settings.max_model_len,
+        setup.platform.dtype(settings.dtype),
+        pooling,
+        setup.membership.stage,
+        setup.membership.pipeline_parallel_size,
+        settings.quantization,
+    )
+    weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
+    with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
+        layer_read = progress_logger("loading layers", setup.checkpoint_reached)
+        loaded = load_model(checkpoint, options, kernels, layer_read, setup.ranks, wait_for_ranks)
+    groups = group_layers(
+        [layer.window for layer in loaded.attention],
+        len(loaded.states),
+        settings.mamba_cache_mode,
+    )
+    shape = _cache_shape(setup, loaded, groups)
+    limits = _batch_limits(setup, loaded, groups, shape.block_size)
+    pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
+    return Parts(loaded, kernels, shape, limits, pooler=pooler), groups
+
+
+def _cache_shape(
+    setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
+) -> AttentionShape:
+    """The shape of the cache, without blocks. Blocks are as large as the settings say, or as states
+    of recurrent layers need them.
+    """
+    shape = AttentionShape(
+        loaded.own_attention,
+        setup.platform.default_block_size,
+        num_blocks=0,
+        dtype=loaded.dtype,
+        device=setup.platform.torch_device,
+        groups=tuple(loaded.own_layers(group.layers) for group in groups if not group.holds_states),
+        states=loaded.states,
+        state_groups=tuple(group.layers for group in groups if group.holds_states),
+    )
+    return replace(shape, block_size=setup.settings.block_size or shape.block_size_for_states)
+
+
+def _batch_limits(
+    setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...], block_size: int
+) -> BatchLimits:
+    """The limits of the batch, with a cache without blocks."""
+    return BatchLimits(
+        max_num_seqs=setup.settings.max_num_seqs,
+        max_model_len=loaded.max_model_len,
+        max_num_batched_tokens=setup.settings.max_num_batched_tokens,
+        vocab_size=loaded.vocab_size,
+        block_size=block_size,
+        num_blocks=0,
+        windows=tuple(group.window for group in groups),
+        state_block_sizes=state_block_sizes(groups, block_size, loaded.max_model_len),
+    )
+
+
+def _prompt_pooler(loaded: LoadedModel, pooling: PoolingConfig) -> PromptPooler:
+    end = vector_end(pooling, loaded.hidden_size, takes_whole_prompts=False)
+    return PromptPooler(end, loaded.model.compute_logits)

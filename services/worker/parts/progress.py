@@ -1,0 +1,30 @@
+"""The progress of a start in the log."""
+
+import logging
+import time
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_STEPS = 10
+_QUIET_SECONDS = 2.0
+
+
+def progress_logger(
+    what: str, checkpoint_reached: Callable[[], None]
+) -> Callable[[int, int], None]:
+    """A function that takes the number of parts done and of all, and logs `what` with the share
+    that is done: in tenths, if they take longer than _QUIET_SECONDS. It calls `checkpoint_reached`
+    each time.
+    """
+    logged = time.monotonic()
+
+    def log_progress(done: int, total: int) -> None:
+        nonlocal logged
+        checkpoint_reached()
+        is_tenth = done * _PROGRESS_STEPS // total > (done - 1) * _PROGRESS_STEPS // total
+        if is_tenth and time.monotonic() >= logged + _QUIET_SECONDS:
+            logged = time.monotonic()
+            logger.info("%s: %d%%", what, 100 * done // total)
+
+    return log_progress

@@ -1,0 +1,46 @@
+"""What a rank is built from: its settings, its platform, and the group that it belongs to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.worker.parallel.group import Group
+from services.worker.parallel.membership import Membership
+from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.platform_choice import select_platform
+from services.worker.platforms.interface import Platform
+from services.worker.settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What the parts of one rank are made with. `group` is None for a worker on its own.
+
+    `checkpoint_reached` is called between two pieces of work, and may raise to end the start.
+    `ranks`: those that divide a layer, for tensors on the platform's device.
+    """
+
+    settings: WorkerSettings
+    platform: Platform
+    ranks: Ranks
+    group: Group | None
+    membership: Membership
+    checkpoint_reached: Callable[[], None]
+
+    def least_of_ranks(self, name: str, value: int) -> int:
+        """The smallest value of this name that a rank has."""
+        return value if self.group is None else self.group.smallest(name, value)
+
+
+def set_up_rank(
+    settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
+) -> RankSetup:
+    """Chooses the platform. Raises UnsuitableDevice and KernelsUnavailable."""
+    platform = select_platform(settings, checkpoint_reached, group)
+    return RankSetup(
+        settings,
+        platform,
+        ranks=ALONE if group is None else group.ranks_on(platform.torch_device),
+        group=group,
+        membership=Membership() if group is None else group.membership,
+        checkpoint_reached=checkpoint_reached,
+    )

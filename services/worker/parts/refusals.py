@@ -1,0 +1,45 @@
+"""Which settings and models do not go together, where only the model that is read tells."""
+
+from services.worker.core.errors import NoSpeculation, NoTier
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.quantization import QuantizationSetting
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.platforms.interface import Parts
+
+
+def refuse_for_whole_prompts(setup: RankSetup) -> None:
+    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that have no meaning for a
+    model that takes whole prompts.
+    """
+    settings = setup.settings
+    config = settings.model / "config.json"
+    if setup.ranks.size > 1:
+        raise UnsupportedModel(config, "an encoder is not divided among ranks")
+    if settings.quantization is not QuantizationSetting.AUTO:
+        raise UnsupportedModel(
+            config, f"quantization {settings.quantization.value}: an encoder has no native code"
+        )
+    if settings.enable_lora:
+        raise UnsupportedModel(config, "enable_lora: an encoder takes no adapters here")
+    if settings.speculative_config is not None:
+        raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
+    if settings.kv_offloading_size is not None:
+        raise NoTier("kv_offloading_size: a model that takes whole prompts caches nothing")
+
+
+def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
+    """Raises NoSpeculation for a model, or a division of it, that verifies no drafts."""
+    if parts.pooler is not None:
+        raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
+    if parts.limits.state_block_sizes:
+        raise NoSpeculation("speculative_config: recurrent layers verify no drafts")
+    if setup.membership.pipeline_parallel_size > 1:
+        raise NoSpeculation("speculative_config: pipeline stages verify no drafts")
+
+
+def refuse_tier(setup: RankSetup, parts: Parts) -> None:
+    """Raises NoTier for a device or a model whose blocks cannot be offloaded."""
+    if not setup.platform.has_tier:
+        raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
+    if parts.limits.state_block_sizes:
+        raise NoTier("kv_offloading_size: states of recurrent layers are not offloaded")

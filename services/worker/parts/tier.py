@@ -1,0 +1,47 @@
+"""Makes the tier: the memory for offloaded blocks."""
+
+import logging
+from dataclasses import replace
+
+from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
+from services.worker.core.errors import NoTier
+from services.worker.core.kv_tier import tier_memory
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.parts.refusals import refuse_tier
+from services.worker.platforms.interface import Parts
+
+logger = logging.getLogger(__name__)
+
+
+def with_tier(setup: RankSetup, parts: Parts) -> Parts:
+    """The parts with this rank's share of the memory for offloaded blocks, if the settings ask for
+    it. All ranks have equally many blocks, since each keeps its part of the same ones.
+
+    Raises NoTier and NotEnoughMemory.
+    """
+    size = setup.settings.kv_offloading_size
+    if size is None:
+        return parts
+    refuse_tier(setup, parts)
+    num_ranks, block = setup.membership.size, parts.shape.bytes_per_block
+    num_bytes = int(size * 2**30) // num_ranks
+    num_blocks = num_bytes // block
+    if not num_blocks:
+        raise NoTier(
+            f"kv_offloading_size: {size:g} GiB do not hold a block of {block} bytes on each of "
+            f"{num_ranks} ranks"
+        )
+    available = setup.platform.free_memory(parts).of_bytes
+    if num_blocks * block > available:
+        raise NotEnoughMemory(
+            f"kv_offloading_size: {num_blocks * block / 2**20:.1f} MiB are asked for, and "
+            f"there are {available / 2**20:.1f} MiB"
+        )
+    num_blocks = setup.least_of_ranks("num_tier_blocks", num_blocks)
+    with memory_for("offloaded blocks", "lower kv_offloading_size"):
+        memory = tier_memory(num_blocks, block)
+    logger.info(
+        "KV tier: %d blocks, %.1f MiB: kv_offloading_size", num_blocks, memory.nbytes / 2**20
+    )
+    limits = replace(parts.limits, num_tier_blocks=num_blocks)
+    return replace(parts, limits=limits, tier_memory=memory)
