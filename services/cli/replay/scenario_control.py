@@ -1,12 +1,8 @@
 """Pauses and resets of a scenario, as vLLM's engine makes them of calls of its scheduler."""
 
-from typing import Any
-
+from services.cli.replay.record import Record
 from services.cli.replay.scenario import Pause, ResetPrefixCache
 from services.scheduler.core.scheduler import Scheduler
-
-Record = dict[str, Any]
-"""An object of JSON."""
 
 
 class ScenarioControl:

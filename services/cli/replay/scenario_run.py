@@ -3,14 +3,13 @@
 The record has the form of vLLM's recorded decisions, which the conformance tests compare with it.
 """
 
-import hashlib
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from services.cli.replay.group_record import GroupRecord
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.record import Record, request_ids
+from services.cli.replay.request_record import RequestRecord, recorded_reason
 from services.cli.replay.scenario import (
     Abort,
     NextChunk,
@@ -25,22 +24,14 @@ from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR
 from services.cli.replay.stand_in_model import StandInModel
-from services.cli.replay.transfer_record import (
-    begun_loads,
-    reported_transfers,
-    transfers_after_step,
-)
-from services.common.finish_reason import FinishReason
+from services.cli.replay.step_record import StepRecord
+from services.cli.replay.transfer_record import reported_transfers, transfers_after_step
 from services.common.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
-from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import SchedulerOutput
-from services.scheduler.core.request import Request, RequestStatus, TurnEnd
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
-
-Record = dict[str, Any]
-"""An object of JSON."""
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
 """Fields of a step after which a request that waits may no longer have to."""
@@ -71,15 +62,7 @@ class ScenarioRun:
         self._connector = connector
         self._scenario = scenario
         self._core = core
-        self._requests: dict[str, Request] = {}
-        self._first_steps: dict[Request, int] = {}
-        self._first_hits: dict[Request, int | None] = {}
-        self._finish_steps: dict[Request, int] = {}
-        self._delivered: dict[Request, list[int]] = {}
-        self._turns: dict[Request, TurnEnd] = {}
-        """How the last turn of each session ended."""
-        self._stop_reasons: dict[Request, int] = {}
-        """The last stop token of each request: vLLM repeats it in later turns of a session."""
+        self._requests: dict[str, RequestRecord] = {}
         self._finished_since_plan: list[str] = []
         self._num_quiet_steps = 0
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
@@ -91,8 +74,7 @@ class ScenarioRun:
         self._compiling: list[Request] = []
         self._depth = scenario.config.num_steps_in_flight
         self._control = ScenarioControl(scheduler)
-        names_groups = bool(scenario.config.groups)
-        self._group_record = GroupRecord(core) if names_groups else None
+        self._record = StepRecord(scheduler, core, scenario.config)
 
     async def run(self) -> Record:
         steps: list[Record] = []
@@ -120,28 +102,12 @@ class ScenarioRun:
             "config": self._scenario.named_config,
             "status": status,
             "steps": steps,
-            "requests": {
-                name: self._request_record(request) for name, request in self._requests.items()
-            },
+            "requests": {name: own.entry() for name, own in self._requests.items()},
             "final": {
                 "free": self._core.num_free_blocks,
                 "num_cached_hashes": self._core.num_cached_hashes,
                 "num_steps": len(steps),
             },
-        }
-
-    def _request_record(self, request: Request) -> Record:
-        turn = self._turns.get(request)
-        end = request.finish_reason or (turn and turn.finish_reason)
-        reason = end and _recorded(end)
-        return {
-            "output_token_ids": self._delivered[request],
-            "num_preemptions": request.num_preemptions,
-            "first_step": self._first_steps.get(request),
-            "cached_tokens": self._first_hits.get(request),
-            "finish_step": self._finish_steps.get(request),
-            "finish_reason": reason or ("rejected" if request.is_finished else None),
-            "stop_reason": self._stop_reasons.get(request),
         }
 
     @property
@@ -173,7 +139,7 @@ class ScenarioRun:
             error = COMPILE_ERROR if grammars[request.request_id].error else ""
             self.scheduler.grammar_compiled(request, error)
         if done:
-            record["grammar_ready"] = _ids(done)
+            record["grammar_ready"] = request_ids(done)
             self._compiling = [request for request in self._compiling if request not in done]
 
     async def _apply_events(self, step: int, record: Record) -> None:
@@ -214,8 +180,7 @@ class ScenarioRun:
     def _add(self, step: int, request: Request, record: Record) -> None:
         request_id = request.request_id
         record.setdefault("added", []).append(request_id)
-        self._requests[request_id] = request
-        self._delivered[request] = []
+        own = self._requests[request_id] = RequestRecord(request)
         if 0 < request.num_tokens <= self._scenario.config.max_prompt_len:
             self.scheduler.add(request)
             if request.grammar is GrammarStatus.COMPILING:
@@ -223,11 +188,11 @@ class ScenarioRun:
         else:
             record.setdefault("rejected", []).append(request_id)
             request.status = RequestStatus.FINISHED
-            self._finish_steps[request] = step
+            own.finish_step = step
 
     def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
         """The front end drops input of a session that has ended."""
-        session = self._requests[event.request_id]
+        session = self._requests[event.request_id].request
         record.setdefault("added", []).append(event.request_id)
         if session.is_finished:
             record.setdefault("ignored", []).append(event.request_id)
@@ -237,35 +202,31 @@ class ScenarioRun:
             self._note_end(session, step)
 
     def _abort(self, step: int, request_id: str, record: Record) -> None:
-        request = self._requests.get(request_id)
-        if request is not None and not request.is_finished:
+        own = self._requests.get(request_id)
+        if own is not None and not own.request.is_finished:
             record.setdefault("aborted", []).append(request_id)
-            self.scheduler.abort(request)
-            self._note_end(request, step)
+            self.scheduler.abort(own.request)
+            self._note_end(own.request, step)
 
     def _note_end(self, request: Request, step: int) -> None:
         self._finished_since_plan.append(request.request_id)
-        self._finish_steps[request] = step
+        self._requests[request.request_id].finish_step = step
 
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         may_wait, checked = False, None
-        record["kv_waiting"] = _ids(scheduler.kv_waiting)
-        record["waiting"] = _ids(scheduler.waiting)
-        record["running"] = _ids(scheduler.running)
+        self._record.before_step(record)
         if self._has_requests:
-            record["computed_before"] = {
-                request.request_id: request.num_computed_tokens for request in scheduler.running
-            }
+            self._record.before_plan(record)
             record["finished_before"] = sorted(self._finished_since_plan)
             self._finished_since_plan = []
             sampling = self._sampling_by_grammar()
-            if self._group_record is not None:
-                self._group_record.before_plan(scheduler.running)
             throttled = Signal.THROTTLE in self._scenario.events.get(step, ())
             plan = await scheduler.schedule(throttle_prefills=throttled)
             checked = plan if sampling.intersection(plan.requests) else None
-            self._record_plan(plan, record, step)
+            self._record.planned(plan, record)
+            for request in plan.new:
+                self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
             # vLLM does not wait for an output while there are batches to fill.
             may_wait = bool(plan.requests) or self._has_requests
@@ -273,8 +234,7 @@ class ScenarioRun:
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
                 await scheduler.flush()
-        if self._group_record is not None:
-            self._group_record.before_update()
+        self._record.before_update()
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
         if checked is not None:
@@ -283,15 +243,7 @@ class ScenarioRun:
                 request.request_id: tokens for request, tokens in drafts.items()
             }
         await scheduler.flush()
-        if self._group_record is not None:
-            self._group_record.record_update(record)
-        self._record_pool(record, "")
-        if self._scenario.config.encoder_cache_size:
-            record["encoder_cache"] = _encoder_cache(scheduler.encoder_cache)
-        record["running_after"] = _ids(scheduler.running)
-        record["kv_waiting_after"] = _ids(scheduler.kv_waiting)
-        record["waiting_after"] = _ids(scheduler.waiting)
-        record["deferred_after"] = sorted(_ids(scheduler.passed_over))
+        self._record.after_step(record)
         if self._connector is not None:
             record |= transfers_after_step(scheduler, self._connector)
 
@@ -317,86 +269,26 @@ class ScenarioRun:
         }
         if self._connector is not None:
             results = self._connector.results(planned_in)
-            record |= reported_transfers(results, self._requests.values())
+            requests = [own.request for own in self._requests.values()]
+            record |= reported_transfers(results, requests)
             answer = replace(answer, kv_transfers=results)
         update = scheduler.update_from_output(plan, answer)
         self._model.take_back(plan.dropped)
-        self._turns |= update.turns
-        self._finish_steps |= dict.fromkeys(update.turns, step)
+        for request, turn in update.turns.items():
+            own = self._requests[request.request_id]
+            own.turn, own.finish_step = turn, step
         for news in update:
             request, tokens = news.request, list(news.token_ids)
+            own = self._requests[request.request_id]
             end = update.turns.get(request, request)
-            reason = end.finish_reason and _recorded(end.finish_reason)
+            reason = end.finish_reason and recorded_reason(end.finish_reason)
             if end.stop_token_id is not None:
-                self._stop_reasons[request] = end.stop_token_id
-            stop_reason = self._stop_reasons.get(request)
-            outputs.append([request.request_id, tokens, reason, stop_reason])
-            self._delivered[request] += tokens
+                own.stop_token_id = end.stop_token_id
+            outputs.append([request.request_id, tokens, reason, own.stop_token_id])
+            own.token_ids += tokens
             if request.is_finished:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
-
-    def _record_plan(self, plan: SchedulerOutput, record: Record, step: int) -> None:
-        ids = _ids(plan.requests)
-        record["scheduled"] = [
-            list(pair) for pair in zip(ids, plan.num_scheduled_tokens, strict=True)
-        ]
-        record["start"] = plan.num_computed_tokens
-        record["new"] = _ids(plan.new)
-        record["spec"] = {
-            request.request_id: drafts for request, drafts in plan.draft_token_ids.items()
-        }
-        record["resumed"] = _ids(plan.resumed)
-        record["encoder"] = {
-            request.request_id: inputs for request, inputs in plan.encoder_inputs.items()
-        }
-        record["encoder_evicted"] = plan.evicted_encoder_inputs
-        record["preempted"] = _ids(plan.preempted)
-        start = dict(zip(ids, plan.num_computed_tokens, strict=True))
-        record["cached"] = {
-            request.request_id: start[request.request_id] for request in plan.new + plan.resumed
-        }
-        record["blocks"] = {
-            request.request_id: blocks[0] if self._group_record is None else list(blocks)
-            for table in (plan.appended_blocks, plan.block_tables)
-            for request, blocks in table.items()
-        }
-        if plan.loads:
-            record["loads"] = begun_loads(plan, self._scenario.config)
-        if self._group_record is not None:
-            self._group_record.record_plan(plan, self.scheduler.running, record)
-        for request in plan.new:
-            self._first_steps.setdefault(request, step)
-            self._first_hits.setdefault(request, request.num_cached_tokens)
-        self._record_pool(record, "_sched")
-
-    def _record_pool(self, record: Record, suffix: str) -> None:
-        core = self._core
-        free = core.free_block_ids()
-        digest = hashlib.sha256(",".join(map(str, free)).encode()).hexdigest()
-        record["free" + suffix] = len(free)
-        record["free_head" + suffix] = list(free[:4])
-        record["free_sha" + suffix] = digest[:12]
-        record["num_cached_hashes" + suffix] = core.num_cached_hashes
-        core.check()
-
-
-def _recorded(reason: FinishReason) -> str:
-    """The word of the record: vLLM has one for all that ends a request without its doing."""
-    return "error" if reason is FinishReason.KV_LOAD_FAILED else reason.value
-
-
-def _encoder_cache(cache: EncoderCacheManager) -> Record:
-    return {
-        "free": cache.num_free,
-        "freeable": cache.num_freeable,
-        "unused": list(cache.unused),
-        "used": {identifier: sorted(_ids(users)) for identifier, users in cache.used.items()},
-    }
-
-
-def _ids(requests: Iterable[Request]) -> list[str]:
-    return [request.request_id for request in requests]
 
 
 def _without_empty(record: Record) -> Record:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from itertools import dropwhile
 from typing import Any
 
+from services.cli.replay.record import Record
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
@@ -11,8 +12,6 @@ from services.scheduler.core.kv_connector import KVTransferResults
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
-
-Record = dict[str, Any]
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:

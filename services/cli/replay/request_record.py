@@ -1,0 +1,49 @@
+"""What happened to one request of a scenario, in the form of vLLM's recorded decisions."""
+
+from dataclasses import dataclass, field
+
+from services.cli.replay.record import Record
+from services.common.finish_reason import FinishReason
+from services.scheduler.core.request import Request, TurnEnd
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """A request, the steps of its first plan and of its end, and the tokens that were delivered.
+
+    `turn`: how the last turn of a session ended. `stop_token_id`: the last one, which vLLM repeats
+    in later turns of a session.
+    """
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    first_step: int | None = None
+    num_cached_tokens: int | None = None
+    finish_step: int | None = None
+    turn: TurnEnd | None = None
+    stop_token_id: int | None = None
+
+    def planned(self, step: int) -> None:
+        """The request is in the plan of a step as a new one."""
+        if self.first_step is None:
+            self.first_step, self.num_cached_tokens = step, self.request.num_cached_tokens
+
+    def entry(self) -> Record:
+        """The entry of the request in the record of a scenario."""
+        request = self.request
+        end = request.finish_reason or (self.turn and self.turn.finish_reason)
+        reason = end and recorded_reason(end)
+        return {
+            "output_token_ids": self.token_ids,
+            "num_preemptions": request.num_preemptions,
+            "first_step": self.first_step,
+            "cached_tokens": self.num_cached_tokens,
+            "finish_step": self.finish_step,
+            "finish_reason": reason or ("rejected" if request.is_finished else None),
+            "stop_reason": self.stop_token_id,
+        }
+
+
+def recorded_reason(reason: FinishReason) -> str:
+    """The word of the record: vLLM has one for all that ends a request without its doing."""
+    return "error" if reason is FinishReason.KV_LOAD_FAILED else reason.value
