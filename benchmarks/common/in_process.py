@@ -34,7 +34,8 @@ from services.gateway.core.admission.arrivals import Arrival, Arrivals
 from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference, SamplingDefaults
 from services.gateway.core.inflight import Inflight, Mailbox
-from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
+from services.gateway.core.model_limits import ModelLimits
+from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.replica_config import make_connector, scheduler_config

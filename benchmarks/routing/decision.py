@@ -16,10 +16,11 @@ from services.common.replica_load import ReplicaLoad
 from services.common.sampling import SamplingParams
 from services.gateway.core.directory_state import DirectoryState
 from services.gateway.core.inflight import Inflight, Mailbox
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import Timer
 from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
-from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.cache_aware import CacheAware
 from services.gateway.core.routing.policy import RoutingParts

@@ -21,9 +21,10 @@ from services.gateway.core.idempotency.sharing import Sharing, SharingTimes
 from services.gateway.core.inference import Inference, SamplingDefaults
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import Clock
 from services.gateway.core.progress import Progress
-from services.gateway.core.request import ClientRequest, EngineRequest, ModelLimits, Prompt
+from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_scheduler import VOCAB_SIZE, formula
 

@@ -18,9 +18,10 @@ from services.common.telemetry import numbered_traceparent
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaDescription, ReplicaState
-from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED, ModelLimits
+from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 from services.gateway.core.sequence_trace import EngineTimes
 
 _REJECTIONS: dict[int, type[errors.StepwellError]] = {

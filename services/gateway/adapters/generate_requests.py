@@ -14,7 +14,8 @@ from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import ClientSession
 from services.gateway.core.generation import Generation
 from services.gateway.core.inference import Inference
-from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt, check_request_id
+from services.gateway.core.request import CHAT_ROLES, ClientRequest, Prompt
+from services.gateway.core.request_check import check_request_id
 
 ID_PREFIX = "gen"
 """The kind of these answers."""

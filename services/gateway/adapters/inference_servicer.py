@@ -32,7 +32,8 @@ from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
 from services.gateway.core.membership import Membership
-from services.gateway.core.request import ClientRequest, Prompt, check_request_id
+from services.gateway.core.request import ClientRequest, Prompt
+from services.gateway.core.request_check import check_request_id
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 from services.gateway.core.vectors import numbers

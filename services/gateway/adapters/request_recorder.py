@@ -17,7 +17,7 @@ from services.gateway.adapters.request_record import (
     new_record,
 )
 from services.gateway.adapters.request_spans import RequestSpans, traces_of
-from services.gateway.core.request import is_request_id
+from services.gateway.core.request_check import is_request_id
 
 KeepTrace = Callable[[str, str, TraceHeaders], None]
 """Asks the scheduler at an address for the spans of a sequence, by its id, below the span

@@ -12,10 +12,11 @@ from services.gateway.core.admission.capacity import Capacity, capacity_of
 from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.inflight import Inflight, Mailbox, ended
 from services.gateway.core.membership import Membership, no_replica_ready
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Links
 from services.gateway.core.progress import Progress
 from services.gateway.core.replica import Replica
-from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.policy import RoutingPolicy
 from services.gateway.core.sequence_trace import ResubmitCause

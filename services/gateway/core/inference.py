@@ -16,16 +16,15 @@ from services.gateway.core.client_session import in_session
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
 from services.gateway.core.lora_modules import LoraModules
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.parsing.output_formats import NO_FORMATS, OutputFormats
 from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
-from services.gateway.core.request import (
+from services.gateway.core.request import ClientRequest, to_engine_requests
+from services.gateway.core.request_check import (
     OTHER_RUNNER,
-    ClientRequest,
-    ModelLimits,
     check_prompt,
     check_request,
     prompt_too_long,
-    to_engine_requests,
 )
 from services.gateway.core.tenant import ANYONE, Tenant
 

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable, Iterable
 
 from services.common.errors import Unavailable
+from services.gateway.core.model_limits import ModelLimits, tightest_limits
 from services.gateway.core.ports import Clock, Links
 from services.gateway.core.replica import Replica, ReplicaListener
-from services.gateway.core.request import ModelLimits, tightest_limits
 from services.gateway.core.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

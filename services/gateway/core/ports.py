@@ -11,8 +11,9 @@ from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.wait import Wait
 from services.gateway.core.delta import Delta
 from services.gateway.core.inflight import Inflight
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.progress import Progress
-from services.gateway.core.request import EngineRequest, ModelLimits
+from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import SequenceTrace
 from services.gateway.core.tenant import Tenant

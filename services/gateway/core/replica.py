@@ -12,10 +12,10 @@ from services.gateway.core.client_session import ClientSession, HeldSession
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.load_tracker import LoadTracker
+from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
 from services.gateway.core.ports import Clock, Link
 from services.gateway.core.recent_prefixes import RecentPrefixes
-from services.gateway.core.request import ModelLimits
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.sequence_trace import ResubmitCause
 

@@ -35,7 +35,7 @@ from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
-from services.gateway.core.request import MAX_SESSION_ID_BYTES
+from services.gateway.core.request_check import MAX_SESSION_ID_BYTES
 
 _GENERATION_HEADERS = (
     RequestHeader(

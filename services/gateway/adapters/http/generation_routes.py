@@ -52,7 +52,8 @@ from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.tenant_limits import NO_LIMITS
 from services.gateway.core.ports import Tokenizer
-from services.gateway.core.request import ClientRequest, check_request_id
+from services.gateway.core.request import ClientRequest
+from services.gateway.core.request_check import check_request_id
 from services.gateway.core.tenant import Tenant
 
 B = TypeVar("B", bound=AskingBody)

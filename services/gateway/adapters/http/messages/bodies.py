@@ -11,7 +11,7 @@ from services.gateway.adapters.http.bodies import renamed
 from services.gateway.adapters.http.fields import Body, Ignored, Int, Only, Texts
 from services.gateway.adapters.http.messages.blocks import AnthropicMessage, TextOrTextBlocks
 from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
-from services.gateway.core.request import CONTEXT_LENGTH_EXCEEDED
+from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 
 SESSION_HEADER = "X-Claude-Code-Session-Id"
 """In which agents say of which of their sessions a request is."""
