@@ -3,23 +3,14 @@
 import asyncio
 import enum
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
-from typing import Any
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
-from services.scheduler.core.fault_search import FaultSearch
-from services.scheduler.core.losses import Losses
-from services.scheduler.core.output import (
-    EngineCoreOutputs,
-    ModelRunnerOutput,
-    PreemptionCause,
-    SchedulerOutput,
-)
+from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.pending_changes import PendingChanges
 from services.scheduler.core.ports import (
     Delivery,
@@ -30,8 +21,10 @@ from services.scheduler.core.ports import (
     StepObserver,
     WorkersLost,
 )
+from services.scheduler.core.recovery import Recovery
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.sent_steps import SentSteps
 
 logger = logging.getLogger(__name__)
 
@@ -69,25 +62,22 @@ class EngineCore:
         self.scheduler = scheduler
         self.state = EngineState.IDLE
         self.state_reason = ""
-        self._executor = executor
-        self._replica = replica
         self._delivery = delivery
         self._observer = observer
         self._readiness = readiness
         self._changes = PendingChanges(scheduler, observer, self._tell_ended)
         self._awaits_sessions = False
         """Whether the last step had no room for any request, since sessions hold what they need."""
-        self._in_flight: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
-        self._unsent: SchedulerOutput | None = None
+        self._in_flight = SentSteps(executor, scheduler.config.num_steps_in_flight)
         self._undelivered: EngineCoreOutputs | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
-        self._awaits_answer = False
         self._lost: PoolLost | WorkersLost | None = None
-        self.losses = Losses()
-        self._search = FaultSearch()
-        self._depth = scheduler.config.num_steps_in_flight
+        self._recovery = Recovery(
+            scheduler, replica, self._changes, observer, self._turns, self._wake
+        )
+        self.losses = self._recovery.losses
         self._has_stages = scheduler.config.pipeline_parallel_size > 1
 
     @property
@@ -112,7 +102,7 @@ class EngineCore:
         ends only requests that have not been scheduled by then.
         """
         self._changes.abort(requests, reason)
-        if self._awaits_answer:
+        if self._in_flight.awaits_answer:
             self._changes.apply()
         else:
             self._wake.set()
@@ -170,7 +160,7 @@ class EngineCore:
                 except (PoolLost, WorkersLost) as lost:
                     await self._recover(lost)
         finally:
-            self._drop_steps()
+            self._in_flight.drop()
             self._observer.stopped()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -267,60 +257,36 @@ class EngineCore:
             self._observer.planned(plan)
             planned = bool(plan.requests)
             if plan.is_sent:
-                self._unsent = plan
-                answer = await self._executor.submit(plan, traceparent)
-                self._in_flight.append((plan, answer))
-                self._unsent = None
+                await self._in_flight.send(plan, traceparent)
             elif not self._in_flight:
                 self._awaits_sessions = self.scheduler.is_held_up_by_sessions(plan)
         elif self._is_paused:
             await self.scheduler.flush()
-        if self._in_flight and (len(self._in_flight) >= self._depth or not planned):
-            is_full = not self._has_stages or len(self._in_flight) >= self._depth
-            if is_full or await self._is_answered_first():
+        if self._in_flight and (self._in_flight.is_full or not planned):
+            must_wait = not self._has_stages or self._in_flight.is_full
+            if must_wait or await self._in_flight.is_answered(self._wake, self._has_change):
                 await self._complete()
         elif failed := self.scheduler.end_failed():
             self._tell_ended(failed)
         elif not planned and self.scheduler.has_requests:
             await asyncio.sleep(RETRY_SECONDS)
 
-    async def _is_answered_first(self) -> bool:
-        """Waits for the answer of the oldest step, or for a change while steps are planned: it may
-        be a request for which a pipeline stage is free. Returns whether the answer is there.
+    def _has_change(self) -> bool:
+        """Whether a change waits and steps are planned: it may be a request for which a pipeline
+        stage is free.
         """
-        _, answer = self._in_flight[0]
-        self._awaits_answer = True
-        try:
-            while not answer.done():
-                self._wake.clear()
-                if self._changes and not (self._is_paused or self._num_holds):
-                    return False
-                woken = asyncio.ensure_future(self._wake.wait())
-                either: set[asyncio.Future[Any]] = {answer, woken}
-                try:
-                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    woken.cancel()
-        finally:
-            self._awaits_answer = False
-        return True
+        return bool(self._changes) and not (self._is_paused or self._num_holds)
 
     async def _complete(self) -> None:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
         that their computation is not delayed.
         """
-        plan, answer = self._in_flight[0]
-        self._awaits_answer = True
-        try:
-            output = await answer
-        finally:
-            self._awaits_answer = False
-        self._in_flight.popleft()
+        plan, output = await self._in_flight.take_answer()
         self._changes.apply()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
         if self.losses.is_in_a_row:
-            self._note_progress(plan)
+            self._recovery.step_done(plan)
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
         if update.turns:
@@ -371,83 +337,27 @@ class EngineCore:
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
         async with self._turns:
-            failed = [plan for plan, _ in self._in_flight]
-            self._drop_steps()
+            failed = self._in_flight.drop()
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted, lost)
             self.losses.note(lost)
             if isinstance(lost, WorkersLost):
-                self._suspect([*failed, *filter(None, [self._unsent])])
-            self._begin_trial()
-            self._unsent = None
+                self._recovery.steps_failed(failed)
+            self._recovery.begin_trial()
             self._turns.notify_all()
         self._lost = None
-        await self._reopen(self.losses.backoff_seconds)
-        self.losses.recovered()
+        await self._recovery.reopen()
         self._observer.recovered()
         self.state_reason = ""
         self._readiness.ready()
         logger.info("recovered; %d requests are computed again", len(preempted))
 
-    async def _reopen(self, backoff_seconds: float) -> None:
-        """Waits until pool and workers are opened, and meanwhile adds and ends requests."""
-
-        async def reopen() -> None:
-            await asyncio.sleep(backoff_seconds)
-            await self._replica.open()
-
-        reopening = asyncio.create_task(reopen(), name="reopen")
-        reopening.add_done_callback(lambda _: self._wake.set())
-        try:
-            while not reopening.done():
-                self._wake.clear()
-                async with self._turns:
-                    self._changes.apply()
-                await self._wake.wait()
-            reopening.result()
-        finally:
-            reopening.cancel()
-
-    def _suspect(self, failed: Sequence[SchedulerOutput]) -> None:
-        """Suspects the requests of steps that were lost with the workers, and ends the one whose
-        steps always fail, if it was found.
-        """
-        culprit = self._search.steps_failed(failed)
-        if culprit is not None:
-            logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
-            self.losses.made_progress()
-            self._changes.end({culprit: FinishReason.STEP_FAILED})
-
     def _may_plan(self) -> bool:
         """Whether a step may be planned. If the search for a fault wants other requests to run, the
         steps in flight are completed first.
         """
-        if self._search.trial() != self.scheduler.queues.admitted_only:
+        if self._recovery.is_trial_due:
             if self._in_flight:
                 return False
-            preempted = self.scheduler.preempt_all()
-            self._observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
-            self._begin_trial()
+            self._recovery.change_trial()
         return not (self._is_paused or self._num_holds)
-
-    def _begin_trial(self) -> None:
-        """Has the scheduler admit the requests that the search for a fault wants to run. None may
-        run now.
-        """
-        if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
-            self.scheduler.admit_only(trial)
-
-    def _note_progress(self, plan: SchedulerOutput) -> None:
-        """A step was done after a loss: the losses in a row are over once nothing is suspected."""
-        if self._search.is_active:
-            self._search.step_done(plan)
-        else:
-            self.losses.made_progress()
-
-    def _drop_steps(self) -> None:
-        """Cancels the steps in flight. Their outputs are discarded."""
-        for _, answer in self._in_flight:
-            if answer.done() and not answer.cancelled():
-                answer.exception()
-            answer.cancel()
-        self._in_flight.clear()

@@ -1,0 +1,85 @@
+"""The steps that were sent to the workers and whose answer was not taken in."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.ports import Executor
+
+
+class SentSteps:
+    """Sends steps, and waits for their answers, oldest first. At most `depth` are in flight."""
+
+    def __init__(self, executor: Executor, depth: int) -> None:
+        self.awaits_answer = False
+        """Whether the oldest answer is being waited for."""
+        self._executor = executor
+        self._depth = depth
+        self._steps: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._unsent: SchedulerOutput | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further step may be sent before the oldest is taken in."""
+        return len(self._steps) >= self._depth
+
+    async def send(self, plan: SchedulerOutput, traceparent: str) -> None:
+        """Sends a step. Raises WorkersLost."""
+        self._unsent = plan
+        answer = await self._executor.submit(plan, traceparent)
+        self._steps.append((plan, answer))
+        self._unsent = None
+
+    async def take_answer(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Waits for the answer of the oldest step, which is in flight no more then. Raises
+        WorkersLost.
+        """
+        plan, answer = self._steps[0]
+        self.awaits_answer = True
+        try:
+            output = await answer
+        finally:
+            self.awaits_answer = False
+        self._steps.popleft()
+        return plan, output
+
+    async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
+        """Waits for the answer of the oldest step, and returns whether it is there: not if
+        `is_interrupted`, which is asked before the wait and each time that `wake` is set.
+        """
+        _, answer = self._steps[0]
+        self.awaits_answer = True
+        try:
+            while not answer.done():
+                wake.clear()
+                if is_interrupted():
+                    return False
+                woken = asyncio.ensure_future(wake.wait())
+                either: set[asyncio.Future[Any]] = {answer, woken}
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    woken.cancel()
+        finally:
+            self.awaits_answer = False
+        return True
+
+    def drop(self) -> list[SchedulerOutput]:
+        """Cancels all steps; their outputs are discarded. Returns their plans, that of a step whose
+        sending failed included.
+        """
+        dropped = [plan for plan, _ in self._steps]
+        if self._unsent is not None:
+            dropped.append(self._unsent)
+        for _, answer in self._steps:
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            answer.cancel()
+        self._steps.clear()
+        self._unsent = None
+        return dropped
