@@ -24,17 +24,17 @@ from typing import Protocol
 
 from services.common.errors import Unavailable
 from services.gateway.core.idempotency.counts import SharingCounts
-from services.gateway.core.idempotency.entries import Begin, DamagedEntry, Take, entry_to_bytes
-from services.gateway.core.idempotency.journal import Append, Appended, Journal, News, Position
+from services.gateway.core.idempotency.entries import DamagedEntry
+from services.gateway.core.idempotency.journal import Journal, News, Position
 from services.gateway.core.idempotency.key import KeyReused
 from services.gateway.core.idempotency.keyed_request import KeyedRequest
 from services.gateway.core.idempotency.log_view import LogView
-from services.gateway.core.idempotency.owned_log import OwnedLog
+from services.gateway.core.idempotency.owned_logs import OwnedLogs
 from services.gateway.core.ports import Clock
 
 logger = logging.getLogger(__name__)
 
-_APPENDS_AT_A_TIME = 128
+_FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
 """The beginning of a log, an entry that was not answered, and all that came since."""
@@ -93,13 +93,19 @@ class Sharing:
         self._journal = journal
         self._clock = clock
         self._times = times or SharingTimes()
-        self._take_entry = entry_to_bytes(Take(gateway))
-        self._owned: dict[str, OwnedLog] = {}
         self._followed: dict[str, tuple[KeyedRequest, LogView]] = {}
         self._forgotten: list[str] = []
         self._contact_at = clock.time()
         self._awake = asyncio.Event()
-        self._writing = asyncio.Lock()
+        self._owned = OwnedLogs(
+            journal,
+            gateway,
+            clock,
+            self.counts,
+            self._times.lease_seconds / 3,
+            self._awake.set,
+            self._fenced,
+        )
 
     # What is asked of it.
 
@@ -107,16 +113,17 @@ class Sharing:
         """Finds out which gateway makes an answer that this one neither makes nor follows, and
         takes over what is there of it. Raises KeyReused if the key belongs to another request.
         """
-        owned = self._owned.get(request.scope)
-        if owned is not None and owned.request is request:
+        owned = self._owned.log_of(request)
+        if owned is not None:
             owned.stay()
             return Role.RESUMES
         if not self.is_reachable:
             return self._begin_alone(request)
         try:
             async with asyncio.timeout(self._times.open_seconds):
-                if owned is not None:  # of a request that failed, which the log does not say yet
-                    await self._write()
+                if request.scope in self._owned:
+                    # Of a request that failed, which the log does not say yet.
+                    await self._owned.write()
                 while (role := await self._try_open(request)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(self._times.again_seconds)
                 return role
@@ -129,8 +136,8 @@ class Sharing:
     def leave(self, request: KeyedRequest) -> None:
         """This gateway makes or reads an answer no further, for the time being."""
         self._unfollow(request)
-        owned = self._owned.get(request.scope)
-        if owned is not None and owned.request is request:
+        owned = self._owned.log_of(request)
+        if owned is not None:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
@@ -138,9 +145,7 @@ class Sharing:
         it last, before the journal itself forgets it.
         """
         self._unfollow(request)
-        owned = self._owned.get(request.scope)
-        if owned is not None and owned.request is request:
-            self._disown(owned)
+        self._owned.drop(request)
         if everywhere and request.owns_log:
             self._forgotten.append(request.scope)
             self._awake.set()
@@ -167,7 +172,7 @@ class Sharing:
         """Writes what is left, once."""
         with suppress(Unavailable):
             for _ in range(_LAST_WRITES):
-                await self._write()
+                await self._owned.write()
 
     # Opening a log.
 
@@ -181,7 +186,9 @@ class Sharing:
             await self._remove_damaged(request, error)
             return None
         if view.begin is None or not view.has_answer:
-            return await self._begin(request, view) if took_lease else None
+            if took_lease and await self._owned.begin(request, view):
+                return _begins_or_resumes(request)
+            return None
         if view.begin.fingerprint != request.fingerprint:
             if took_lease:
                 await self._journal.release(request.scope)
@@ -196,50 +203,15 @@ class Sharing:
             self._followed[request.scope] = request, view
             self._awake.set()
             return Role.FOLLOWS
-        return Role.RESUMES if await self._take(request, view) else None
-
-    async def _begin(self, request: KeyedRequest, view: LogView) -> Role | None:
-        num_sequences = len(request.recording.sequences)
-        begin = Begin(request.fingerprint, num_sequences, request.identity)
-        position = view.position.next_fence
-        append = Append(request.scope, position, entry_to_bytes(begin), begins=True)
-        (appended,) = await self._journal.append([append])
-        if appended is not Appended.DONE:
-            return None
-        self._own(request, position, begins=False, has_recording=False)
-        return Role.RESUMES if request.recording.num_tokens else Role.BEGINS
-
-    async def _take(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends the entry by which this gateway owns the log; whether that was done."""
-        position = view.position.next_fence
-        append = Append(request.scope, position, self._take_entry)
-        (appended,) = await self._journal.append([append])
-        if appended is not Appended.DONE:
-            return False
-        self._own(request, position, begins=False, has_recording=True)
-        return True
-
-    def _own(
-        self, request: KeyedRequest, written: Position, *, begins: bool, has_recording: bool
-    ) -> None:
-        request.owns_log = not begins
-        self._owned[request.scope] = OwnedLog(
-            request,
-            written,
-            self._awake.set,
-            self._times.lease_seconds / 3,
-            begins=begins,
-            has_recording=has_recording,
-        )
-        self._awake.set()
+        return Role.RESUMES if await self._owned.take(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
         """Without the journal; the log is written when that is back, unless another gateway has
         begun one.
         """
         self.counts.alone += 1
-        self._own(request, Position(), begins=True, has_recording=False)
-        return Role.RESUMES if request.recording.num_tokens else Role.BEGINS
+        self._owned.begin_later(request, Position())
+        return _begins_or_resumes(request)
 
     async def _remove_damaged(self, request: KeyedRequest, error: DamagedEntry) -> None:
         logger.warning("the log of a key is removed: %s", error)
@@ -260,9 +232,9 @@ class Sharing:
     async def _turn(self) -> None:
         if not (self.is_reachable and self._was_reached):
             await self._journal.ping()
-        await self._write()
+        await self._owned.write()
         await self._read()
-        forgotten = self._forgotten[:_APPENDS_AT_A_TIME]
+        forgotten = self._forgotten[:_FORGOTTEN_AT_A_TIME]
         if forgotten:
             await self._journal.forget(forgotten)
             del self._forgotten[: len(forgotten)]
@@ -280,45 +252,6 @@ class Sharing:
             for request, _ in list(self._followed.values()):
                 self._go_alone(request)
 
-    async def _write(self) -> None:
-        async with self._writing:
-            now = self._clock.time()
-            due = [
-                (owned, append)
-                for owned in self._owned.values()
-                if (append := owned.next(now)) is not None
-            ]
-            for start in range(0, len(due), _APPENDS_AT_A_TIME):
-                part = due[start : start + _APPENDS_AT_A_TIME]
-                outcomes = await self._journal.append([append for _, append in part])
-                for (owned, _), outcome in zip(part, outcomes, strict=True):
-                    if self._owned.get(owned.request.scope) is owned:
-                        self._written(owned, outcome)
-
-    def _written(self, owned: OwnedLog, outcome: Appended) -> None:
-        request = owned.request
-        match outcome:
-            case Appended.DONE:
-                self.counts.entries += 1
-                request.owns_log = True
-                owned.done(self._clock.time())
-                if owned.is_done:
-                    self._disown(owned)
-            case Appended.LOST:
-                self.counts.lost += 1
-                owned.restart()
-                self._awake.set()
-            case Appended.FENCED:
-                self.counts.fenced += 1
-                logger.warning("another gateway took over the answer of a request with a key")
-                request.owns_log = False
-                self._disown(owned)
-                self._tell.fenced(request)
-
-    def _disown(self, owned: OwnedLog) -> None:
-        del self._owned[owned.request.scope]
-        owned.close()
-
     async def _read(self) -> None:
         followed = list(self._followed.values())
         for start in range(0, len(followed), _READS_AT_A_TIME):
@@ -334,13 +267,14 @@ class Sharing:
         took_lease, all_news = await self._journal.open(request.scope)
         if not took_lease or not self._is_following(request, view):
             return
-        if not all_news.entries:  # the log is gone
-            self._unfollow(request)
-            self._own(request, view.position, begins=True, has_recording=False)
-            self._tell.taken_over(request)
-        elif self._follow(request, view, all_news.entries) and await self._take(request, view):
-            self._unfollow(request)
-            self._tell.taken_over(request)
+        if all_news.entries:
+            goes_on = self._follow(request, view, all_news.entries)
+            if not (goes_on and await self._owned.take(request, view)):
+                return
+        else:  # the log is gone
+            self._owned.begin_later(request, view.position)
+        self._unfollow(request)
+        self._tell.taken_over(request)
 
     def _is_following(self, request: KeyedRequest, view: LogView) -> bool:
         return self._followed.get(request.scope) == (request, view)
@@ -375,7 +309,15 @@ class Sharing:
         self._unfollow(request)
         self._tell.taken_over(request)
 
+    def _fenced(self, request: KeyedRequest) -> None:
+        self._tell.fenced(request)
+
     @property
     def _tell(self) -> SharingListener:
         assert self.listener is not None
         return self.listener
+
+
+def _begins_or_resumes(request: KeyedRequest) -> Role:
+    """What a gateway does that makes an answer of which the journal has nothing."""
+    return Role.RESUMES if request.recording.num_tokens else Role.BEGINS
