@@ -46,7 +46,7 @@ CHOOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Form:
-    """A form as clients send it in `structured_outputs`, and who judges a finished text."""
+    """A form as clients send it in `structured_outputs`, and the check of a finished text."""
 
     sent: dict[str, Any]
     wanted: StructuredOutputs

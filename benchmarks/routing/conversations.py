@@ -1,7 +1,7 @@
 """Conversations of several turns that share system prompts, sent through the gateway's gRPC API.
 
 All conversations are open at the same time, each at another turn, and `at_once` of them run. After
-an answer a conversation rests, as long as somebody takes to read it and to write, while others run:
+an answer a conversation rests, as long as a reader takes to read it and to write, while others run:
 the sum of two exponentially distributed times. They are counted in turns of other conversations, so
 that the load and the order do not depend on the machine. The prompt is the whole conversation as
 token ids. One that had its last turn is replaced by a new one.

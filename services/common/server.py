@@ -184,7 +184,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _allow(_: Context) -> None:
-    """The check of callers where everybody may call."""
+    """The check of callers of a server that takes all calls."""
 
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:

@@ -52,7 +52,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""Links of a span. Who links to more leaves some out, and says how many."""
+"""Links of a span. A span with more leaves some out, and says how many."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,

@@ -87,7 +87,7 @@ class FakeScheduler(
     queue: scheduler_pb2.QueueState | None = None
     # The metrics that it sends, with "{labels}" for the labels; None: it serves none.
     metrics: str | None = None
-    # What it says that it did, to those who look.
+    # What it says in GetActivity that it did.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
     # What was heard.

@@ -1,8 +1,8 @@
 """A pool that is too simple to be wrong: lists that are searched from end to end.
 
-It follows the contract's words, one item at a time, and keeps nothing twice: who holds a block is
-read off the tables, what can be found off a list of (group, hash, block) in the order published.
-Which blocks a request needs is read off the tokens that its next query sees.
+It follows the contract's words, one item at a time, and keeps nothing twice: which requests hold a
+block is read off the tables, what can be found off a list of (group, hash, block) in the order
+published. Which blocks a request needs is read off the tokens that its next query sees.
 """
 
 from collections.abc import Sequence

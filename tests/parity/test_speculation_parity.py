@@ -1,4 +1,4 @@
-"""The same tokens with drafts as without, whoever proposes them and whatever the scheduler does."""
+"""The same tokens with drafts as without, whatever proposes them and however they are scheduled."""
 
 import asyncio
 import json

@@ -34,7 +34,9 @@ def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) 
 
 
 def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> Record:
-    """Who loads and whose blocks are sent or wait for a step in flight, when a step is over."""
+    """The requests that load, and those whose blocks are sent or wait for a step in flight, when a
+    step is over.
+    """
     sends, connector.sent = connector.sent, []
     transfers = scheduler.transfers
     loading = RequestStatus.WAITING_FOR_REMOTE_KVS

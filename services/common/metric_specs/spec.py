@@ -15,8 +15,9 @@ class Kind(enum.Enum):
 
 
 class Source(enum.Enum):
-    """Who measures a metric. What a replica's scheduler, pool and workers measure is served at the
-    scheduler's port, and at the gateway's for all replicas, with the labels of `added_labels`.
+    """The service that measures a metric. What a replica's scheduler, pool and workers measure is
+    served at the scheduler's port, and at the gateway's for all replicas, with the labels of
+    `added_labels`.
     """
 
     SCHEDULER = "scheduler"

@@ -1,1 +1,1 @@
-"""The pool itself: blocks, who holds them, and what each one stores. Pure and synchronous."""
+"""The pool: blocks, the requests that hold them, and what each stores. Pure and synchronous."""

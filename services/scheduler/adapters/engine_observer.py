@@ -1,4 +1,4 @@
-"""What observes the engine of a replica: traces, metrics, and those who watch its steps."""
+"""What observes the engine of a replica: traces, metrics, and watchers of its steps."""
 
 from collections.abc import Sequence
 

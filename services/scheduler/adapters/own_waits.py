@@ -44,7 +44,9 @@ class OwnWaits:
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Notes who was passed over in a step. The others wait for what the queue waits for."""
+        """Notes which requests were passed over in a step. The others wait for what the queue waits
+        for.
+        """
         if passed_over == self._last:
             return
         for request, reason in self._last.items():

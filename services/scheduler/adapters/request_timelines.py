@@ -106,8 +106,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Notes who is admitted, preempted, left out, passed over in the queue, and gets a chunk.
-        The reason for which requests still wait is noted after it.
+        """Notes which requests are admitted, preempted, left out, passed over in the queue, and get
+        a chunk. The reason for which requests still wait is noted after it.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)

@@ -89,8 +89,8 @@ class TracedExecutor:
         return answer
 
     def end(self, step: int, error: str | None = None) -> None:
-        """Records the execution of a step, unless its end was seen before. Who ends the step itself
-        calls this first: callbacks of a future come after those who need not wait for it.
+        """Records the execution of a step, unless its end was seen before. Code that
+        ends the step itself calls this first: callbacks of a future run later.
         """
         call = self._open.pop(step, None)
         if call is not None:

@@ -13,7 +13,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PassingOver:
-    """Who is passed over in one step, as its admissions are planned.
+    """The requests that are passed over in one step, as its admissions are planned.
 
     Once a request is passed over in a step it would be again: admissions take what it lacks and
     give nothing back.

@@ -54,7 +54,7 @@ def test_every_load_asks_for_what_its_name_says() -> None:
     assert max(count * (prompt + out) for count, prompt, out in engine.asked) == MAX_TOKENS
 
 
-def test_prompts_are_the_same_for_everybody_and_new_in_every_round() -> None:
+def test_prompts_are_the_same_for_all_engines_and_new_in_every_round() -> None:
     load = LOADS[decode_name(8)]
     assert load.prompts(VOCAB_SIZE, "round 1") == load.prompts(VOCAB_SIZE, "round 1")
     assert load.prompts(VOCAB_SIZE, "round 1") != load.prompts(VOCAB_SIZE, "round 2")

@@ -75,7 +75,7 @@ def test_of_seconds_fewer_are_faster() -> None:
     assert compared.lead(PREFIX) == pytest.approx(1.5)
 
 
-def test_nobody_leads_alone() -> None:
+def test_an_engine_without_others_has_no_lead() -> None:
     assert _comparison(PREFIX, {"ours": [2.0]}).lead(PREFIX) is None
 
 

@@ -42,7 +42,7 @@ class FakeServer:
         return f" answer {record.number}" if keep_answer else ""
 
 
-class Nobody:
+class NoWatcher:
     def began(self, record: RequestRecord) -> None:
         """Does nothing."""
 
@@ -60,7 +60,7 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
 
 def load_run(server: FakeServer, **limits: Any) -> LoadRun:
     budget = Budget(limits.get("num_requests"), limits.get("seconds"), limits.get("num_warmups", 0))
-    return LoadRun(server, LoopClock(), budget, Nobody(), is_chat=False)
+    return LoadRun(server, LoopClock(), budget, NoWatcher(), is_chat=False)
 
 
 def closed(server: FakeServer, sessions: Sequence[Session], clients: int, **limits: Any) -> LoadRun:

@@ -39,7 +39,7 @@ def test_what_can_be_connected_to(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9001", "[::]:9001", ":9001", "[::0]:1", "name:0"])
-def test_what_a_server_may_listen_on_and_nobody_can_connect_to(address: str) -> None:
+def test_what_a_server_may_listen_on_and_no_client_can_connect_to(address: str) -> None:
     assert is_listen_address(address) is None
     assert is_connect_address(address) == (
         "must be an address that can be connected to, host:port or unix:PATH"

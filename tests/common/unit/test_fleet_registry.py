@@ -1,4 +1,4 @@
-"""The registry of a fleet: who is registered, for how long, and under which name."""
+"""The registry of a fleet: what is registered, for how long, and under which name."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -62,7 +62,7 @@ async def test_a_lease_ends_unless_it_is_renewed(redis: RedisConnection) -> None
     assert await redis.call(lambda client: client.zcard(KEY)) == 1, "what ended is removed"
 
 
-async def test_a_registry_that_nobody_renews_leaves_nothing(redis: RedisConnection) -> None:
+async def test_a_registry_that_is_not_renewed_leaves_nothing(redis: RedisConnection) -> None:
     await FleetRegistry(redis, "demo", 0.2).renew(A)
     async with asyncio.timeout(60):
         while await redis.call(lambda client: client.dbsize()):  # noqa: ASYNC110

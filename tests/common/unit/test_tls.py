@@ -370,7 +370,7 @@ def test_a_part_of_the_settings_is_refused(
         pass
 
 
-def test_names_that_would_allow_nobody_are_refused() -> None:
+def test_names_that_would_allow_no_caller_are_refused() -> None:
     settings = KVPoolSettings(internal_tls_allowed_names=("scheduler.example",))
     sentence = "--internal-tls-allowed-names needs --internal-tls-cert-file"
     with pytest.raises(SettingError, match=sentence), tls_of(settings):

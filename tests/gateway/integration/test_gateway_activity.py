@@ -1,4 +1,4 @@
-"""/activity: what the schedulers say that they do, and who sees whose requests."""
+"""/activity: what the schedulers say that they do, and which key sees whose requests."""
 
 import asyncio
 from pathlib import Path

@@ -73,7 +73,7 @@ async def test_without_a_key_a_client_that_goes_away_ends_its_request(model: Pat
         await until(lambda: served.scheduler.num_running == 0)
 
 
-async def test_an_answer_that_nobody_reads_stops_and_goes_on_for_the_next(model: Path) -> None:
+async def test_an_answer_that_no_client_reads_stops_and_goes_on_for_the_next(model: Path) -> None:
     fake = FakeScheduler(permits=0)
     async with serving(model, fake, idempotency_linger_seconds=0.05) as served:
         await cut_after(served, 3, {"seed": None})
@@ -249,7 +249,7 @@ async def test_grpc_clients_have_keys_too(model: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_server_that_shuts_down_ends_what_nobody_reads(model: Path) -> None:
+async def test_a_server_that_shuts_down_ends_what_no_client_reads(model: Path) -> None:
     fake = FakeScheduler(permits=0)
     async with serving(model, fake) as served:
         await cut_after(served, 3)

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 async def keyed(
     model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Keyring]]:
-    """A gateway whose keys are in a place, and the place, with one key of nobody."""
+    """A gateway whose keys are in a place, and the place, with one key of another tenant."""
     ring: Keyring
     if place == "file":
         ring = FileKeyring(tmp_path / "keys.json")

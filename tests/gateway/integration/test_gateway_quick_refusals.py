@@ -87,7 +87,7 @@ async def counts(served: Serving) -> dict[str, float]:
     return {match[1]: float(match[2]) for match in matches if match is not None}
 
 
-async def test_a_refusal_is_the_applications_whoever_makes_it(
+async def test_a_refusal_of_the_connection_is_as_one_of_the_application(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Status, headers, body, metrics, the line in the access log and the spans are alike."""

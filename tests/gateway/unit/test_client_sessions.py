@@ -1,4 +1,4 @@
-"""Sessions of clients in the gateway's core: what they have, who keeps them, and when they end."""
+"""Sessions of clients in the gateway's core: what they have, where they are kept, when they end."""
 
 import pytest
 

@@ -144,7 +144,7 @@ def test_tenants_that_always_wait_get_their_shares_within_one_request(
         max_size=60,
     )
 )
-def test_nobody_starves_and_nothing_is_lost_repeated_or_reordered(
+def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
     steps: list[tuple[int, int, int, bool]],
 ) -> None:
     """A tenant that waits is next after at most as many requests as the others' counts allow; its

@@ -1,4 +1,4 @@
-"""Several gateways and one journal: one answer under a key, whoever dies, stalls or loses it."""
+"""Several gateways and one journal: one answer under a key, whichever dies, stalls or loses it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -321,7 +321,7 @@ async def test_a_gateway_that_stops_hands_its_answers_over(world: World):
         await first.result()
     second = b.ask()
     await becomes(lambda: b.engine.open)
-    assert loop.time() - began < TIMES.lease_seconds, "nobody waits for the lease to end"
+    assert loop.time() - began < TIMES.lease_seconds, "no gateway waits for the lease to end"
     assert second.num_tokens == 2
     b.engine.step(4)
     assert await second.result() == world.expected()

@@ -118,7 +118,7 @@ async def test_the_newest_stream_takes_over_from_one_that_waits(stub):
     await new.end()
 
 
-async def test_a_stream_that_knows_nothing_current_takes_over_from_nobody(stub):
+async def test_a_superseded_stream_is_refused_and_takes_nothing_from_the_current_one(stub):
     old = await opened_speaker(stub)
     current = await opened_speaker(stub)
     await current.transact(wire.admit(wire.admission(1, 4)))

@@ -1,4 +1,4 @@
-"""Who gets which block and when it can be found, by examples with four tokens in a block."""
+"""Which blocks a request gets, and when they are found, by examples of four tokens a block."""
 
 from services.common.pool_operations import Admit, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (
@@ -180,7 +180,7 @@ def test_an_admission_leaves_the_watermark_free():
     assert pool.transact([Admit([admission(1, 8, watermark=1)])]).stop is None
 
 
-def test_a_hit_that_nobody_holds_counts_as_a_free_block_needed():
+def test_a_hit_on_a_free_block_counts_as_a_free_block_needed():
     pool = make_pool(5)
     admit(pool, 1, 8, path="ab")
     release(pool, 1)
@@ -190,7 +190,7 @@ def test_a_hit_that_nobody_holds_counts_as_a_free_block_needed():
     assert admit(pool, 2, 16, hit=8, path="ab") == [1, 2, 3, 4]
 
 
-def test_a_hit_that_somebody_holds_needs_no_free_block():
+def test_a_hit_on_a_block_in_use_needs_no_free_block():
     pool = make_pool(5)
     admit(pool, 1, 12, path="abc")
     assert pool.num_free_blocks == 1

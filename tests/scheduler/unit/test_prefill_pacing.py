@@ -17,7 +17,7 @@ async def test_prompts_are_computed_in_every_third_step_while_a_request_decodes(
     assert all(step.granted["a"] == 1 for step in told)
 
 
-async def test_prompts_do_not_wait_when_nobody_decodes() -> None:
+async def test_prompts_do_not_wait_when_no_request_decodes() -> None:
     story = Story(prefill_schedule_interval=5, max_num_batched_tokens=8)
     story.add("a", prompt(20))
     assert [step.granted for step in await story.steps(3)] == [{"a": 8}, {"a": 8}, {"a": 4}]

@@ -1,4 +1,4 @@
-"""Items of prompts: where chunks end because of them, who shares what the encoder made of them."""
+"""Items of prompts: where chunks end because of them, and how requests share encoder outputs."""
 
 from typing import Any
 

@@ -85,7 +85,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> None:
-    """Unlike vLLM, which publishes the blocks of a step before it knows who is scheduled in it."""
+    """Unlike vLLM, which publishes the blocks of a step before it knows what it schedules."""
     story = Story(
         num_blocks=9,
         policy="priority",

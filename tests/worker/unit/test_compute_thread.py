@@ -33,7 +33,7 @@ async def test_functions_run_in_order_in_one_thread_that_is_not_ours(
     assert thread != threading.get_ident()
 
 
-async def test_whoever_waits_gets_the_exception_and_the_next_function_runs(
+async def test_an_exception_goes_to_its_own_future_and_the_next_function_runs(
     compute: ComputeThread,
 ) -> None:
     failing, fine = compute.submit(lambda: 1 // 0), compute.submit(lambda: 2)

@@ -76,7 +76,7 @@ def test_the_null_block_holds_nothing() -> None:
     )
 
 
-def test_a_length_that_nobody_asked_for_is_lowered_to_fit() -> None:
+def test_a_length_that_is_not_set_is_lowered_to_fit() -> None:
     demand = replace(DEMAND, max_model_len_asked=False)
     sizing = size_kv_cache(demand, replace(MEMORY, num_blocks=6))
     assert (sizing.num_blocks, sizing.max_model_len) == (6, 80)

@@ -1,4 +1,4 @@
-"""Pieces of memory lie apart, keep what is written to them, and outlive who gave them out."""
+"""Pieces of memory lie apart, keep what is written to them, and outlive their allocator."""
 
 import gc
 

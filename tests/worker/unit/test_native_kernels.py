@@ -155,7 +155,7 @@ def test_an_odd_width(native, activation: Activation | None) -> None:
 
 
 def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
-    """What is flushed to zero in one thread and not in another would depend on who computes it."""
+    """What is flushed to zero in one thread and not in another would depend on the thread."""
     linear = NativeLinear(
         native.functions, LargePages(), drawn(native, 1000, 2048, scale=1e-21), None
     )

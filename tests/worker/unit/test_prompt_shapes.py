@@ -1,4 +1,4 @@
-"""Which steps are run before anybody asks for one, and that a runner runs them."""
+"""Which steps are run before the first request, and that a runner runs them."""
 
 from dataclasses import replace
 from pathlib import Path

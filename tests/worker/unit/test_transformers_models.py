@@ -202,7 +202,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_a_model_type_that_nobody_knows(tmp_path: Path) -> None:
+def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     edit_config(tmp_path, architectures=["NewForCausalLM"], model_type="new")
     with pytest.raises(UnsupportedModel, match="transformers does not read it"):

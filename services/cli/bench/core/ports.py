@@ -1,4 +1,4 @@
-"""What a load needs of the world: a server to ask, a clock, and someone who watches."""
+"""What a load needs of the world: a server to ask, a clock, and a watcher."""
 
 from typing import Any, Protocol
 

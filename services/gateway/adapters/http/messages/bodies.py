@@ -123,7 +123,7 @@ class CountTokensBody(Body):
 
 
 class Metadata(Body):
-    """Who asks. It has no effect."""
+    """The user of the client. It has no effect."""
 
     user_id: str | None = None
 

@@ -34,7 +34,7 @@ TextOrTextParts = Annotated[
 
 
 class MessageItem(Body):
-    """What somebody said."""
+    """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
