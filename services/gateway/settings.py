@@ -136,11 +136,11 @@ class GatewaySettings(ServiceSettings):
         "their --otlp-endpoint (default: no traces are kept)",
         check=is_listen_address,
     )
-    trace_store_max_traces: int = setting(
-        512, doc="traces that are kept so; the oldest are dropped", check=at_least(2)
-    )
     trace_store_max_bytes: int = setting(
-        16 * 2**20, doc="bytes of their spans", check=at_least(2**16)
+        16 * 2**20,
+        doc="bytes of the spans that are kept so, of a trace for each 32 KiB; the oldest are "
+        "dropped",
+        check=at_least(2**16),
     )
     trace_store_max_per_minute: int = setting(
         12,
@@ -307,15 +307,11 @@ class GatewaySettings(ServiceSettings):
         doc="how long such an answer is remembered after it ended or stopped, here and in Redis",
         check=at_least(1),
     )
-    idempotency_max_answers: int = setting(
-        4096,
-        doc="such answers that are remembered at once; those unused for longest are forgotten",
-        check=at_least(1),
-    )
     idempotency_max_bytes: int = setting(
         64 * 2**20,
-        doc="bytes of those that ended or stopped: 4 for each token and 8 for each log-probability",
-        check=at_least(1024),
+        doc="bytes of such answers, 4 for each token and 8 for each log-probability, and an answer "
+        "for each 16 KiB; those unused for longest are forgotten",
+        check=at_least(2**14),
     )
 
     @property
@@ -324,9 +320,14 @@ class GatewaySettings(ServiceSettings):
             self.idempotency_linger_seconds,
             self.idempotency_max_detached,
             self.idempotency_retention_seconds,
-            self.idempotency_max_answers,
+            self.idempotency_max_bytes // 2**14,
             self.idempotency_max_bytes,
         )
+
+    @property
+    def trace_store_max_traces(self) -> int:
+        """Traces that are kept at once."""
+        return self.trace_store_max_bytes // 2**15
 
     @property
     def session_limits(self) -> SessionLimits:
