@@ -1,0 +1,36 @@
+"""A step log has the sampling parameters that the scheduler decides by, and a replay reads them."""
+
+import ast
+from pathlib import Path
+
+SERVICES = Path(__file__).parents[3] / "services"
+CORE = SERVICES / "scheduler" / "core"
+RECORDER, REPLAY = CORE / "recorder.py", SERVICES / "cli" / "replay" / "log_replay.py"
+
+
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def parameters_read(path: Path) -> set[str]:
+    """The names behind `sampling.` and `request.sampling.`."""
+    return {
+        node.attr
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and ast.unparse(node.value).split(".")[-1] == "sampling"
+    }
+
+
+def test_each_parameter_that_the_scheduler_decides_by_is_logged_and_replayed() -> None:
+    decided_by = set[str]().union(
+        *(parameters_read(path) for path in CORE.glob("**/*.py") if path != RECORDER)
+    )
+    (made,) = [
+        node
+        for node in nodes(REPLAY)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "SamplingParams"
+    ]
+    assert {"max_tokens", "eos_token_ids"} <= decided_by <= parameters_read(RECORDER)
+    assert {keyword.arg for keyword in made.keywords} == parameters_read(RECORDER)
