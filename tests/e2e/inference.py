@@ -1,6 +1,7 @@
 """The gRPC API as the tests use it."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,3 +71,30 @@ async def generate(
         if on_tokens is not None:
             on_tokens(len(answer.token_ids))
     return answer
+
+
+async def generate_all(
+    address: str,
+    requests: Sequence[gateway_pb2.GenerateRequest],
+    hit: Callable[[], None] | None = None,
+    hit_at: int = 0,
+) -> list[Answer]:
+    """Generates all of them at once. `hit` is called in mid-stream: once the first has `hit_at`
+    tokens.
+    """
+    is_hit = hit is None
+    first, *others = requests
+
+    def on_tokens(num_tokens: int) -> None:
+        nonlocal is_hit
+        if hit is not None and not is_hit and num_tokens >= hit_at:
+            assert num_tokens < first.sampling.max_tokens
+            is_hit = True
+            hit()
+
+    async with connect(address) as stub:
+        answers = await asyncio.gather(
+            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
+        )
+    assert is_hit
+    return answers

@@ -1,13 +1,13 @@
 """A service that is killed, or hangs, under load costs time, never a token."""
 
-import asyncio
 import signal
+from functools import partial
 
 import pytest
 from transformers import PreTrainedModel
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, connect, embedded_request, generate, request
+from tests.e2e.inference import Answer, embedded_request, generate_all, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import embed, greedy
@@ -25,26 +25,14 @@ async def answers(
     """Two greedy and two seeded answers, and a greedy one to an embedded prompt. The victim gets
     its signal once the first is on its way.
     """
-    hit = False
-
-    def on_tokens(num_tokens: int) -> None:
-        nonlocal hit
-        if victim is not None and not hit and num_tokens >= HIT_AT:
-            assert num_tokens < NUM_TOKENS
-            hit = True
-            stack.hit(victim, signum)
-
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests += [
         request(PROMPTS[i], NUM_TOKENS, seed=i, temperature=1.0, frequency_penalty=0.2)
         for i in range(2, 4)
     ]
     requests.append(embedded_request(embed(model, PROMPTS[4]), NUM_TOKENS))
-    async with connect(stack.grpc) as stub:
-        first, *others = requests
-        return await asyncio.gather(
-            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
-        )
+    hit = None if victim is None else partial(stack.hit, victim, signum)
+    return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

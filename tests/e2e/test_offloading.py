@@ -1,15 +1,14 @@
 """Keys and values that outlive the cache, and not the worker: with one rank and with two."""
 
-import asyncio
-import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.inference import Answer, generate_all, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
@@ -35,20 +34,9 @@ def stack(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Iterator[Sta
 
 async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
     """Four greedy answers; the victim is killed once the first is on its way."""
-    hit = False
-
-    def on_tokens(num_tokens: int) -> None:
-        nonlocal hit
-        if victim is not None and not hit and num_tokens >= HIT_AT:
-            assert num_tokens < NUM_TOKENS
-            hit = True
-            os.kill(stack.pids()[victim], signal.SIGKILL)
-
-    async with connect(stack.grpc) as stub:
-        first, *others = (request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4])
-        return await asyncio.gather(
-            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
-        )
+    requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
+    return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
 def num_loaded(stack: Stack) -> float:

@@ -1,14 +1,14 @@
 """Two ranks behind one scheduler: the same tokens, whichever is killed or hangs."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, connect, generate, request
+from tests.e2e.inference import Answer, generate_all, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
@@ -34,22 +34,10 @@ async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
     """Three answers; the victim, a process, gets its signal once the first is on its way."""
-    hit = False
-
-    def on_tokens(num_tokens: int) -> None:
-        nonlocal hit
-        if victim is not None and not hit and num_tokens >= HIT_AT:
-            assert num_tokens < NUM_TOKENS
-            hit = True
-            os.kill(victim, signum)
-
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
-    async with connect(stack.grpc) as stub:
-        first, *others = requests
-        return await asyncio.gather(
-            generate(stub, first, on_tokens), *(generate(stub, wanted) for wanted in others)
-        )
+    hit = None if victim is None else partial(os.kill, victim, signum)
+    return await generate_all(stack.grpc, requests, hit, HIT_AT)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
