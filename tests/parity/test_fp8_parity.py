@@ -13,12 +13,14 @@ from services.worker.models.errors import UnsupportedModel
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.dequantized import is_projection
 from tests.lora_adapters import adapted_model
-from tests.parity.oracle import assert_served
-from tests.parity.test_quantized_checkpoint_parity import Checkpoint, serve
+from tests.parity.quantized_serving import (
+    Checkpoint,
+    assert_is_what_transformers_computes,
+    assert_two_ranks_divide,
+    serve,
+)
 from tests.quantized_checkpoints import compressed
 from tests.tiny_models import save_tiny_model
-from tests.worker.rank_threads import RankThread, on_ranks
-from tests.worker.runner_driver import Request
 
 MOST = torch.finfo(torch.float8_e4m3fn).max
 BLOCK = 128
@@ -92,18 +94,11 @@ def checkpoint(
 
 @pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
 def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: KernelsSetting) -> None:
-    for request in serve(checkpoint[0], kernels_setting=kernels):
-        assert_served(checkpoint[1], request)
+    assert_is_what_transformers_computes(checkpoint, kernels_setting=kernels)
 
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
-    def work(rank: RankThread) -> list[Request]:
-        torch.set_num_threads(1)
-        return serve(checkpoint[0], ranks=rank.group.ranks)
-
-    for served in on_ranks(2, work):
-        for request in served:
-            assert_served(checkpoint[1], request)
+    assert_two_ranks_divide(checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from services.worker.models.gguf_blocks import BLOCK_TYPES, read_blocks
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.gguf_files import Types, random_blocks, save_gguf
 from tests.lora_adapters import adapted_model
-from tests.parity.oracle import assert_served
-from tests.parity.test_quantized_checkpoint_parity import Checkpoint, serve
+from tests.parity.quantized_serving import (
+    Checkpoint,
+    assert_is_what_transformers_computes,
+    assert_two_ranks_divide,
+)
 from tests.tiny_models import save_tiny_model
-from tests.worker.rank_threads import RankThread, on_ranks
-from tests.worker.runner_driver import Request
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8}
 NARROW = {"hidden_size": 64, "intermediate_size": 128}
@@ -51,18 +52,11 @@ def checkpoint(
 
 @pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
 def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: KernelsSetting) -> None:
-    for request in serve(checkpoint[0], kernels_setting=kernels):
-        assert_served(checkpoint[1], request)
+    assert_is_what_transformers_computes(checkpoint, kernels_setting=kernels)
 
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
-    def work(rank: RankThread) -> list[Request]:
-        torch.set_num_threads(1)
-        return serve(checkpoint[0], ranks=rank.group.ranks)
-
-    for served in on_ranks(2, work):
-        for request in served:
-            assert_served(checkpoint[1], request)
+    assert_two_ranks_divide(checkpoint)
 
 
 def test_a_changed_code_is_another_model(checkpoint: Checkpoint) -> None:

@@ -6,24 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
-from transformers import PreTrainedModel
 
-from services.common.sampling import SamplingParams
 from services.worker.models.errors import UnsupportedModel
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.lora_adapters import adapted_model
-from tests.parity.oracle import assert_served
+from tests.parity.quantized_serving import (
+    Checkpoint,
+    assert_is_what_transformers_computes,
+    assert_two_ranks_divide,
+    serve,
+)
 from tests.quantized_checkpoints import FORMATS, GROUP, save_quantized
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
-from tests.worker.runner_driver import Driver, Request, build_runner
-
-BLOCK_SIZE = 4
-NUM_BLOCKS = 800
-WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
-Checkpoint = tuple[Path, PreTrainedModel]
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -36,35 +32,13 @@ def checkpoint(
     return directory / "quantized", adapted_model(floats, None)
 
 
-def requests() -> list[Request]:
-    random = np.random.default_rng(7)
-    return [
-        Request(random.integers(3, VOCAB_SIZE, 1 + 15 * number).tolist(), 8, WITH_LOGPROBS)
-        for number in range(4)
-    ]
-
-
-def serve(directory: Path, **options: object) -> list[Request]:
-    runner = build_runner(directory, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
-    served = requests()
-    Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS).run(served, chunk=7)
-    return served
-
-
 @pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
 def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: KernelsSetting) -> None:
-    for request in serve(checkpoint[0], kernels_setting=kernels):
-        assert_served(checkpoint[1], request)
+    assert_is_what_transformers_computes(checkpoint, kernels_setting=kernels)
 
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
-    def work(rank: RankThread) -> list[Request]:
-        torch.set_num_threads(1)
-        return serve(checkpoint[0], ranks=rank.group.ranks)
-
-    for served in on_ranks(2, work):
-        for request in served:
-            assert_served(checkpoint[1], request)
+    assert_two_ranks_divide(checkpoint)
 
 
 def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Serves checkpoints of quantized weights, and compares them with models of the same weights."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from services.common.sampling import SamplingParams
+from tests.parity.oracle import assert_served
+from tests.tiny_models import VOCAB_SIZE
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Driver, Request, build_runner
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 800
+WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
+Checkpoint = tuple[Path, PreTrainedModel]
+"""The directory of quantized weights, and transformers' model of them in float32."""
+
+
+def serve(directory: Path, **options: object) -> list[Request]:
+    """Four requests of lengths from 1, served together in chunks of 7."""
+    random = np.random.default_rng(7)
+    served = [
+        Request(random.integers(3, VOCAB_SIZE, 1 + 15 * number).tolist(), 8, WITH_LOGPROBS)
+        for number in range(4)
+    ]
+    runner = build_runner(directory, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, **options)
+    Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS).run(served, chunk=7)
+    return served
+
+
+def assert_is_what_transformers_computes(checkpoint: Checkpoint, **options: object) -> None:
+    directory, model = checkpoint
+    for request in serve(directory, **options):
+        assert_served(model, request)
+
+
+def assert_two_ranks_divide(checkpoint: Checkpoint) -> None:
+    directory, model = checkpoint
+
+    def work(rank: RankThread) -> list[Request]:
+        torch.set_num_threads(1)
+        return serve(directory, ranks=rank.group.ranks)
+
+    for served in on_ranks(2, work):
+        for request in served:
+            assert_served(model, request)
