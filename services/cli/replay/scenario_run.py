@@ -9,7 +9,7 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.record import Record, request_ids
-from services.cli.replay.request_record import RequestRecord, recorded_reason
+from services.cli.replay.recorded_request import RecordedRequest, recorded_reason
 from services.cli.replay.scenario import (
     Abort,
     NextChunk,
@@ -24,7 +24,7 @@ from services.cli.replay.scheduler_run import as_added
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.cli.replay.stand_in_grammar import COMPILE_ERROR
 from services.cli.replay.stand_in_model import StandInModel
-from services.cli.replay.step_record import StepRecord
+from services.cli.replay.step_recorder import StepRecorder
 from services.cli.replay.transfer_record import reported_transfers, transfers_after_step
 from services.common.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
@@ -62,7 +62,7 @@ class ScenarioRun:
         self._connector = connector
         self._scenario = scenario
         self._core = core
-        self._requests: dict[str, RequestRecord] = {}
+        self._requests: dict[str, RecordedRequest] = {}
         self._finished_since_plan: list[str] = []
         self._num_quiet_steps = 0
         self._in_flight: deque[tuple[int, SchedulerOutput]] = deque()
@@ -74,7 +74,7 @@ class ScenarioRun:
         self._compiling: list[Request] = []
         self._depth = scenario.config.num_steps_in_flight
         self._control = ScenarioControl(scheduler)
-        self._record = StepRecord(scheduler, core, scenario.config)
+        self._recorder = StepRecorder(scheduler, core, scenario.config)
 
     async def run(self) -> Record:
         steps: list[Record] = []
@@ -180,7 +180,7 @@ class ScenarioRun:
     def _add(self, step: int, request: Request, record: Record) -> None:
         request_id = request.request_id
         record.setdefault("added", []).append(request_id)
-        own = self._requests[request_id] = RequestRecord(request)
+        own = self._requests[request_id] = RecordedRequest(request)
         if 0 < request.num_tokens <= self._scenario.config.max_prompt_len:
             self.scheduler.add(request)
             if request.grammar is GrammarStatus.COMPILING:
@@ -215,16 +215,16 @@ class ScenarioRun:
     async def _step(self, step: int, record: Record) -> None:
         scheduler = self.scheduler
         may_wait, checked = False, None
-        self._record.before_step(record)
+        self._recorder.before_step(record)
         if self._has_requests:
-            self._record.before_plan(record)
+            self._recorder.before_plan(record)
             record["finished_before"] = sorted(self._finished_since_plan)
             self._finished_since_plan = []
             sampling = self._sampling_by_grammar()
             throttled = Signal.THROTTLE in self._scenario.events.get(step, ())
             plan = await scheduler.schedule(throttle_prefills=throttled)
             checked = plan if sampling.intersection(plan.requests) else None
-            self._record.planned(plan, record)
+            self._recorder.planned(plan, record)
             for request in plan.new:
                 self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
@@ -234,7 +234,7 @@ class ScenarioRun:
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
                 await scheduler.flush()
-        self._record.before_update()
+        self._recorder.before_update()
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)
         if checked is not None:
@@ -243,7 +243,7 @@ class ScenarioRun:
                 request.request_id: tokens for request, tokens in drafts.items()
             }
         await scheduler.flush()
-        self._record.after_step(record)
+        self._recorder.after_step(record)
         if self._connector is not None:
             record |= transfers_after_step(scheduler, self._connector)
 

@@ -10,6 +10,7 @@ from itertools import chain
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
+from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.pending_changes import PendingChanges
 from services.scheduler.core.ports import (
@@ -24,7 +25,6 @@ from services.scheduler.core.ports import (
 from services.scheduler.core.recovery import Recovery
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
-from services.scheduler.core.sent_steps import SentSteps
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class EngineCore:
         self._changes = PendingChanges(scheduler, observer, self._tell_ended)
         self._awaits_sessions = False
         """Whether the last step had no room for any request, since sessions hold what they need."""
-        self._in_flight = SentSteps(executor, scheduler.config.num_steps_in_flight)
+        self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight)
         self._undelivered: EngineCoreOutputs | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
@@ -102,7 +102,7 @@ class EngineCore:
         ends only requests that have not been scheduled by then.
         """
         self._changes.abort(requests, reason)
-        if self._in_flight.awaits_answer:
+        if self._batch_queue.awaits_answer:
             self._changes.apply()
         else:
             self._wake.set()
@@ -160,7 +160,7 @@ class EngineCore:
                 except (PoolLost, WorkersLost) as lost:
                     await self._recover(lost)
         finally:
-            self._in_flight.drop()
+            self._batch_queue.drop()
             self._observer.stopped()
 
     async def pause(self, mode: PauseMode) -> None:
@@ -237,7 +237,7 @@ class EngineCore:
         self._wake.set()
         try:
             async with self._turns:
-                await self._turns.wait_for(lambda: not self._in_flight)
+                await self._turns.wait_for(lambda: not self._batch_queue)
                 yield
         finally:
             self._num_holds -= 1
@@ -257,14 +257,14 @@ class EngineCore:
             self._observer.planned(plan)
             planned = bool(plan.requests)
             if plan.is_sent:
-                await self._in_flight.send(plan, traceparent)
-            elif not self._in_flight:
+                await self._batch_queue.send(plan, traceparent)
+            elif not self._batch_queue:
                 self._awaits_sessions = self.scheduler.is_held_up_by_sessions(plan)
         elif self._is_paused:
             await self.scheduler.flush()
-        if self._in_flight and (self._in_flight.is_full or not planned):
-            must_wait = not self._has_stages or self._in_flight.is_full
-            if must_wait or await self._in_flight.is_answered(self._wake, self._has_change):
+        if self._batch_queue and (self._batch_queue.is_full or not planned):
+            must_wait = not self._has_stages or self._batch_queue.is_full
+            if must_wait or await self._batch_queue.is_answered(self._wake, self._has_change):
                 await self._complete()
         elif failed := self.scheduler.end_failed():
             self._tell_ended(failed)
@@ -281,7 +281,7 @@ class EngineCore:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
         that their computation is not delayed.
         """
-        plan, output = await self._in_flight.take_answer()
+        plan, output = await self._batch_queue.take_answer()
         self._changes.apply()
         self._deliver()
         update = self._undelivered = self.scheduler.update_from_output(plan, output)
@@ -313,7 +313,7 @@ class EngineCore:
         self._delivery.deliver_ends(ended)
 
     async def _until_work(self) -> None:
-        while not (self._changes or self._in_flight) and (
+        while not (self._changes or self._batch_queue) and (
             self._is_paused
             or self._num_holds
             or self._awaits_sessions
@@ -337,7 +337,7 @@ class EngineCore:
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
         async with self._turns:
-            failed = self._in_flight.drop()
+            failed = self._batch_queue.drop()
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted, lost)
             self.losses.note(lost)
@@ -357,7 +357,7 @@ class EngineCore:
         steps in flight are completed first.
         """
         if self._recovery.is_trial_due:
-            if self._in_flight:
+            if self._batch_queue:
                 return False
             self._recovery.change_trial()
         return not (self._is_paused or self._num_holds)

@@ -14,7 +14,7 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 
-class StepRecord:
+class StepRecorder:
     """Records steps of one scheduler and of its pool, `core`."""
 
     def __init__(self, scheduler: Scheduler, core: KVPool, config: SchedulerConfig) -> None:

@@ -1,4 +1,4 @@
-"""The steps that were sent to the workers and whose answer was not taken in."""
+"""The batch queue: steps that were sent to the workers and whose answer was not taken in."""
 
 import asyncio
 from collections import deque
@@ -9,8 +9,8 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor
 
 
-class SentSteps:
-    """Sends steps, and waits for their answers, oldest first. At most `depth` are in flight."""
+class BatchQueue:
+    """Sends steps, and waits for their answers, oldest first. It is full with `depth` steps."""
 
     def __init__(self, executor: Executor, depth: int) -> None:
         self.awaits_answer = False

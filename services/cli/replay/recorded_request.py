@@ -8,7 +8,7 @@ from services.scheduler.core.request import Request, TurnEnd
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class RecordedRequest:
     """A request, the steps of its first plan and of its end, and the tokens that were delivered.
 
     `turn`: how the last turn of a session ended. `stop_token_id`: the last one, which vLLM repeats
