@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.pause_mode import PauseMode
-from services.scheduler.core.output import EngineCoreOutputs
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import InputChunk, Request
 
 
@@ -67,6 +67,8 @@ class History:
         """Output of each turn of a session, its last token included."""
         self.throttled: set[int] = set()
         """Steps whose caller let prompts wait."""
+        self.without_tokens: set[int] = set()
+        """Steps that computed nothing: the time of one passed."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -75,9 +77,11 @@ class History:
         else:
             self.before_plan[self.num_plans].append(event)
 
-    def add_plan(self, *, throttled: bool) -> None:
+    def add_plan(self, plan: SchedulerOutput, *, throttled: bool) -> None:
         if throttled:
             self.throttled.add(self.num_plans)
+        if not plan.requests:
+            self.without_tokens.add(self.num_plans)
         self.num_plans += 1
         self._follows_plan = True
 

@@ -105,7 +105,7 @@ class LogReplay(SchedulerRun):
                 plan = await self.scheduler.schedule(throttle_prefills=throttled)
                 self.statistics.planned(plan, self.history.num_plans)
                 self.in_flight[plan.step] = plan
-                self.history.add_plan(throttled=throttled)
+                self.history.add_plan(plan, throttled=throttled)
             case "update_from_output":
                 self._update_from_output(entry)
             case _:

@@ -1,9 +1,10 @@
 """What would have happened: the arrivals of a log, scheduled with other settings.
 
-Time is counted in steps. A request arrives, or is aborted, at its step in the log, and gets the
-tokens that it got there, one for each step that computes its last token; as many drafts are
-accepted as were when it had as many tokens. A request that the log aborts gets arbitrary tokens
-after the logged ones until then; one that does not end in the log is aborted at its last token.
+Time is counted in steps, those that computed nothing in the log included. A request arrives, or is
+aborted, at its step in the log, and gets the tokens that it got there, one for each step that
+computes its last token; as many drafts are accepted as were when it had as many tokens. A request
+that the log aborts gets arbitrary tokens after the logged ones until then; one that does not end in
+the log is aborted at its last token.
 """
 
 from collections import Counter
@@ -22,7 +23,6 @@ from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
@@ -73,10 +73,10 @@ class WhatIf(SchedulerRun):
         """Turns of each session that ended."""
 
     async def run(self) -> RunStatistics:
-        """Runs to the end of the last request."""
-        last = max([*self._history.before_plan, *self._history.before_update], default=0)
-        while self._now <= last or self.in_flight or self.scheduler.has_work:
-            await self._step(is_last=self._now > last)
+        """Runs to the end of the last request that can go on."""
+        num_plans = self._history.num_plans
+        while self._now <= num_plans or self.in_flight or self.scheduler.has_requests:
+            await self._step(is_last=self._now > num_plans)
             self._now += 1
         return self.statistics
 
@@ -84,7 +84,7 @@ class WhatIf(SchedulerRun):
         for event in self._history.before_plan.get(self._now, ()):
             await self.apply(event, self._now)
         plan = None
-        if self.scheduler.has_work or self._waits_for_grammars:
+        if self.scheduler.has_requests or self._now in self._history.without_tokens:
             throttled = self._now in self._history.throttled
             plan = await self.scheduler.schedule(throttle_prefills=throttled)
             self.statistics.planned(plan, self._now)
@@ -95,17 +95,13 @@ class WhatIf(SchedulerRun):
         planned = plan is not None and bool(plan.requests)
         if self.in_flight and (len(self.in_flight) >= self._depth or not planned):
             self._complete()
-        elif is_last and plan is not None and not planned:
+        elif self.scheduler.end_failed() or planned:
+            return
+        elif is_last and self.scheduler.has_requests:
             raise CommandError(
                 f"with these settings {len(self.scheduler.waiting)} of the requests would wait "
                 "for ever: the pool cannot hold the first of them"
             )
-
-    @property
-    def _waits_for_grammars(self) -> bool:
-        """Whether time passes though no step would do anything, since grammars are compiled."""
-        waiting = self.scheduler.waiting
-        return any(request.grammar is GrammarStatus.COMPILING for request in waiting)
 
     async def apply(self, event: Event, now: int) -> None:
         """Makes the call of an event; refuses requests that are too long for the configuration."""
