@@ -13,6 +13,9 @@ from services.common.pool_operations import BlockCopy
 Tables = Sequence[Sequence[int]]
 """The block table of a request in each group."""
 
+Contents = dict[int | str, tuple[int, int]]
+"""What a block holds: by position in it, or for a state, the group that wrote it and a digest."""
+
 _STATE = "state"
 
 
@@ -27,7 +30,7 @@ class PagedCache:
         """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
-        self._blocks: dict[int, dict[int | str, tuple[int, int]]] = {}
+        self._blocks: dict[int, Contents] = {}
 
     def zero(self, block_ids: Iterable[int]) -> None:
         """Forgets what blocks hold."""
@@ -39,14 +42,21 @@ class PagedCache:
         for copy in copies:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
-    def holds(self, group: int, block: int, position: int, digest: int) -> bool:
-        """Whether a block of a group holds what a position stores; of states, the last position of
-        the block that was computed.
+    def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
+        """Whether a block of a group with these contents holds what a position stores; of states,
+        the last position of the block that was computed.
         """
-        spec, held = self._groups[group], self._blocks.get(block, {})
-        if spec.attention_type is AttentionType.STATE_SPACE:
-            return held.get(_STATE) == (group, digest)
-        return held.get(position % spec.block_size) == (group, digest)
+        spec = self._groups[group]
+        is_state = spec.attention_type is AttentionType.STATE_SPACE
+        return contents.get(_STATE if is_state else position % spec.block_size) == (group, digest)
+
+    def contents(self, block: int) -> Contents:
+        """What a block holds now."""
+        return dict(self._blocks.get(block, {}))
+
+    def fill(self, block: int, contents: Contents) -> None:
+        """Replaces what a block holds."""
+        self._blocks[block] = dict(contents)
 
     def load(
         self, tables: Tables, digests: Sequence[int], start: int, end: int, state_end: int
@@ -110,9 +120,7 @@ class PagedCache:
         else:
             held[position % self._groups[group].block_size] = group, digest
 
-    def _block(
-        self, spec: KVCacheGroup, table: Sequence[int], position: int
-    ) -> dict[int | str, tuple[int, int]]:
+    def _block(self, spec: KVCacheGroup, table: Sequence[int], position: int) -> Contents:
         block = table[position // spec.block_size]
         assert block != 0, f"position {position} lies in the null block"
         return self._blocks.setdefault(block, {})

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from services.cli.replay.stand_in_grammar import StandInGrammar
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
+from services.scheduler.core.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import continuation, next_token
-from tests.worlds.world import Arrival
+from tests.worlds.world import Arrival, Incident, World
 
 
 def next_tokens(token_ids: Sequence[int], num_tokens: int) -> list[int]:
@@ -74,3 +76,39 @@ def _end(
     ):
         return FinishReason.REPETITION
     return None
+
+
+def check_answer(
+    world: World, arrival: Arrival, request: Request, delivered: Sequence[int]
+) -> None:
+    """An ended request was delivered its own tokens, up to an end that it may have."""
+    turns = expected_turns(arrival, world.config.max_model_len)
+    ends, whole = [0], list[int]()
+    for turn in turns:
+        whole += turn.token_ids
+        ends.append(len(whole))
+    assert delivered == whole[: len(delivered)], arrival.name
+    reason = request.finish_reason
+    match reason:
+        case FinishReason.ABORT if arrival.close_at is not None:
+            pass
+        case FinishReason.ABORT:
+            is_paused = any(event.incident is Incident.PAUSE_ABORT for event in world.events)
+            assert arrival.abort_at is not None or is_paused
+        case FinishReason.QUEUE_TIMEOUT:
+            assert arrival.must_start_within is not None
+            assert not delivered
+        case FinishReason.NAN_IN_LOGITS:
+            assert arrival.nan_after is not None
+        case FinishReason.STEP_FAILED:
+            assert arrival.breaks_workers_at is not None
+        case FinishReason.KV_LOAD_FAILED:
+            assert world.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
+        case FinishReason.ERROR if arrival.grammar is not None and arrival.grammar.error:
+            assert not delivered
+        case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
+            assert not delivered
+        case _:
+            assert len(delivered) in ends[1:], arrival.name
+            turn = turns[ends.index(len(delivered)) - 1]
+            assert reason is turn.finish_reason, arrival.name

@@ -5,29 +5,27 @@ from random import Random
 from typing import Any
 
 from services.cli.replay.groups import pool_config_of
-from services.cli.replay.stand_in_connector import ExternalTokens
-from services.cli.replay.stand_in_grammar import StandInGrammar
-from services.common.encoder_input import EncoderInput
 from services.common.errors import InvalidArgument
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.repetition import RepetitionDetection
-from services.common.sampling import SamplingParams
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
-from tests.worlds.expected import next_tokens
-from tests.worlds.world import Arrival, Event, Incident, Turn, World
+from tests.worlds.arrivals import (
+    LAST_ARRIVAL,
+    MAX_ITEM,
+    MAX_OUTPUT,
+    MAX_PROMPT,
+    make_arrival,
+)
+from tests.worlds.world import Event, Incident, World
 
-EOS = 2
-MAX_PROMPT = 30
-MAX_OUTPUT = 18
-LAST_ARRIVAL = 30
 FAMILIES = {
     "groups": 0.5,
     "drafts": 0.3,
     "async": 0.4,
     "stages": 0.2,
     "connector": 0.35,
+    "tier": 0.25,
     "encoder": 0.25,
     "adapters": 0.3,
     "grammars": 0.3,
@@ -48,11 +46,13 @@ def make_world(number: int) -> World:
     while True:
         families = {name for name, share in FAMILIES.items() if random.random() < share}
         families -= _conflicting(families)
+        if "tier" in families and random.random() < 0.7:
+            families.add("resets")  # what the cache still has is not loaded
         config = _config(random, families)
         if config is not None:
             break
     arrivals = tuple(
-        _arrival(random, config, families, index) for index in range(random.randint(2, 11))
+        make_arrival(random, config, families, index) for index in range(random.randint(2, 11))
     )
     return World(
         number,
@@ -60,19 +60,25 @@ def make_world(number: int) -> World:
         random.random() < 0.3,
         arrivals,
         _events(random, families),
+        random.choice((random.randint(1, 6), random.randint(7, 30), 300))
+        if "tier" in families
+        else 0,
         frozenset(families),
     )
 
 
 def _conflicting(families: set[str]) -> set[str]:
-    """Families that do not go with others: a pooled prompt has no output, and workers of several
-    stages do not feed tokens forward, as drafts and asynchronous scheduling want.
+    """Families that do not go with others: a pooled prompt has no output, workers of several stages
+    do not feed tokens forward, as drafts and asynchronous scheduling want, and there is one
+    connector.
     """
     conflicts: set[str] = set()
     if "pooling" in families:
         conflicts |= {"drafts", "grammars", "sessions"}
     if "stages" in families:
         conflicts |= {"drafts", "async"}
+    if "tier" in families:
+        conflicts |= {"connector"}
     return conflicts
 
 
@@ -85,7 +91,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
     """
     num_drafts = random.randint(1, 3) if "drafts" in families else 0
     max_model_len = MAX_PROMPT + MAX_OUTPUT + random.randrange(30)
-    caching = random.random() < 0.8
+    caching = "tier" in families or random.random() < 0.8
     groups = _groups(random, families, num_drafts, max_model_len, caching=caching)
     kinds = {group.attention_type for group in groups}
     block_size = next(
@@ -95,7 +101,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
     least = max([1 + num_drafts, *(group.block_size for group in groups if group.aligns_states)])
     budget = least + random.randrange(random.choice((4, 30, 60)))
     if "encoder" in families:
-        budget = max(budget, _MAX_ITEM + num_drafts)
+        budget = max(budget, MAX_ITEM + num_drafts)
     if not chunked:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
@@ -128,8 +134,8 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
     }
     if "encoder" in families:
         named |= {
-            "encoder_compute_budget": random.randint(_MAX_ITEM, 3 * _MAX_ITEM),
-            "encoder_cache_size": random.randint(_MAX_ITEM, 4 * _MAX_ITEM),
+            "encoder_compute_budget": random.randint(MAX_ITEM, 3 * MAX_ITEM),
+            "encoder_cache_size": random.randint(MAX_ITEM, 4 * MAX_ITEM),
             "disable_chunked_mm_input": random.random() < 0.3,
         }
         if named["disable_chunked_mm_input"]:  # a share of a step may be less than an item
@@ -143,6 +149,11 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             "supports_divergent_local_hybrid_hits": kinds
             <= {AttentionType.FULL, AttentionType.STATE_SPACE}
             and random.random() < 0.3,
+        }
+    if "tier" in families:
+        named |= {
+            "kv_role": KVRole.BOTH,
+            "kv_load_failure_policy": KVLoadFailurePolicy.RECOMPUTE,
         }
     if caching and len(groups) > 1 and random.random() < 0.3:
         named["prefix_match_unit"] = min(group.block_size for group in groups)
@@ -178,10 +189,14 @@ def _groups(
     size = random.choice((1, 2, 3, 4, 4, 5, 8))
     if "groups" not in families:
         return (KVCacheGroup(AttentionType.FULL, size),)
-    kinds = [random.choice(tuple(AttentionType)) for _ in range(random.randint(1, 3))]
+    choices = list(AttentionType)
+    if "tier" in families and num_drafts:  # states after drafts are not offloaded
+        choices.remove(AttentionType.STATE_SPACE)
+    kinds = [random.choice(choices) for _ in range(random.randint(1, 3))]
     if random.random() < 0.6 or not kinds:
         kinds.insert(random.randint(0, len(kinds)), AttentionType.FULL)
     one_size = AttentionType.CHUNKED_LOCAL in kinds or random.random() < 0.5
+    one_size = one_size or "tier" in families
     factors = (1,) if one_size else (1, 1, 2, 3)
     state_factor = random.choice(factors)
     groups = []
@@ -206,157 +221,6 @@ def _groups(
             window = own * random.randint(1, 4)
         groups.append(KVCacheGroup(kind, own, window, is_eagle_group=random.random() < 0.2))
     return tuple(groups)
-
-
-# Its requests
-
-_MAX_ITEM = 8
-_STEMS = (tuple(range(100, 125)), tuple(range(500, 525)))
-
-
-def _arrival(random: Random, config: SchedulerConfig, families: set[str], index: int) -> Arrival:
-    tick = random.randrange(LAST_ARRIVAL)
-    prompt = _prompt(random)
-    sampling = _sampling(random)
-    arrival = Arrival(
-        tick,
-        f"r{index:02}",
-        prompt,
-        0,
-        sampling,
-        priority=random.randrange(3) if config.policy == "priority" else 0,
-        salt=random.choice(("", "", "", "salt")),
-        reads_prefix_cache=random.random() < 0.9,
-        abort_at=tick + random.randrange(25) if random.random() < 0.15 else None,
-        must_start_within=random.randrange(1, 12) if random.random() < 0.08 else None,
-    )
-    if config.pooling:
-        arrival = replace(arrival, sampling=SamplingParams())
-    elif random.random() < 0.15 and arrival.sampling.max_tokens:
-        arrival = _resubmitted(random, arrival)
-    if "adapters" in families and random.random() < 0.6:
-        arrival = replace(arrival, adapter=bytes([random.randint(1, 4)]) * 32)
-    if "encoder" in families and random.random() < 0.7:
-        arrival = _with_items(random, arrival)
-    if "connector" in families:
-        arrival = _with_transfers(random, config, arrival)
-    if "sessions" in families and random.random() < 0.5 and not arrival.num_output:
-        arrival = _as_session(random, config, arrival)
-    elif "grammars" in families and random.random() < 0.6 and not arrival.num_output:
-        arrival = replace(arrival, grammar=_grammar(random, tick))
-    if "poison" in families and random.random() < 0.25:
-        arrival = replace(arrival, breaks_workers_at=random.randrange(len(prompt) + 6))
-    if random.random() < 0.04 and not config.pooling:
-        arrival = replace(arrival, nan_after=random.randrange(6))
-    return arrival
-
-
-def _prompt(random: Random) -> tuple[int, ...]:
-    """There are few beginnings, so that prompts share prefixes, and few of them are unique."""
-    stem = random.choice(_STEMS)[: random.choice((0, 4, 9, 16, 25))]
-    tokens = [*stem, *[3 + random.randrange(3)] * random.randint(1, 4)]
-    if random.random() < 0.3:  # as a further turn of a conversation
-        tokens += next_tokens(tokens, random.randrange(8))
-    return tuple(tokens[:MAX_PROMPT])
-
-
-def _sampling(random: Random) -> SamplingParams:
-    repetition = None
-    if random.random() < 0.08:
-        repetition = RepetitionDetection(3, 1, 2)
-    return SamplingParams(
-        max_tokens=random.randint(1, MAX_OUTPUT),
-        min_tokens=random.randrange(3),
-        eos_token_ids=(EOS,),
-        stop_token_ids=tuple(random.sample(range(3, 1000), random.choice((0, 0, 40)))),
-        repetition_detection=repetition,
-    )
-
-
-def _resubmitted(random: Random, arrival: Arrival) -> Arrival:
-    """As a gateway sends a request again whose replica was lost: with the tokens delivered."""
-    most = (arrival.sampling.max_tokens or 1) - 1
-    num_output = min(most, random.randrange(4))
-    output = next_tokens(arrival.token_ids, num_output)
-    ending = {*arrival.sampling.stop_token_ids, EOS}
-    if arrival.sampling.repetition_detection or not ending.isdisjoint(output):
-        return arrival
-    tokens = (*arrival.token_ids, *output)
-    return replace(arrival, token_ids=tokens, num_output=num_output)
-
-
-def _with_items(random: Random, arrival: Arrival) -> Arrival:
-    items: list[EncoderInput] = []
-    end = 0
-    for _ in range(random.randint(1, 3)):
-        offset = end + random.randrange(5)
-        kind = random.randrange(5)
-        length = 2 + kind
-        if offset + length > arrival.num_prompt_tokens:
-            break
-        embeds = (0, length - 1) if kind == 4 else None
-        if random.random() < 0.03:  # under an identifier that has another size
-            kind = (kind + 1) % 5
-        items.append(EncoderInput(f"item{kind}", offset, length, embeds))
-        end = offset + length
-    return replace(arrival, items=tuple(items))
-
-
-def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
-    if random.random() < 0.6:
-        # Those that only send do not order loads with the steps in flight.
-        is_async = config.kv_role is not KVRole.PRODUCER and random.random() < 0.6
-        fails = random.random() < 0.3
-        names_blocks = config.only_grows and len(config.all_groups) == 1
-        names_blocks = names_blocks and random.random() < 0.7
-        num_tokens = random.randint(1, arrival.num_prompt_tokens + 3)
-        arrival = replace(
-            arrival,
-            external=ExternalTokens(
-                num_tokens,
-                is_async,
-                num_steps=random.randint(1, 6),
-                num_undecided=random.choice((0, 0, random.randint(1, 4))),
-                max_loads=random.choice((None, 1, 2)),
-                failing_blocks=(
-                    tuple(random.sample(range(5), 2)) if fails and names_blocks else ()
-                ),
-                fails_whole=fails and not names_blocks and is_async,
-                num_failing_loads=random.randint(1, 2),
-            ),
-        )
-    if random.random() < 0.4:
-        arrival = replace(arrival, send_steps=random.randint(1, 6))
-    return arrival
-
-
-def _as_session(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
-    """Its turns together fit in the model's length."""
-    left = config.max_model_len - 1 - len(arrival.token_ids)
-    first = replace(arrival.sampling, max_tokens=random.randint(1, 5), repetition_detection=None)
-    left -= first.max_tokens or 0
-    turns: list[Turn] = []
-    tick = arrival.tick
-    for _ in range(random.randrange(4)):
-        tick += random.randrange(14)
-        tokens = tuple(random.choices(range(3, 9), k=random.randint(1, 5)))
-        sampling = replace(first, max_tokens=random.randint(1, 5))
-        left -= len(tokens) + (sampling.max_tokens or 0)
-        if left < 0:
-            break
-        turns.append(Turn(tick, tokens, sampling))
-    close_at = tick + random.randrange(25)
-    return replace(arrival, sampling=first, turns=tuple(turns), close_at=close_at)
-
-
-def _grammar(random: Random, tick: int) -> StandInGrammar:
-    return StandInGrammar(
-        EOS,
-        ready=tick + random.choice((0, 0, random.randrange(12))),
-        length=random.choice((None, random.randrange(1, 8))),
-        error=random.random() < 0.1,
-        break_at=random.choice((None, None, None, random.randrange(8))),
-    )
 
 
 # What happens to it
@@ -389,5 +253,7 @@ def _events(random: Random, families: set[str]) -> tuple[Event, ...]:
         add(*resets, *([Incident.RESET_ENCODER_CACHE] if "encoder" in families else []), most=3)
     if "losses" in families:
         add(Incident.LOSE_WORKERS, Incident.LOSE_POOL, Incident.REPORT_LOSS, most=3)
+    if "tier" in families and random.random() < 0.5:
+        add(Incident.DAMAGE_TIER, most=3)
     add(Incident.BAD_TRANSACTION, most=2)
     return tuple(sorted(events, key=lambda event: event.tick))

@@ -1,8 +1,10 @@
 """What must hold of every step in any world, recomputed from tables, tokens and limits."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from services.common.block_hash import BlockHash
@@ -11,10 +13,12 @@ from services.common.kv_cache_groups import AttentionType
 from services.common.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.offloading_connector import OffloadingConnector
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
-from tests.scheduler.paged_model import PagedModel
+from tests.scheduler.paged_cache import PagedCache
+from tests.worlds.tier import WorldTier
 from tests.worlds.workers import stored_tokens
 
 
@@ -177,8 +181,12 @@ class PublishedContents:
     def __init__(self, config: SchedulerConfig, *, follows_states: bool) -> None:
         self._config = config
         self._follows_states = follows_states
-        self._digests: dict[BlockHash, tuple[int, list[int]]] = {}
-        """By hash: how many tokens it stands for in all, and what their positions store."""
+        self._digests: dict[BlockHash, dict[int, list[int]]] = defaultdict(dict)
+        """By hash what the positions of a sequence store, by the last of the block. There are two
+        where an item's identifier came with two sizes.
+        """
+        self._num_tokens: dict[BlockHash, int] = {}
+        """How many tokens a hash stands for in all."""
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
@@ -189,26 +197,50 @@ class PublishedContents:
             if self._seen.get(request) != seen:
                 self._seen[request] = seen
                 digests = stored_tokens(request).digests
-                for index, block_hash in enumerate(request.block_hashes):
-                    self._digests[block_hash] = (index + 1) * size, digests
+                for end, block_hash in enumerate(request.block_hashes, start=1):
+                    self._digests[block_hash][digests[end * size - 1]] = digests
+                    self._num_tokens[block_hash] = end * size
 
-    def check(self, pool: KVPool, model: PagedModel) -> None:
+    def check(self, pool: KVPool, cache: PagedCache) -> None:
         """While no step is in flight."""
-        for group, (spec, index) in enumerate(
-            zip(self._config.all_groups, pool._blocks.indexes, strict=True)
-        ):
-            is_state = spec.attention_type is AttentionType.STATE_SPACE
-            if is_state and not self._follows_states:
+        for group, index in enumerate(pool._blocks.indexes):
+            if self._is_state(group) and not self._follows_states:
                 continue
             for block in index.blocks():
                 for block_hash in index.hashes_of(block):
-                    end, digests = self._digests[block_hash]
-                    begin = end - 1 if is_state else (end - 1) // spec.block_size * spec.block_size
-                    for position in range(begin, end):
-                        assert model.cache.holds(group, block, position, digests[position]), (
-                            f"block {block} of group {group} is found by a hash of {end} tokens, "
-                            f"and does not hold position {position}"
-                        )
+                    contents = cache.contents(block)
+                    self._check(block_hash, group, partial(cache.is_held, contents, group))
+
+    def check_tier(
+        self, connector: OffloadingConnector, tier: WorldTier, cache: PagedCache
+    ) -> None:
+        """Every block of the tier that is certain to be stored holds what its key stands for."""
+        connector.index.check()
+        stores = chain(connector._stores.values(), *(sent.blocks for sent in connector._uncertain))
+        uncertain = {store.key for store in stores}
+        for key, number in connector.index._blocks.items():
+            if key in uncertain:
+                continue
+            held = tier.block(number)
+            assert held is not None
+            assert held.key == key
+            group = int.from_bytes(key[-4:])
+            is_held = partial(cache.is_held, held.contents, group)
+            self._check(BlockHash(key[:-4]), group, is_held)
+
+    def _check(
+        self, block_hash: BlockHash, group: int, is_held: Callable[[int, int], bool]
+    ) -> None:
+        """`is_held`: whether a block holds such a digest at a position."""
+        end, size = self._num_tokens[block_hash], self._config.all_groups[group].block_size
+        begin = end - 1 if self._is_state(group) else (end - 1) // size * size
+        assert any(
+            all(is_held(position, digests[position]) for position in range(begin, end))
+            for digests in self._digests[block_hash].values()
+        ), f"a block of group {group} is found by a hash of {end} tokens that it does not hold"
+
+    def _is_state(self, group: int) -> bool:
+        return self._config.all_groups[group].attention_type is AttentionType.STATE_SPACE
 
 
 def _ends(plan: SchedulerOutput) -> list[int]:

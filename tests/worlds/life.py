@@ -21,15 +21,17 @@ from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.offloading_connector import OffloadingConnector
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from services.scheduler.core.request import InputChunk, Request
 from tests.scheduler.fakes import Inbox, ReadinessLog
-from tests.worlds.expected import expected_turns
+from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan
 from tests.worlds.pool import WorldPool
+from tests.worlds.tier import WorldTier
 from tests.worlds.workers import WorldConnector, WorldWorkers
 from tests.worlds.world import Arrival, Event, Incident, World
 
@@ -52,9 +54,15 @@ class Life:
         self.requests: dict[str, Request] = {}
         self.inbox = Inbox()
         self.connector = self._new_connector()
+        self.tier = WorldTier(world.num_tier_blocks) if world.num_tier_blocks else None
+        self.offloading = (
+            OffloadingConnector(config, world.num_tier_blocks) if world.num_tier_blocks else None
+        )
         self.pool = WorldPool(config, happened)
-        self.workers = WorldWorkers(world, self.connector)
-        self.scheduler = RecordingScheduler(config, self.pool, self.entries.append, self.connector)
+        self.workers = WorldWorkers(world, self.connector, self.tier)
+        self.scheduler = RecordingScheduler(
+            config, self.pool, self.entries.append, self.connector or self.offloading
+        )
         self.observer = _Observer(self)
         self._queue_estimate = QueueEstimate(config.max_running)
         self.engine = EngineCore(
@@ -202,18 +210,20 @@ class Life:
             case Incident.RESUME:
                 self._begin(self.engine.resume())
             case Incident.RESET | Incident.RESET_RUNNING:
-                preempts = event.incident is Incident.RESET_RUNNING
-                self._begin(self._reset(preempts=preempts))
+                self._begin(self._reset(event))
             case Incident.RESET_ENCODER_CACHE:
                 self._begin(self._reset_encoder_cache())
             case Incident.LOSE_WORKERS:
-                self.workers.lose()
+                self.workers.lose(have_ended=bool(event.count % 2))
             case Incident.LOSE_POOL:
                 self.pool.lose_after(event.count)
             case Incident.REPORT_LOSS:
                 self.engine.lost(WorkersLost("a worker says so"))
             case Incident.BAD_TRANSACTION:
                 self.pool.refuse(self.world.number + event.count)
+            case Incident.DAMAGE_TIER:
+                assert self.tier is not None
+                self.tier.damage(event.count)
 
     def _begin(self, work: "asyncio._CoroutineLike[None]") -> None:
         async def suppressed() -> None:
@@ -224,9 +234,11 @@ class Life:
 
         self._tasks.add(asyncio.create_task(suppressed()))
 
-    async def _reset(self, *, preempts: bool) -> None:
-        await self.engine.reset_prefix_cache(preempt_running=preempts)
+    async def _reset(self, event: Event) -> None:
+        preempts, resets_tier = event.incident is Incident.RESET_RUNNING, bool(event.count % 2)
+        await self.engine.reset_prefix_cache(preempt_running=preempts, reset_connector=resets_tier)
         assert self.pool.core.num_cached_hashes == 0
+        assert not (resets_tier and self.offloading is not None and len(self.offloading.index))
 
     async def _reset_encoder_cache(self) -> None:
         async with self.engine.standstill():
@@ -269,9 +281,11 @@ class Life:
         """A step's output was taken in."""
         self.in_flight = [later for later in self.in_flight if later.step > plan.step]
         self._contents.learn(self.requests.values())
+        if self.offloading is not None and self.tier is not None:
+            self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
         if is_settled and not self._leaves_stale_hashes and not self._evicts(update):
-            self._contents.check(self.pool.core, self.workers.model)
+            self._contents.check(self.pool.core, self.workers.model.cache)
 
     def _evicts(self, update: EngineCoreOutputs) -> bool:
         """Whether hashes are forgotten with the next transaction, since a load failed."""
@@ -287,50 +301,21 @@ class Life:
             self.happened[request.finish_reason.name] += 1
             self.happened["hits"] += bool(request.num_cached_tokens)
             if not self.world.config.pooling:
-                self._check_answer(arrival, request)
+                check_answer(self.world, arrival, request, self.inbox.tokens[arrival.name])
         assert (
             self.pool.is_lost or self.pool.core.num_free_blocks == self.world.config.num_blocks - 1
         )
         assert not self.scheduler.requests
-
-    def _check_answer(self, arrival: Arrival, request: Request) -> None:
-        """Its own tokens, up to an end that it may have."""
-        turns = expected_turns(arrival, self.world.config.max_model_len)
-        delivered = self.inbox.tokens[arrival.name]
-        ends, whole = [0], list[int]()
-        for turn in turns:
-            whole += turn.token_ids
-            ends.append(len(whole))
-        assert delivered == whole[: len(delivered)], arrival.name
-        reason = request.finish_reason
-        match reason:
-            case FinishReason.ABORT if arrival.close_at is not None:
-                pass
-            case FinishReason.ABORT:
-                assert arrival.abort_at is not None or self._has(Incident.PAUSE_ABORT)
-            case FinishReason.QUEUE_TIMEOUT:
-                assert arrival.must_start_within is not None
-                assert not delivered
-            case FinishReason.NAN_IN_LOGITS:
-                assert arrival.nan_after is not None
-            case FinishReason.STEP_FAILED:
-                assert arrival.breaks_workers_at is not None
-            case FinishReason.KV_LOAD_FAILED:
-                assert self.connector is not None
-            case FinishReason.ERROR if arrival.grammar is not None and arrival.grammar.error:
-                assert not delivered
-            case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
-                assert not delivered
-            case _:
-                assert len(delivered) in ends[1:], arrival.name
-                turn = turns[ends.index(len(delivered)) - 1]
-                assert reason is turn.finish_reason, arrival.name
-
-    def _has(self, incident: Incident) -> bool:
-        return any(event.incident is incident for event in self.world.events)
+        if self.offloading is not None:
+            stats, index = self.offloading.stats, self.offloading.index
+            self.happened["blocks stored in tiers"] += stats.num_stored_blocks
+            self.happened["blocks loaded from tiers"] += stats.num_loaded_blocks
+            self.happened["blocks damaged in tiers"] += stats.num_invalid_blocks
+            self.happened["blocks replaced in tiers"] += index.num_evictions
 
     def _new_connector(self) -> WorldConnector | None:
-        if self.world.config.kv_role is None:
+        """The one that stands for other places than the tier."""
+        if self.world.config.kv_role is None or self.world.num_tier_blocks:
             return None
         size = self.world.config.block_size
         return WorldConnector(size, {}, {}, self.world.frees_are_awaited)
@@ -343,8 +328,11 @@ class _Replica:
         self._life = life
 
     async def open(self) -> None:
-        self._life.pool.open()
-        self._life.workers.renew()
+        life = self._life
+        life.pool.open()
+        if life.workers.have_ended and life.offloading is not None:
+            life.offloading.reset_cache()
+        life.workers.renew()
 
 
 class _Observer(EngineObserver):

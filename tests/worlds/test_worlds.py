@@ -9,7 +9,10 @@ from tests.worlds.run import live_world
 from tests.worlds.world import Incident
 
 NUM_WORLDS = 96
-RARE = ("preemptions", "hits", "drafts", "loads", "copies", "STOP", "ABORT", "ERROR")
+RARE = (
+    *("preemptions", "hits", "drafts", "loads", "copies", "STOP", "ABORT", "ERROR"),
+    *(f"blocks {done} tiers" for done in ("stored in", "loaded from", "damaged in", "replaced in")),
+)
 
 
 def test_worlds_keep_what_must_hold_and_their_logs_replay() -> None:

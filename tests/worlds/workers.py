@@ -14,6 +14,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import PagedModel, StepWork, StoredTokens, work_of
+from tests.worlds.tier import WorldTier
 from tests.worlds.world import Arrival, World
 
 _Answer = asyncio.Future[ModelRunnerOutput]
@@ -61,16 +62,20 @@ class WorldWorkers:
     """An `Executor`. Steps run one after another, each when it is answered.
 
     Loads between steps are not ordered with them: what they store is there as soon as they are
-    sent, before steps in flight have run, or not before their end.
+    sent, before steps in flight have run, or not before their end. Those from the `tier` begin when
+    their step runs.
     """
 
-    def __init__(self, world: World, connector: WorldConnector | None) -> None:
+    def __init__(
+        self, world: World, connector: WorldConnector | None, tier: WorldTier | None
+    ) -> None:
         self.num_tokens = 0
         self._world = world
         self._config = world.config
         self._arrivals = {arrival.name: arrival for arrival in world.arrivals}
         self._grammars = {a.name: a.grammar for a in world.arrivals if a.grammar is not None}
         self._connector = connector
+        self._tier = tier
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._late_loads: dict[RequestKey, SentLoad] = {}
@@ -78,6 +83,8 @@ class WorldWorkers:
         self._items: dict[str, int] = {}
         """Embeddings that are kept, by item."""
         self._is_lost = False
+        self.have_ended = False
+        """Whether they come back as other processes."""
         self._last_plan: SchedulerOutput | None = None
         self._stale: set[Request] = set()
         """Requests whose rows may have tokens that were not taken."""
@@ -98,7 +105,7 @@ class WorldWorkers:
             raise WorkersLost("the workers are away")
         answer: _Answer = asyncio.get_running_loop().create_future()
         number = self._connector.step if self._connector is not None else 0
-        loads = _loads(plan)
+        loads = _loads(plan) if self._connector is not None else []
         for load in loads:
             if load.is_async:
                 self._begin_load(load)
@@ -115,24 +122,27 @@ class WorldWorkers:
             return
         step = self._sent[0]
         if any(map(self._breaks, step.plan.requests, _ends(step.plan))):
-            self.lose()
+            self.lose(have_ended=True)
             return
         output = self._run(step)
         self._sent.popleft()
         step.answer.set_result(output)
 
-    def lose(self) -> None:
+    def lose(self, *, have_ended: bool) -> None:
         """Fails every step in flight and every further one."""
-        self._is_lost = True
-        while self._sent:
-            step = self._sent.popleft()
+        self._is_lost, self.have_ended = True, self.have_ended or have_ended
+        for step in self._give_up():
             if not step.answer.done():
                 step.answer.set_exception(WorkersLost("the workers are away"))
 
     def renew(self) -> None:
-        """New workers, with an empty batch and an empty cache."""
-        self._is_lost = False
-        self._sent.clear()
+        """A new generation, with an empty batch and an empty cache. What processes keep beyond one
+        is lost with them.
+        """
+        self._give_up()
+        if self._tier is not None:
+            self._tier.clear() if self.have_ended else self._tier.reset()
+        self._is_lost = self.have_ended = False
         self._late_loads.clear()
         self._last_plan = None
         self._stale.clear()
@@ -141,6 +151,14 @@ class WorldWorkers:
         if self._connector is not None:
             self._connector.forget()
         self.model = self._new_model()
+
+    def _give_up(self) -> list[SentStep]:
+        """Takes out the steps in flight. The oldest may have stored blocks."""
+        steps, self._sent = list(self._sent), deque()
+        if steps and self._tier is not None and steps[0].plan.step % 2:
+            offloaded = steps[0].plan.kv_connector_metadata
+            self._tier.store(() if offloaded is None else offloaded.stores, self.model.cache)
+        return steps
 
     def _new_model(self) -> PagedModel:
         config = self._config
@@ -156,7 +174,12 @@ class WorldWorkers:
         plan = step.plan
         self.num_tokens += plan.num_tokens
         self._deadlines.took(plan.num_tokens, plan.num_tokens / 1000)
-        self.model.cache.zero(step.work.zeroed)  # before what is loaded within the step
+        offloaded = plan.kv_connector_metadata
+        if self._tier is not None and offloaded is not None:
+            self._tier.store(offloaded.stores, self.model.cache)
+        self.model.cache.zero(step.work.zeroed)  # before what is loaded from this step on
+        if self._tier is not None and offloaded is not None:
+            self._tier.begin_loads(offloaded.loads, self.model.cache)
         for load in step.loads:
             if not load.is_async:
                 self._store(load)
@@ -170,6 +193,8 @@ class WorldWorkers:
         if self._config.pooling:
             output = pooled_output(plan)
         output = replace(output, nan_requests=self._nan_requests(plan, output))
+        if self._tier is not None:
+            return replace(output, kv_transfers=self._tier.end_step(self.model.cache))
         if self._connector is None:
             return output
         for key in results.finished_recving:

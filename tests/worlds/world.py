@@ -74,6 +74,8 @@ class Incident(enum.Enum):
     """Workers are lost while no step shows it."""
     BAD_TRANSACTION = "bad_transaction"
     """The pool is sent what it must refuse."""
+    DAMAGE_TIER = "damage_tier"
+    """Blocks of the workers' tier change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,8 @@ class World:
     frees_are_awaited: bool
     arrivals: tuple[Arrival, ...]
     events: tuple[Event, ...]
+    num_tier_blocks: int = 0
+    """Of the workers' tier of offloaded blocks; 0: they have none."""
     families: frozenset[str] = field(default_factory=frozenset)
     """What is in it, by name."""
 

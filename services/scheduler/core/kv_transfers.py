@@ -58,7 +58,9 @@ class KVTransfers:
         self._leaving: dict[RequestKey, BlockTables] = {}
         """Requests that ended and whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests of which the last steps filled a block."""
+        """Requests of which the last steps filled a block, or that they admitted: what was found of
+        them is offered before windows give it back.
+        """
         self._prefills: set[Request] = set()
         """Requests that load or have computed a part of their tokens: blocks are kept free for the
         rest.
@@ -171,7 +173,7 @@ class KVTransfers:
             for request, start, num_tokens in zip(
                 plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
             )
-            if start % size + num_tokens >= size
+            if start % size + num_tokens >= size or request in plan.block_tables
         ]
         plan.kv_connector_metadata = self.connector.build_connector_meta(plan.step)
         plan.awaits_transfers = self.is_busy

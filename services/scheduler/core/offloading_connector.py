@@ -23,7 +23,7 @@ from services.scheduler.core.kv_connector import (
     KVTransferResults,
 )
 from services.scheduler.core.request import Request
-from services.scheduler.core.tier_index import TierIndex, tier_key
+from services.scheduler.core.tier_index import TierBlockId, TierIndex, tier_key
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class _Stores:
 
 
 class OffloadingConnector:
-    """See KVConnector. All groups have blocks of one size, and hold keys and values."""
+    """See KVConnector. All groups have blocks of one size, which is also that of a hash."""
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
         self.index = TierIndex(num_tier_blocks)
@@ -68,7 +68,8 @@ class OffloadingConnector:
         """Blocks of each request, from its first, that were looked at to be stored."""
         self._num_asked: dict[Request, int] = {}
         """Tokens that the last question of a waiting request was about."""
-        self._stores: list[BlockTransfer] = []
+        self._stores: dict[TierBlockId, BlockTransfer] = {}
+        """What the next step stores. A block that is given to another key before is stored once."""
         self._loads: list[ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
         self._loading: dict[RequestKey, ConnectorLoad] = {}
@@ -115,7 +116,7 @@ class OffloadingConnector:
             if key in self.index:
                 self.index.touch(key)
             elif (tier_block := self.index.put(key)) is not None:
-                self._stores.append(BlockTransfer(block, tier_block, key))
+                self._stores[tier_block] = BlockTransfer(block, tier_block, key)
 
     def blocks_released(self, request: Request) -> None:
         self._num_stored.pop(request, None)
@@ -134,8 +135,8 @@ class OffloadingConnector:
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
         if not (self._stores or self._loads):
             return None
-        stores, loads = tuple(sorted(self._stores)), tuple(self._loads)
-        self._stores, self._loads = [], []
+        stores, loads = tuple(sorted(self._stores.values())), tuple(self._loads)
+        self._stores, self._loads = {}, []
         if stores:
             self._uncertain.append(_Stores(step, stores))
         return KVConnectorMetadata(stores, loads)
@@ -148,7 +149,7 @@ class OffloadingConnector:
                 self._end_load(load, results.invalid_block_ids)
 
     def forget(self) -> None:
-        for stores in (*self._uncertain, _Stores(0, tuple(self._stores))):
+        for stores in (*self._uncertain, _Stores(0, tuple(self._stores.values()))):
             for transfer in stores.blocks:
                 self.index.discard(transfer.key, transfer.tier_block)
         self.index.unpin_all()
@@ -183,7 +184,7 @@ class OffloadingConnector:
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
         """Whether the tier has what a query behind the block `end` sees of the blocks from `begin`
-        on, in the groups with windows.
+        on, in the groups with windows; and of states the one from which it goes on.
         """
         hashes = request.block_hashes
         return all(

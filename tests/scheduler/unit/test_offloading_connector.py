@@ -6,7 +6,7 @@ import pytest
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.common.ids import BlockId, RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_connector import KVTransferResults
@@ -30,6 +30,13 @@ WINDOWED = replace(
     groups=(
         KVCacheGroup(AttentionType.FULL, 4),
         KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),
+    ),
+)
+HYBRID = replace(
+    CONFIG,
+    groups=(
+        KVCacheGroup(AttentionType.FULL, 4),
+        KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN),
     ),
 )
 PROMPT = list(range(100, 113))
@@ -201,6 +208,50 @@ async def test_of_a_window_only_what_is_seen_is_loaded() -> None:
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
 
 
+async def test_what_a_hit_brought_is_stored_before_the_window_leaves_it() -> None:
+    groups = (CONFIG.all_groups[0], KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=2))
+    story = Story(replace(CONFIG, groups=groups), num_tier_blocks=6)
+    for first in (100, 300):  # the second one takes the tier's blocks, and not the cache's
+        story.add(list(range(first, first + 13)))
+        await story.run()
+    request = story.add()
+    plan = await story.step()
+    assert (plan.num_computed_tokens, stores(plan)) == ([12], [])
+    held = [set(table) for table in story.pool.core.block_tables(request.key)]
+    metadata = (await story.step()).kv_connector_metadata
+    assert metadata is not None
+    assert [store.key[-1] for store in metadata.stores] == [0, 0, 0, 1]
+    assert all(store.block in held[store.key[-1]] for store in metadata.stores)
+
+
+async def test_of_states_the_last_one_is_loaded() -> None:
+    story = Story(HYBRID)
+    story.add(max_tokens=6)
+    await story.run()
+    # Three blocks of keys, and the state at the end of the chunk that the last of them ends; then
+    # what is decoded: a block of keys, and the state at its end.
+    assert story.connector.stats.num_stored_blocks == 3 + 1 + 1 + 1
+    assert await story.scheduler.reset_prefix_cache()
+    request = story.add()
+    plan = await story.step()
+    assert plan.kv_connector_metadata is not None
+    (load,) = plan.kv_connector_metadata.loads
+    assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
+    await story.run()
+    assert (request.num_cached_tokens, request.num_external_tokens) == (12, 12)
+
+
+async def test_a_load_ends_where_there_is_a_state() -> None:
+    story = Story(HYBRID)
+    story.add(max_tokens=6)
+    await story.run()
+    assert await story.scheduler.reset_prefix_cache()
+    longer = story.add([*PROMPT, 7, 7, 7, 7, 1])
+    part = story.add(PROMPT[:9])
+    await story.run()
+    assert (longer.num_external_tokens, part.num_external_tokens) == (16, 0)
+
+
 async def test_a_hit_ends_where_the_window_before_it_is_there() -> None:
     story = await Story(WINDOWED).stored()
     hashes = story.add().block_hashes
@@ -281,6 +332,14 @@ async def test_an_aborted_load_leaves_its_blocks_when_it_has_ended() -> None:
     story.finish_loads()
     await story.step()
     assert story.pool.core.num_free_blocks == CONFIG.num_blocks - 1
+
+
+async def test_a_tier_smaller_than_what_a_step_fills_stores_what_is_left_of_it() -> None:
+    story = Story(num_tier_blocks=2)
+    story.add()
+    await story.step()
+    # The last block first, whose place the first one takes.
+    assert stores(await story.step()) == [(1, 0), (2, 1)]
 
 
 async def test_a_full_tier_keeps_the_beginning_of_a_sequence_longest() -> None:

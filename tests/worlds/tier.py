@@ -1,0 +1,102 @@
+"""The tier of a world's workers, over their paged cache: what steps store there, and what is loaded
+back. It keeps the rules of `services.worker.core.kv_tier.KVTier`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.common.ids import BlockId
+from services.scheduler.core.kv_connector import (
+    NO_RESULTS,
+    BlockTransfer,
+    ConnectorLoad,
+    KVTransferResults,
+)
+from tests.scheduler.paged_cache import Contents, PagedCache
+
+
+@dataclass(slots=True)
+class TierBlock:
+    """What a block of the tier holds: contents that belong to a key, unless it `is_damaged`."""
+
+    key: bytes
+    contents: Contents
+    is_damaged: bool = False
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load under way, which ends with the output of the step after so many more."""
+
+    load: ConnectorLoad
+    num_steps: int
+    is_copied: bool = False
+    invalid: list[BlockId] = field(default_factory=list)
+
+
+class WorldTier:
+    """Stores are made before their step writes anything. Loads begin with their step and end with
+    its output or with that of a later one; a part of them copies in the beginning, the others in
+    the end. A block that is damaged, or holds another key than the load asks for, is not copied.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._blocks: list[TierBlock | None] = [None] * num_blocks
+        self._loads: list[_Load] = []
+
+    def block(self, number: int) -> TierBlock | None:
+        """What was last stored there."""
+        return self._blocks[number]
+
+    def store(self, stores: Sequence[BlockTransfer], cache: PagedCache) -> None:
+        """Copies blocks of the cache."""
+        for store in stores:
+            self._blocks[store.tier_block] = TierBlock(store.key, cache.contents(store.block))
+
+    def begin_loads(self, loads: Sequence[ConnectorLoad], cache: PagedCache) -> None:
+        """Begins to copy blocks to the cache."""
+        for number, begun in enumerate(loads, start=len(self._loads)):
+            load = _Load(begun, num_steps=(begun.request + number) % 4)
+            self._loads.append(load)
+            if begun.request % 2:
+                self._copy(load, cache)
+
+    def end_step(self, cache: PagedCache) -> KVTransferResults:
+        """What is reported with the output of a step that has run: the loads that ended."""
+        ended = [load for load in self._loads if not load.num_steps]
+        self._loads = [load for load in self._loads if load.num_steps]
+        for load in self._loads:
+            load.num_steps -= 1
+        if not ended:
+            return NO_RESULTS
+        for load in ended:
+            if not load.is_copied:
+                self._copy(load, cache)
+        return KVTransferResults(
+            finished_recving=[load.load.request for load in ended],
+            invalid_block_ids=[block for load in ended for block in load.invalid],
+        )
+
+    def damage(self, number: int) -> None:
+        """Every third block no longer holds what was stored there."""
+        for block in filter(None, self._blocks[number % 3 :: 3]):
+            block.is_damaged = True
+
+    def reset(self) -> None:
+        """A new generation of steps begins: no load is under way."""
+        self._loads.clear()
+
+    def clear(self) -> None:
+        """New processes begin, which hold nothing."""
+        self._loads.clear()
+        self._blocks = [None] * len(self._blocks)
+
+    def _copy(self, load: _Load, cache: PagedCache) -> None:
+        load.is_copied = True
+        for transfer in load.load.blocks:
+            held = self._blocks[transfer.tier_block]
+            if held is None or held.is_damaged or held.key != transfer.key:
+                load.invalid.append(transfer.block)
+                cache.garble([transfer.block])
+            else:
+                cache.fill(transfer.block, held.contents)
