@@ -1,9 +1,11 @@
-"""The same tokens whether keys and values are computed, cached, or loaded from the tier beside the
-worker; and whatever happens to pool and tier.
+"""The same tokens whether keys, values and states are computed, cached, or loaded from the tier
+beside the worker; and whatever happens to pool and tier.
 """
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,14 @@ import pytest
 import torch
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common.kv_cache_groups import MambaCacheMode
 from services.worker.build import build_worker
+from services.worker.core.errors import NoTier
 from services.worker.core.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
+from services.worker.parallel.group import Group
+from services.worker.parallel.membership import Membership
 from services.worker.settings import WorkerSettings
 from tests.parity.situations import (
     BLOCK_SIZE,
@@ -26,18 +32,63 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.parity.test_services_parity import generate, serving
-from tests.scheduler.serving_replica import Gateway, Replica
+from tests.parity.test_services_parity import generate
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, serving_replica
 from tests.tiny_models import save_tiny_model
+from tests.worker.rank_threads import TIMEOUTS, free_port
+from tests.worker.serving_worker import ServingWorker
 
-MIB = 2**20
 TOGETHER = SITUATIONS["sixteen together"]
 PREEMPTED = SITUATIONS["preempted again and again"]
 
 
-def build(kind: str, directory: Path, num_mib: float) -> Worker:
-    save_tiny_model(directory, kind)
-    settings = WorkerSettings(
+@dataclass(frozen=True)
+class Served:
+    """A model by its kind, and the workers that run it, one for each of its pipeline stages."""
+
+    kind: str
+    workers: list[Worker]
+
+    @property
+    def tiers(self) -> list[KVTier]:
+        tiers = []
+        for worker in self.workers:
+            assert isinstance(worker.runner, ModelRunner)
+            assert worker.runner.tier is not None
+            tiers.append(worker.runner.tier)
+        return tiers
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """Tokens of whole blocks of all prompts, one token left to compute."""
+        return sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
+
+    @asynccontextmanager
+    async def replica(
+        self, situation: Situation, *, async_scheduling: bool
+    ) -> AsyncIterator[tuple[Replica, Gateway]]:
+        """A replica in a situation, whose workers describe themselves so, and a session."""
+        workers = []
+        for worker in self.workers:
+            own = worker.description
+            description = replace(
+                own,
+                num_blocks=min(situation.num_blocks * len(own.groups), own.num_blocks),
+                max_num_seqs=situation.max_num_seqs,
+                max_num_batched_tokens=situation.max_num_batched_tokens,
+            )
+            workers.append(ServingWorker(replace(worker, description=description)))
+        async with (
+            serving_replica(*workers, async_scheduling=async_scheduling) as replica,
+            gateway_of(replica) as gateway,
+        ):
+            yield replica, gateway
+            await replica.until_idle()
+
+
+def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
+    """Of a worker whose tier has so many MiB, or with others of its group."""
+    return WorkerSettings(
         model=directory,
         block_size=BLOCK_SIZE,
         num_blocks=LARGE_POOL,
@@ -46,40 +97,56 @@ def build(kind: str, directory: Path, num_mib: float) -> Worker:
         max_num_batched_tokens=512,
         kv_offloading_size=num_mib / 1024,
     )
-    return build_worker(settings, kind, lambda: None)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
-def kind(request: pytest.FixtureRequest) -> str:
-    """One with full attention, one with windows beside it."""
+@contextmanager
+def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterator[Served]:
+    """A model whose tiers have so many MiB together."""
+    save_tiny_model(directory, kind)
+    settings = settings_for(directory, num_mib)
+    if num_stages == 1:
+        yield Served(kind, [build_worker(settings, kind, lambda: None)])
+        return
+    port = free_port()
+
+    def join(rank: int) -> tuple[Group, Worker]:
+        own = Membership(rank, num_stages, "127.0.0.1", port, num_stages)
+        group = Group(own, TIMEOUTS, lambda _: None, lambda: None)
+        return group, build_worker(settings, f"stage {rank}", lambda: None, group)
+
+    with ThreadPoolExecutor(num_stages) as threads:
+        joined = list(threads.map(join, range(num_stages)))
+    try:
+        yield Served(kind, [worker for _, worker in joined])
+    finally:
+        for group, _ in joined:
+            group.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", 1), ("gemma3", 1), ("bamba", 1), ("qwen3_next", 1), ("gemma3", 2)],
+    ids=["full attention", "windows", "mamba states", "delta net states", "windows in two stages"],
+)
+def model(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """A kind of model, and how many stages it is divided into."""
     torch.set_num_threads(1)
-    return str(request.param)
+    kind, num_stages = request.param
+    return kind, num_stages
 
 
 @pytest.fixture(scope="module")
-def loaded(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+def served(model: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With a tier that holds everything."""
-    return build(kind, tmp_path_factory.mktemp(kind), 64)
+    with built(*model, tmp_path_factory.mktemp(model[0]), 64) as served:
+        yield served
 
 
 @pytest.fixture(params=[False, True], ids=["one step", "two steps in flight"])
-def async_scheduling(request: pytest.FixtureRequest) -> bool:
+def async_scheduling(request: pytest.FixtureRequest, model: tuple[str, int]) -> bool:
+    if request.param and model[1] > 1:
+        pytest.skip("stages have as many steps in flight as there are stages")
     return bool(request.param)
-
-
-def tier_of(worker: Worker) -> KVTier:
-    assert isinstance(worker.runner, ModelRunner)
-    assert worker.runner.tier is not None
-    return worker.runner.tier
-
-
-@asynccontextmanager
-async def replica_of(
-    loaded: Worker, situation: Situation, *, async_scheduling: bool
-) -> AsyncIterator[tuple[Replica, Gateway]]:
-    async with serving(loaded, situation, async_scheduling=async_scheduling) as both:
-        yield both
-        await both[0].until_idle()
 
 
 async def reset(replica: Replica) -> None:
@@ -96,87 +163,80 @@ def num_cached(gateway: Gateway) -> int:
     return sum(gateway.heard[handle].num_cached_tokens or 0 for handle in handles)
 
 
-def num_whole_blocks() -> int:
-    """Tokens of whole blocks of all prompts, one token left to compute."""
-    return sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
-
-
 async def test_everything_comes_back_after_a_reset_of_the_prefix_cache(
-    kind: str, loaded: Worker, async_scheduling: bool
+    served: Served, async_scheduling: bool
 ) -> None:
-    expected = reference_outputs(kind)
-    async with replica_of(loaded, TOGETHER, async_scheduling=async_scheduling) as (
-        replica,
-        gateway,
-    ):
+    expected = reference_outputs(served.kind)
+    async with served.replica(TOGETHER, async_scheduling=async_scheduling) as (replica, gateway):
         assert await generate(gateway, prompts(), GREEDY) == expected
-        assert num_cached(gateway) < num_whole_blocks()
+        assert num_cached(gateway) < served.num_whole_blocks
         await reset(replica)
         assert await generate(gateway, prompts(), GREEDY) == expected
-        assert num_cached(gateway) == num_whole_blocks()
+        assert num_cached(gateway) == served.num_whole_blocks
 
 
 async def test_everything_comes_back_after_the_loss_of_the_pool(
-    kind: str, loaded: Worker, async_scheduling: bool
+    served: Served, async_scheduling: bool
 ) -> None:
-    expected = reference_outputs(kind)
-    async with replica_of(loaded, TOGETHER, async_scheduling=async_scheduling) as (
-        replica,
-        gateway,
-    ):
+    expected = reference_outputs(served.kind)
+    async with served.replica(TOGETHER, async_scheduling=async_scheduling) as (replica, gateway):
         assert await generate(gateway, prompts(), GREEDY) == expected
         await replica.until_idle()
         generation = (await replica.pool.stats()).generation
         await replica.pool.stop()
         await replica.pool.start()
         assert await generate(gateway, prompts(), GREEDY) == expected
-        assert num_cached(gateway) == num_whole_blocks()
+        assert num_cached(gateway) == served.num_whole_blocks
         assert (await replica.pool.stats()).generation > generation
 
 
 @pytest.mark.parametrize("share", [0.2, 1.0])
 async def test_damage_costs_recomputation_and_nothing_else(
-    kind: str, loaded: Worker, async_scheduling: bool, share: float
+    served: Served, async_scheduling: bool, share: float
 ) -> None:
-    expected = reference_outputs(kind)
-    async with replica_of(loaded, TOGETHER, async_scheduling=async_scheduling) as (
-        replica,
-        gateway,
-    ):
+    expected = reference_outputs(served.kind)
+    async with served.replica(TOGETHER, async_scheduling=async_scheduling) as (replica, gateway):
         assert await generate(gateway, prompts(), GREEDY) == expected
         await reset(replica)
-        memory, random = tier_of(loaded).memory, np.random.default_rng(5)
-        flipped = np.flatnonzero(random.random(len(memory)) < share)
-        memory[flipped, random.integers(0, memory.shape[1], len(flipped))] ^= 16
+        random = np.random.default_rng(5)
+        for tier in served.tiers:  # other blocks in each
+            memory = tier.memory
+            flipped = np.flatnonzero(random.random(len(memory)) < share)
+            memory[flipped, random.integers(0, memory.shape[1], len(flipped))] ^= 16
         assert await generate(gateway, prompts(), GREEDY) == expected
-        assert num_cached(gateway) < num_whole_blocks()
+        assert num_cached(gateway) < served.num_whole_blocks
         await reset(replica)
         # What was damaged was computed again, and stored again.
         assert await generate(gateway, prompts(), GREEDY) == expected
-        assert num_cached(gateway) == num_whole_blocks()
+        assert num_cached(gateway) == served.num_whole_blocks
 
 
 async def test_preempted_requests_go_on_from_the_tier(
-    kind: str, loaded: Worker, async_scheduling: bool
+    served: Served, async_scheduling: bool
 ) -> None:
-    async with replica_of(loaded, PREEMPTED, async_scheduling=async_scheduling) as (
-        replica,
-        gateway,
-    ):
+    async with served.replica(PREEMPTED, async_scheduling=async_scheduling) as (replica, gateway):
         for _ in range(3):
-            assert await generate(gateway, prompts(), GREEDY) == reference_outputs(kind)
+            assert await generate(gateway, prompts(), GREEDY) == reference_outputs(served.kind)
         assert (await replica.stats()).num_preemptions > 0
 
 
 async def test_a_tier_of_a_few_blocks_replaces_them_and_changes_no_token(
-    kind: str, tmp_path: Path, async_scheduling: bool
+    model: tuple[str, int], tmp_path: Path, async_scheduling: bool
 ) -> None:
-    small = build(kind, tmp_path, 0.11)
-    assert 2 < len(tier_of(small).memory) < 130
-    async with replica_of(small, PREEMPTED, async_scheduling=async_scheduling) as (
-        replica,
-        gateway,
-    ):
-        for _ in range(3):
-            assert await generate(gateway, prompts(), GREEDY) == reference_outputs(kind)
-            await reset(replica)
+    with built(*model, tmp_path, 0.11) as small:
+        assert all(2 < len(tier.memory) < 130 for tier in small.tiers)
+        expected = reference_outputs(small.kind)
+        async with small.replica(PREEMPTED, async_scheduling=async_scheduling) as (
+            replica,
+            gateway,
+        ):
+            for _ in range(3):
+                assert await generate(gateway, prompts(), GREEDY) == expected
+                await reset(replica)
+
+
+def test_states_that_are_overwritten_are_not_offloaded(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "bamba")
+    settings = replace(settings_for(tmp_path, 64), mamba_cache_mode=MambaCacheMode.NONE)
+    with pytest.raises(NoTier, match="set mamba_cache_mode align"):
+        build_worker(settings, "overwritten", lambda: None)

@@ -69,6 +69,11 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
             "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
             "prefixes are: set enable_prefix_caching"
         )
+    if built.num_tier_blocks and config.hash_block_size != config.block_size:
+        raise FailedPrecondition(
+            "the workers keep offloaded blocks (kv_offloading_size), which are found by the hash "
+            "at their end: leave prefix_match_unit unset"
+        )
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
             "prefix_match_unit is for models with recurrent layers whose states are cached: "

@@ -32,7 +32,8 @@ from services.worker.backends.kernels import Kernels
 class PagesOfKeys(PagedAttention, Protocol):
     """Attention on the CPU, whose memory can hold states too.
 
-    `pages`: of each page a contiguous tensor [2, num_blocks, ...] of keys and of values.
+    `pages`: all memory of blocks. Of each page a contiguous tensor [2, num_blocks, ...] of keys and
+    of values; where states need more than that, tensors [1, num_blocks, ...] behind them.
     """
 
     pages: list[torch.Tensor]
@@ -62,10 +63,19 @@ class HybridCache:
         self._attention = attention
         self._shape = shape
         self._num_attending = len(shape.layer_groups)
-        self._planes = [
-            _planes(pages, size, shape)
-            for pages, size in zip_longest(attention.pages, shape.state_bytes)
-        ]
+        self.pages = list(attention.pages)
+        self._planes: list[list[torch.Tensor]] = []
+        """The memory of each page, uint8 [num_blocks, any] each, in the order in which a state
+        fills it: keys, values, and what it needs beyond them.
+        """
+        for page, size in zip_longest(attention.pages, shape.state_bytes):
+            halves = () if page is None else page
+            planes = [half.view(shape.num_blocks, -1).view(torch.uint8) for half in halves]
+            more = (size or 0) - sum(plane.shape[1] for plane in planes)
+            if more > 0:
+                planes.append(torch.empty((shape.num_blocks, more), dtype=torch.uint8))
+                self.pages.append(planes[-1][None])
+            self._planes.append(planes)
         self._places = {
             layer: (group, page)
             for group, layers in enumerate(shape.state_groups)
@@ -181,23 +191,6 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
         blocks(computed) if computed[sequences.start] else None,
         blocks(layouts[0].seq_lens),
     )
-
-
-def _planes(
-    pages: torch.Tensor | None, state_bytes: int | None, shape: AttentionShape
-) -> list[torch.Tensor]:
-    """The memory of one page, uint8 [num_blocks, any] each, in the order in which a state fills it:
-    keys, values, and what a state needs beyond them.
-    """
-    planes = (
-        []
-        if pages is None
-        else [half.view(shape.num_blocks, -1).view(torch.uint8) for half in pages]
-    )
-    more = (state_bytes or 0) - sum(plane.shape[1] for plane in planes)
-    if more > 0:
-        planes.append(torch.empty((shape.num_blocks, more), dtype=torch.uint8))
-    return planes
 
 
 def _unpacked(packed: torch.Tensor, state: StateLayer) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,5 @@
-"""A tier of offloaded keys and values in the machine's memory, beside the KV cache.
+"""A tier of offloaded blocks, of keys and values or of states, in the machine's memory beside the
+KV cache.
 
 The tier is a number of blocks, each as large as one of the cache. The scheduler decides what is in
 them: a step says which blocks of the cache are copied to which of the tier, and which are loaded
@@ -6,7 +7,8 @@ back. The tier outlives generations: a pool that starts over leaves it as it is.
 
 Stores are made before a step writes anything, so that a block which is about to get another owner
 still holds what earlier steps computed. Loads are made by a thread of their own while steps run,
-into blocks that no step uses before the load has ended.
+into blocks that no step uses before the load has ended; the step with which one begins has cleared
+them if that is needed.
 
 A block of the tier is kept with the key of what it holds and a checksum of its bytes. A load
 compares both; a block that fails is reported, and its tokens are computed again.
@@ -52,7 +54,7 @@ class _Held:
 class KVTier:
     """Copies blocks between the cache and the tier.
 
-    `memory` uint8 [num_blocks, bytes_per_block]; `pages` are those of a PagedAttention, on the CPU.
+    `memory` uint8 [num_blocks, bytes_per_block]; `pages` are those of a PagesOfKeys.
     `store`, `begin_loads` and `reset` are called by the thread that runs steps.
     """
 
@@ -60,16 +62,17 @@ class KVTier:
         self.memory = memory
         self._held: list[_Held | None] = [None] * len(memory)
         self._views: list[tuple[Bytes, Bytes]] = []
-        """For each page its bytes in the tier, [num_blocks, 2, bytes], and in the cache, [2,
-        num_blocks, bytes].
+        """For each page its bytes in the tier, [num_blocks, parts, bytes], and in the cache,
+        [parts, num_blocks, bytes].
         """
         offset = 0
         for page in pages:
             cache = page.flatten(2).view(torch.uint8).numpy()
-            size = cache.shape[2]
-            tier = memory[:, offset : offset + 2 * size].reshape(len(memory), 2, size)
+            num_parts, _, size = cache.shape
+            end = offset + num_parts * size
+            tier = memory[:, offset:end].reshape(len(memory), num_parts, size)
             self._views.append((tier, cache))
-            offset += 2 * size
+            offset = end
         if offset != memory.shape[1]:
             raise AssertionError(f"pages of {offset} bytes, and blocks of {memory.shape[1]}")
         self._loads: queue.SimpleQueue[TierLoad] = queue.SimpleQueue()

@@ -162,15 +162,14 @@ class ModelRunner:
             self.reset()
             self._generation = step.generation
         self._update_batch(step)
-        if self.tier is not None:
-            if step.tier_stores is not None:
-                self.tier.store(step.tier_stores)
-            if step.tier_loads:
-                self.tier.begin_loads(step.tier_loads)
+        if self.tier is not None and step.tier_stores is not None:
+            self.tier.store(step.tier_stores)
         if len(step.block_ids_to_zero):
             self._attention.zero_blocks(step.block_ids_to_zero)
         if self._states is not None:
             self._states.copy_blocks(step.copy_sources, step.copy_targets)
+        if self.tier is not None and step.tier_loads:
+            self.tier.begin_loads(step.tier_loads)
         if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)

@@ -1,5 +1,6 @@
 """Which settings and models do not go together, where only the model that is read tells."""
 
+from services.common.kv_cache_groups import MambaCacheMode
 from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.quantization import QuantizationSetting
@@ -41,5 +42,9 @@ def refuse_tier(setup: RankSetup, parts: Parts) -> None:
     """Raises NoTier for a device or a model whose blocks cannot be offloaded."""
     if not setup.platform.has_tier:
         raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
-    if parts.limits.state_block_sizes:
-        raise NoTier("kv_offloading_size: states of recurrent layers are not offloaded")
+    overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE
+    if parts.limits.state_block_sizes and overwrites:
+        raise NoTier(
+            "kv_offloading_size: states that each step overwrites are not offloaded: set "
+            "mamba_cache_mode align"
+        )

@@ -136,6 +136,14 @@ async def test_a_unit_is_refused_where_nothing_is_found_inside_a_block() -> None
             pass
 
 
+async def test_a_unit_inside_blocks_is_refused_where_blocks_are_offloaded() -> None:
+    worker = FakeWorker(groups=[FULL, STATE])
+    worker.description.num_tier_blocks = 8
+    with pytest.raises(FailedPrecondition, match="found by the hash at their end"):
+        async with serving_replica(worker, prefix_match_unit=2):
+            pass
+
+
 async def test_states_are_not_served_without_chunks() -> None:
     with pytest.raises(FailedPrecondition, match="enable chunked prefill"):
         async with serving_replica(FakeWorker(groups=[STATE]), enable_chunked_prefill=False):
