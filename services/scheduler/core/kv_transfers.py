@@ -47,6 +47,10 @@ class KVTransfers:
         """Loads that begin in the step that is planned."""
         self.deferred_frees: deque[DeferredFree] = deque()
         self._config = config
+        self._cuts_loads = config.only_grows and len(config.all_groups) == 1
+        """Whether a request can go on before the first block that was not loaded. Where a window or
+        a state would have to be there, nothing of the load is used.
+        """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
         self._loading: dict[RequestKey, Request] = {}
@@ -246,7 +250,7 @@ class KVTransfers:
         failed = set[Request]()
         invalid = frozenset(results.invalid_block_ids)
         failed_recving = [*results.failed_recving]
-        if invalid and len(self._config.all_groups) > 1:
+        if invalid and not self._cuts_loads:
             failed_recving += self._loading_into(invalid)
         for key in failed_recving:
             if (request := self._loading.get(key)) is not None:
@@ -294,9 +298,7 @@ class KVTransfers:
         self.deferred_frees.clear()
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
-        """Requests whose loads were to fill one of these blocks. With several groups nothing of
-        such a load is used: a window or a state cannot be cut.
-        """
+        """Requests whose loads were to fill one of these blocks."""
         return [
             key
             for key, request in self._loading.items()

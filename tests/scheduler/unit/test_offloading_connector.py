@@ -281,6 +281,24 @@ async def test_with_windows_a_damaged_block_voids_the_load() -> None:
     assert request.num_external_tokens == 8
 
 
+async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
+    """Behind 12 tokens it sees from 8 on; behind 8, where the load would be cut, from 4 on."""
+    story = await Story(
+        replace(CONFIG, groups=(KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),))
+    ).stored()
+    request = story.add()
+    plan = await story.step()
+    assert plan.kv_connector_metadata is not None
+    (load,) = plan.kv_connector_metadata.loads
+    story.finish_loads(load.blocks[-1].block)
+    await story.step()
+    metadata = (await story.step()).kv_connector_metadata
+    assert metadata is not None
+    assert len(metadata.loads) == 1, "to the end of the window before"
+    await story.run()
+    assert request.num_external_tokens == 8
+
+
 async def test_the_tier_outlives_the_pool_but_not_what_was_not_certain() -> None:
     story = Story()
     story.add()
