@@ -8,7 +8,7 @@ from tests.worlds.generator import FAMILIES
 from tests.worlds.run import live_world
 from tests.worlds.world import Incident
 
-NUM_WORLDS = 96
+NUM_WORLDS = 192
 RARE = (
     *("preemptions", "hits", "drafts", "loads", "copies", "STOP", "ABORT", "ERROR"),
     *(f"blocks {done} tiers" for done in ("stored in", "loaded from", "damaged in", "replaced in")),
