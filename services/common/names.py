@@ -40,8 +40,7 @@ WAIT_STEP_AHEAD = "step_ahead"
 WAIT_LOST_STEP = "lost_step"
 WAIT_HASHING = "hashing"
 
-# Span events: of a request, and of a step in a worker, which computes from then on.
-EVENT_WAITING = "waiting"
+# The span event of a step in a worker, which computes from then on.
 EVENT_STARTED = "started"
 
 # Attributes.

@@ -274,14 +274,6 @@ def ended(span: Span) -> Iterator[None]:
         span.end()
 
 
-def traceparent_of(span: Span) -> str:
-    """The span's W3C trace context, or the empty string when it is not sampled."""
-    context = span.get_span_context()
-    if not context.is_valid or not context.trace_flags & TraceFlags.SAMPLED:
-        return ""
-    return traceparent_text(context.trace_id, context.span_id)
-
-
 def new_trace_id() -> int:
     """A trace id of 128 random bits, not 0."""
     return random.getrandbits(128) or 1

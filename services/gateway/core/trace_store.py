@@ -66,8 +66,6 @@ class TraceStore:
         self._steps: dict[str, None] = {}
         """Of the others, those of engine steps."""
         self.num_bytes = 0
-        self.num_dropped_spans = 0
-        """Spans that came, and were dropped since."""
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._others)
@@ -77,7 +75,6 @@ class TraceStore:
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
         if trace.num_bytes + size > self._max_bytes // 8:
-            self.num_dropped_spans += 1
             return
         trace.spans.append(span)
         trace.num_bytes += size
@@ -117,7 +114,6 @@ class TraceStore:
             trace = self._others.pop(next(iter(self._steps), None) or next(iter(self._others)))
             self._steps.pop(trace.trace_id, None)
         self.num_bytes -= trace.num_bytes
-        self.num_dropped_spans += len(trace.spans)
 
 
 def is_called(request_id: str, name: str) -> bool:

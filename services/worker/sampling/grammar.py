@@ -130,12 +130,6 @@ class GrammarMask:
         self._matcher: LLMatcher | None = self._made(grammars.matcher)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether no token is allowed: the output does not conform, or is too complex to go on."""
-        self._update()
-        return self._matcher is None
-
-    @property
     def is_complete(self) -> bool:
         """Whether the output can only end."""
         return self._matcher is not None and self._matcher.is_stopped()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.common.settings import SettingError
-from services.common.telemetry import Tracing, configure_tracing, traceparent_of
+from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.adapters.traces.keeping import StoreExporter
 from services.gateway.adapters.traces.tracing import make_trace_store
 from services.gateway.core.trace_store import TraceStore
@@ -19,6 +19,7 @@ from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import bearer
 from tests.gateway.serving import Serving, serving, until
 from tests.plain_http import async_http_client
+from tests.traceparents import traceparent_of
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}

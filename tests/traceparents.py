@@ -1,0 +1,13 @@
+"""The trace context that a client sends."""
+
+from opentelemetry.trace import Span, TraceFlags
+
+from services.common.telemetry import traceparent_text
+
+
+def traceparent_of(span: Span) -> str:
+    """The span's W3C trace context, or the empty string when it is not sampled."""
+    context = span.get_span_context()
+    if not context.is_valid or not context.trace_flags & TraceFlags.SAMPLED:
+        return ""
+    return traceparent_text(context.trace_id, context.span_id)
