@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     with Client(url, key, tls) as client:
         answer = client.post(f"/{call.replace('-', '_')}", query)
     for replica in answer["replicas"]:
-        print(f"{replica['address']}: {_said(replica, answer['status'])}")
+        print(f"{replica['address']}: {_status_text(replica, answer['status'])}")
     return 0
 
 
@@ -59,6 +59,6 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _said(replica: dict[str, Any], status: str) -> str:
+def _status_text(replica: dict[str, Any], status: str) -> str:
     left = replica.get("num_unfinished")
     return status if left is None else f"{status}, {left} requests left"

@@ -86,18 +86,20 @@ def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
     indent = " " * (2 * span["depth"] + 2)
     if span["error"] is not None:
         yield Text(f"{indent}{span['error']}", style="red")
-    said = _said(span["attributes"], span["name"], every_attribute=every_attribute)
+    said = _shown_attributes(span["attributes"], span["name"], every_attribute=every_attribute)
     if every_attribute:
         yield from (Text(f"{indent}{one}", style="dim") for one in said)
     elif said:
         yield Text(f"{indent}{' · '.join(said)}", style="dim")
     for event in span["events"]:
-        said = _said(event["attributes"], event["name"], every_attribute=True)
+        said = _shown_attributes(event["attributes"], event["name"], every_attribute=True)
         text = f"{indent}{_EVENT} {event['name']} at {seconds_text(event['at'])}"
         yield Text("  ".join([text, *said]), style="dim")
 
 
-def _said(attributes: Mapping[str, Any], known: str, *, every_attribute: bool) -> list[str]:
+def _shown_attributes(
+    attributes: Mapping[str, Any], known: str, *, every_attribute: bool
+) -> list[str]:
     """Attributes without the common part of their names; by default those of ours that are not
     empty or 0, and that the span's name does not say.
     """

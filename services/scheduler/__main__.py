@@ -1,10 +1,8 @@
 """The scheduler service, `python -m services.scheduler`: its composition root."""
 
 import asyncio
-import itertools
 import logging
 import time
-import uuid
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,39 +23,23 @@ from services.common.telemetry import Tracing, service_tracing
 from services.common.tls_metrics import TlsCollector
 from services.common.tls_settings import tls_of
 from services.common.tracing_metrics import TracingCollector
-from services.scheduler.adapters.activity import Activity, WatchedSteps
-from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
-from services.scheduler.adapters.client_sessions import ClientSessions
-from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
-from services.scheduler.adapters.engine_observer import EngineObserver
-from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.adapters.pool_client import PoolClient
-from services.scheduler.adapters.queue_watch import QueueWatch
-from services.scheduler.adapters.readiness import ReplicaReadiness
 from services.scheduler.adapters.registration import Registration
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import (
     make_connector,
     scheduler_config,
-    session_opened_to_proto,
 )
 from services.scheduler.adapters.replica_metrics import ReplicaMetrics
-from services.scheduler.adapters.request_intake import RequestIntake
-from services.scheduler.adapters.request_metrics import RequestMetrics
 from services.scheduler.adapters.servicer import SchedulerServicer
-from services.scheduler.adapters.sessions import Sessions
-from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
-from services.scheduler.adapters.statistics import Statistics, StepCounts
 from services.scheduler.adapters.step_log import scheduler_with_log
-from services.scheduler.adapters.step_tracer import StepTracer
-from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.adapters.tier_metrics import TierCollector
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
-from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
+from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
@@ -131,7 +113,7 @@ async def _serve(
                 pool_channel,
             )
             shared = [TlsCollector(tls), TracingCollector(tracing)]
-            collectors = (*service.collectors, registration, TierCollector(connector))
+            collectors = (*service.parts.collectors, registration, TierCollector(connector))
             own = Exposition(SERVICE, collectors, shared)
             labels = {"model_name": shape.description.model_name, "engine": settings.replica}
             metrics = ReplicaMetrics(own, pool_channel, worker_channels, labels)
@@ -184,89 +166,41 @@ class SchedulerService:
         self._ecosystem = ecosystem
         self._registration = registration
         self._model_name, self._node = shape.description.model_name, cache_node
-        description, config = shape.description, scheduler.config
-        incarnation, counts, sessions = uuid.uuid4().hex, StepCounts(), Sessions()
         self._server = GrpcServer(tls=tls)
-        self._readiness = ReplicaReadiness(sessions, self._set_ready)
-        tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
-        requests, steps = RequestMetrics(), WatchedSteps()
-        speculation = SpeculationMetrics(config.num_speculative_tokens)
-        observer = EngineObserver(tracer, requests, speculation, steps)
-        self._engine = EngineCore(scheduler, executor, replica, sessions, observer, self._readiness)
-        replica.watch(self._engine.lost)
-        max_num_sessions = settings.max_num_sessions
-        if max_num_sessions is None:
-            max_num_sessions = config.max_running // 2
-        client_sessions = ClientSessions(self._engine, sessions, max_num_sessions)
-        self._watch = QueueWatch(
-            self._engine,
-            sessions,
-            counts,
-            max_num_waiting=settings.max_num_waiting,
-            max_queue_seconds=settings.max_queue_seconds,
-            client_sessions=client_sessions,
-        )
-        self.statistics = Statistics(
-            self._engine, sessions, counts, incarnation, description.model_name
-        )
-        self.collectors = (
-            EngineCollector(self._engine, sessions, counts, self._watch, description.dtype),
-            ClientSessionsCollector(client_sessions),
-            requests,
-            speculation,
-        )
-        """The metrics of the engine and its requests."""
-        intake = RequestIntake(
-            config=config,
-            vocab_size=description.vocab_size,
-            hidden_size=description.hidden_size,
-            max_model_len=description.max_model_len,
-            queue_at_arrival=self._watch.state_at_arrival,
-            next_key=itertools.count(1).__next__,
-            pooler=shape.pooler,
-        )
-        opened = session_opened_to_proto(shape, config, incarnation)
-        opened.cache_node = cache_node
-        opened.kvpool_address, opened.pool_id = settings.kvpool, settings.replica
-        adapters = AdapterLoader(
+        self.parts = parts = Parts(
+            settings,
+            tracing,
+            shape,
+            scheduler,
+            executor,
             workers,
-            description.max_cpu_loras,
-            lambda: self._engine.unfinished,
-            self._engine.grammar_compiled,
-        )
-        replica.prepare_workers = adapters.reload
-        self._submitter = RequestSubmitter(
-            self._engine,
-            intake,
-            sessions,
-            client_sessions,
-            GrammarPreparation(workers, adapters, self._engine.grammar_compiled),
-        )
-        activity = Activity(
-            self._engine, self.statistics, counts, steps, pool_channel, settings.replica
+            replica,
+            pool_channel,
+            cache_node,
+            self._set_ready,
         )
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerServicer_to_server,
             SchedulerServicer(
-                self._engine,
-                self._submitter,
-                sessions,
-                self.statistics,
-                activity,
-                tracer,
-                opened,
+                parts.engine,
+                parts.submitter,
+                parts.sessions,
+                parts.statistics,
+                parts.activity,
+                parts.tracer,
+                parts.opened,
             ),
             scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name,
         )
         self._server.add(
             scheduler_pb2_grpc.add_SchedulerAdminServicer_to_server,
             SchedulerAdminServicer(
-                self._engine, self._submitter, sessions, self._readiness, adapters
+                parts.engine, parts.submitter, parts.sessions, parts.readiness, parts.adapters
             ),
             scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerAdmin"].full_name,
         )
         ecosystem.serve_vllm_engine(
-            self._engine, sessions, self._submitter, self.statistics, shape, opened
+            parts.engine, parts.sessions, parts.submitter, parts.statistics, shape, parts.opened
         )
 
     def serve_collect(self, metrics: ReplicaMetrics) -> None:
@@ -284,9 +218,9 @@ class SchedulerService:
                 registered = self._registration.run(address, self._model_name, self._node)
                 registering = tasks.create_task(registered, name="registration")
                 running = [
-                    tasks.create_task(self._readiness.run(), name="readiness"),
-                    tasks.create_task(self._watch.run(), name="queue watch"),
-                    tasks.create_task(self._engine.run(), name="engine"),
+                    tasks.create_task(self.parts.readiness.run(), name="readiness"),
+                    tasks.create_task(self.parts.watch.run(), name="queue watch"),
+                    tasks.create_task(self.parts.engine.run(), name="engine"),
                     tasks.create_task(self._ecosystem.run(), name="replay of events"),
                 ]
                 logger.info("serving on %s", address)
@@ -312,11 +246,11 @@ class SchedulerService:
         """Refuses new requests, lets running ones end within the drain time, and waits for the last
         step.
         """
-        self._readiness.drain()
-        self._submitter.drain()
+        self.parts.readiness.drain()
+        self.parts.submitter.drain()
         await self._drain_servers(self._settings.drain_seconds)
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_STEP_SECONDS), self._engine.standstill():
+            async with asyncio.timeout(LAST_STEP_SECONDS), self.parts.engine.standstill():
                 logger.info("drained; no step is in flight")
 
 

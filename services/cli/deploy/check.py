@@ -45,11 +45,11 @@ class Check:
         """Breaks a container of each role in each way; returns how many times something was wrong.
         Raises CommandError if the deployment does not serve before all faults.
         """
-        self._undisturbed()
+        self._check_undisturbed()
         wrong = [self._break(fault, role) for fault in faults for role in roles]
         return sum(wrong)
 
-    def _undisturbed(self) -> None:
+    def _check_undisturbed(self) -> None:
         streams = self._fleet.streams()
         begun = time.monotonic()
         streams.begin()

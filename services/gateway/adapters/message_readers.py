@@ -24,7 +24,7 @@ class MessageReaders:
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
         """The first message. Raises Aborted when it does not come in time."""
         if self._slots.locked():
-            self._hurry()
+            self._shorten_timeouts()
         try:
             async with self._slots, asyncio.timeout(self._timeout_seconds) as timeout:
                 read = (asyncio.get_running_loop().time(), timeout)
@@ -38,7 +38,7 @@ class MessageReaders:
         except TimeoutError:
             raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
 
-    def _hurry(self) -> None:
+    def _shorten_timeouts(self) -> None:
         """Shortens the time of the reads that began long ago."""
         now = asyncio.get_running_loop().time()
         for began, timeout in self._reads:

@@ -65,7 +65,7 @@ class Membership:
             if address not in known:
                 logger.info("scheduler %s joins, by %s", address, source)
                 self._join(address)
-        return self._let_go()
+        return self._remove_leaving()
 
     def ready(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.is_ready]
@@ -125,7 +125,7 @@ class Membership:
         self._links.open(replica)
         self.changed.set()
 
-    def _let_go(self) -> bool:
+    def _remove_leaving(self) -> bool:
         """Removes the replicas that are to leave; whether there were any."""
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]

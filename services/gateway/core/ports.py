@@ -67,7 +67,7 @@ class Made:
 class KeptSource(Source, Protocol):
     """A source that may go on when its reader has gone."""
 
-    def when_settled(self, call: Callable[[Made], None]) -> None:
+    def when_making_ends(self, call: Callable[[Made], None]) -> None:
         """Calls it once: when the answer has ended or stopped, now if it is not being made."""
 
 

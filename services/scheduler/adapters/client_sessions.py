@@ -75,7 +75,7 @@ class ClientSessions:
         for request in self.open:
             self._engine.add_chunk(request, None)
 
-    def relieve(self, reason: WaitReason | None, now: float) -> None:
+    def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
         """Ends one session, if other requests wait for `reason`, and sessions that do not run hold
         what these lack: the one that has waited for input the longest, and not only just. If none
         does and nothing runs, sessions with input wait for each other's blocks, and the last one is

@@ -93,7 +93,7 @@ class QueueWatch:
             self._estimate.stand_still()
         if self._num_waiting:
             self._engine.abort_late(now)
-            self._client_sessions.relieve(self._counts.wait_reasons.current, now)
+            self._client_sessions.end_for_waiting(self._counts.wait_reasons.current, now)
         self._sessions.announce_queue(self._state())
         costs = self._counts.step_costs
         self._sessions.announce_load(costs.seconds_per_prompt_token, costs.seconds_per_decode)

@@ -121,7 +121,7 @@ class RequestMetrics(Collector):
         self._leave_steady()
         for request, tokens in zip(plan.requests, update.token_ids, strict=True):
             if tokens and (times := self._requests.get(request)) is not None:
-                self._got(request, times, len(tokens), now)
+                self._count_tokens(request, times, len(tokens), now)
         self.ended(update.ended)
         for session, end in update.turns.items():
             if (of_turn := self._requests.pop(session, None)) is not None:
@@ -167,7 +167,7 @@ class RequestMetrics(Collector):
                 times.last_token = self._steady_at
         self._steady = ()
 
-    def _got(self, request: Request, times: _Times, num_tokens: int, now: float) -> None:
+    def _count_tokens(self, request: Request, times: _Times, num_tokens: int, now: float) -> None:
         if times.first_token is not None:
             self._latency.observe((now - times.last_token) / num_tokens, num_tokens)
         else:

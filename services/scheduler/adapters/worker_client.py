@@ -175,11 +175,11 @@ class WorkerGroup:
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
-        await _by_all(rank.prepare_grammar(wanted) for rank in self._ranks)
+        await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
         """Lets every rank load it. Raises StepwellError as a rank does, once all are done."""
-        await _by_all(rank.load_adapter(adapter, kept) for rank in self._ranks)
+        await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
         """Ends every stream."""
@@ -213,7 +213,7 @@ class WorkerGroup:
         return step.output
 
 
-async def _by_all(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+async def _gather_calls(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     """Raises the first failure once all calls are done."""
     for done in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(done, BaseException):

@@ -55,7 +55,7 @@ class WaitingScheduler:
             )
             terms = [admission.terms for admission in planned.admissions]
             outcome = await self._kv_cache_manager.admit(terms, traceparent)
-            self._settle(builder, planned, outcome.admitted)
+            self._admit_planned(builder, planned, outcome.admitted)
             if outcome.stop is not None:
                 if outcome.stop.reason is StopReason.NO_BLOCKS:
                     self._refuse(builder, planned.admissions[len(outcome.admitted)])
@@ -132,7 +132,7 @@ class WaitingScheduler:
                 not_looked_up.append(request)
         return not_looked_up
 
-    def _settle(
+    def _admit_planned(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
         """Admits those that the pool has blocks for, and passes over those planned before and

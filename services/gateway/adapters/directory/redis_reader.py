@@ -180,15 +180,15 @@ class RedisReader:
                 pass
             case Applied.GAP:
                 self.counts.gaps += 1
-                self._hurry()
+                self._refresh_soon()
             case Applied.DRIFTED:
                 self.counts.drifts += 1
-                self._hurry()
+                self._refresh_soon()
             case Applied.OTHER_LIFE:
                 if batch.sequence == 0:
-                    self._hurry()
+                    self._refresh_soon()
 
-    def _hurry(self) -> None:
+    def _refresh_soon(self) -> None:
         """Looks at records and leases soon."""
         soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
         self._refresh_at = min(self._refresh_at, soon)

@@ -45,17 +45,17 @@ class RedisKeys:
 
     async def find(self, key_id: str) -> KnownKey | None:
         if self._is_lost or self._num_look_ups >= _MAX_LOOK_UPS:
-            raise _cannot_say()
+            raise _keys_unavailable()
         self._num_look_ups += 1
         try:
             answer = await look_up(self._redis, (key_id,), LOOK_UP_SECONDS)
         except RedisUnavailable as error:
             self._lost(str(error))
-            raise _cannot_say() from error
+            raise _keys_unavailable() from error
         finally:
             self._num_look_ups -= 1
         if not answer.version and self._keys:
-            raise _cannot_say()
+            raise _keys_unavailable()
         if answer.version != self._version:
             self._version = None  # what is in memory may be older
         self._take(answer, (key_id,))
@@ -116,7 +116,7 @@ class RedisKeys:
         self._is_lost = True
 
 
-def _cannot_say() -> Unavailable:
+def _keys_unavailable() -> Unavailable:
     return Unavailable(
         "this API key cannot be looked up now",
         reason="API_KEYS_UNAVAILABLE",

@@ -150,7 +150,7 @@ class Admission:
         """Sends the sequences that may go now."""
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
-            waiter = self._queue.take(self._may_go(self._divided()))
+            waiter = self._queue.take(self._may_take_place(self._divided()))
             if waiter is None:
                 return
             self._remove(waiter)
@@ -158,7 +158,7 @@ class Admission:
                 waiter.inflight.failed(too_late(waiter.inflight.request.deadline))
                 num_late += 1
             else:
-                self._let_through(waiter)
+                self._send_waiter(waiter)
         if self._waiters:
             self._clock.call_at(self._clock.time(), self.admit)
 
@@ -182,7 +182,7 @@ class Admission:
         """A sequence has left its replica, whatever way."""
         charge = self._charges.get(inflight)
         if charge is not None:
-            self._settle(inflight)
+            self._free_place(inflight)
             use = self.places.of(inflight.request.tenant)
             _note_time(use.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
@@ -197,7 +197,7 @@ class Admission:
         self.places.of(inflight.request.tenant).num_starting -= 1
         return True
 
-    def _settle(self, inflight: Inflight) -> None:
+    def _free_place(self, inflight: Inflight) -> None:
         """The tenant gets its place back, and its charge is corrected."""
         charge = self._charges.pop(inflight)
         self._has_started(inflight)
@@ -206,7 +206,7 @@ class Admission:
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
         self._queue.charge(tenant, charge.difference(num_output))
 
-    def _may_go(self, division: Division | None) -> Callable[[Tenant], bool]:
+    def _may_take_place(self, division: Division | None) -> Callable[[Tenant], bool]:
         if division is None:
             return lambda _: True
         return lambda tenant: division.may_take(self.places.of(tenant))
@@ -236,7 +236,7 @@ class Admission:
 
     def _take_back(self, inflight: Inflight) -> None:
         """A sequence waits here again, before those of its tenant that came later."""
-        self._settle(inflight)
+        self._free_place(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
         waiter = _Waiter(inflight, WaitReason.PREEMPTED, 0, now, was_sent=True, has_to_wait=True)
@@ -253,7 +253,7 @@ class Admission:
         del self._waiters[waiter.inflight]
         self.places.of(waiter.inflight.request.tenant).num_waiting -= 1
 
-    def _let_through(self, waiter: _Waiter) -> None:
+    def _send_waiter(self, waiter: _Waiter) -> None:
         inflight = waiter.inflight
         if waiter.has_to_wait:
             ended = self._clock.time()

@@ -62,7 +62,7 @@ class KeyedRequest:
         self.num_bytes = 0
         """The memory that counts for it."""
         self._on_left = on_left
-        self._on_settled: list[Callable[[Made], None]] = []
+        self._on_making_ended: list[Callable[[Made], None]] = []
 
     @property
     def is_idle(self) -> bool:
@@ -81,19 +81,19 @@ class KeyedRequest:
 
     def start(self, _requests: Sequence[EngineRequest]) -> Reader:
         self.stop_timer()
-        reader = Reader(self.recording, self.routes, self.waits, self.traces, self._left)
+        reader = Reader(self.recording, self.routes, self.waits, self.traces, self._reader_left)
         self.readers.add(reader)
         return reader
 
-    def when_settled(self, call: Callable[[Made], None]) -> None:
+    def when_making_ends(self, call: Callable[[Made], None]) -> None:
         if self.maker is None and not self.is_followed:
             call(self._made())
         else:
-            self._on_settled.append(call)
+            self._on_making_ended.append(call)
 
-    def settled(self) -> None:
+    def making_ended(self) -> None:
         """The answer is not made or followed here any more, for the time being at least."""
-        calls, self._on_settled = self._on_settled, []
+        calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())
 
@@ -111,6 +111,6 @@ class KeyedRequest:
         if timer is not None:
             timer.cancel()
 
-    def _left(self, reader: Reader) -> None:
+    def _reader_left(self, reader: Reader) -> None:
         self.readers.discard(reader)
         self._on_left(self)

@@ -131,7 +131,7 @@ class KeyedRequests:
                 return request, is_replay
 
     def _add(self, wanted: Wanted) -> KeyedRequest:
-        request = self._table[wanted.scope] = KeyedRequest(wanted, self._left)
+        request = self._table[wanted.scope] = KeyedRequest(wanted, self._reader_left)
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
@@ -177,7 +177,7 @@ class KeyedRequests:
             logger.exception("defect while an answer with a key was made")
             request.recording.fail(InternalError("a defect here"))
         request.maker = None
-        self._settle(request)
+        self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
         """The answer is not made any further here, for the time being."""
@@ -186,7 +186,7 @@ class KeyedRequests:
             task.cancel()
         if self.sharing is not None:
             self.sharing.leave(request)
-        self._settle(request)
+        self._end_making(request)
 
     def _suspend(self, request: KeyedRequest) -> None:
         self.counts.suspended += 1
@@ -208,16 +208,16 @@ class KeyedRequests:
 
     def followed_to_end(self, request: KeyedRequest) -> None:
         request.is_followed = False
-        self._settle(request)
+        self._end_making(request)
 
     # Its readers, and how long it is remembered.
 
     def _expect_reader(self, request: KeyedRequest) -> None:
         self._detached.pop(request, None)
         if not request.readers:
-            self._at(_FIRST_READER_SECONDS, request, self._left)
+            self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
-    def _left(self, request: KeyedRequest) -> None:
+    def _reader_left(self, request: KeyedRequest) -> None:
         """A reader has gone, or none has come."""
         if request.readers:
             return
@@ -230,12 +230,12 @@ class KeyedRequests:
             request.is_followed = False
             self._stop(request)
         else:
-            self._settle(request)
+            self._end_making(request)
 
-    def _settle(self, request: KeyedRequest) -> None:
+    def _end_making(self, request: KeyedRequest) -> None:
         """This gateway does not make the answer now: it has ended, or has stopped."""
         self._detached.pop(request, None)
-        request.settled()
+        request.making_ended()
         if request.recording.error is not None:
             self._remove(request)
         if self._table.get(request.scope) is not request:

@@ -250,18 +250,20 @@ class Sharing:
         self.is_reachable = False
         if self._clock.time() >= self._contact_at + self._times.lease_seconds:
             for request, _ in list(self._followed.values()):
-                self._go_alone(request)
+                self._make_alone(request)
 
     async def _read(self) -> None:
         followed = list(self._followed.values())
         for start in range(0, len(followed), _READS_AT_A_TIME):
             part = followed[start : start + _READS_AT_A_TIME]
-            places = [(request.scope, view.position) for request, view in part]
-            for (request, view), news in zip(part, await self._journal.read(places), strict=True):
+            positions = [(request.scope, view.position) for request, view in part]
+            for (request, view), news in zip(
+                part, await self._journal.read(positions), strict=True
+            ):
                 if self._is_following(request, view):
-                    await self._heard(request, view, news)
+                    await self._apply_news(request, view, news)
 
-    async def _heard(self, request: KeyedRequest, view: LogView, news: News) -> None:
+    async def _apply_news(self, request: KeyedRequest, view: LogView, news: News) -> None:
         if not self._follow(request, view, news.entries) or news.entries or news.is_leased:
             return
         took_lease, all_news = await self._journal.open(request.scope)
@@ -293,10 +295,10 @@ class Sharing:
         except DamagedEntry as error:
             logger.warning("a log is not followed any further: %s", error)
             self.counts.damaged += 1
-            self._go_alone(request)
+            self._make_alone(request)
             return False
         if view.recording is not request.recording:
-            self._go_alone(request)  # the key was forgotten, and another request began under it
+            self._make_alone(request)  # the key was forgotten, and another request began under it
             return False
         if request.recording.is_over:
             self._unfollow(request)
@@ -304,7 +306,7 @@ class Sharing:
             return False
         return True
 
-    def _go_alone(self, request: KeyedRequest) -> None:
+    def _make_alone(self, request: KeyedRequest) -> None:
         self.counts.alone += 1
         self._unfollow(request)
         self._tell.taken_over(request)

@@ -155,7 +155,7 @@ class Allowance:
         """
         if self._store is None:
             return
-        kept = self._source_that_goes_on()
+        kept = self._kept_source()
         num_used = self._num_reserved if kept is not None else self._num_used()
         holds = self.limits.max_concurrent_requests is not None
         change = Change(
@@ -168,16 +168,16 @@ class Allowance:
         if holds or change.num_requests or change.num_tokens:
             self._store.give_back(self.limits, change)
         if kept is not None:
-            kept.when_settled(self._settle)
+            kept.when_making_ends(self._give_back_unused)
 
-    def _source_that_goes_on(self) -> KeptSource | None:
+    def _kept_source(self) -> KeptSource | None:
         """What may go on with the answer, for an idempotency key, without this request."""
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
-    def _settle(self, made: Made) -> None:
+    def _give_back_unused(self, made: Made) -> None:
         """Gives back what an answer did not use that went on without its client."""
         if self._store is None or self._generation is None:
             return

@@ -1,0 +1,127 @@
+"""The core of a scheduler with what it reaches through adapters."""
+
+import itertools
+import uuid
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from services.common.telemetry import Tracing
+from services.scheduler.adapters.activity import Activity, WatchedSteps
+from services.scheduler.adapters.adapter_loader import AdapterLoader
+from services.scheduler.adapters.client_sessions import ClientSessions
+from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
+from services.scheduler.adapters.engine_observer import EngineObserver
+from services.scheduler.adapters.grammar_preparation import GrammarPreparation
+from services.scheduler.adapters.queue_watch import QueueWatch
+from services.scheduler.adapters.readiness import ReplicaReadiness
+from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
+from services.scheduler.adapters.replica_config import session_opened_to_proto
+from services.scheduler.adapters.request_intake import RequestIntake
+from services.scheduler.adapters.request_metrics import RequestMetrics
+from services.scheduler.adapters.sessions import Sessions
+from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
+from services.scheduler.adapters.statistics import Statistics, StepCounts
+from services.scheduler.adapters.step_tracer import StepTracer
+from services.scheduler.adapters.submitter import RequestSubmitter
+from services.scheduler.adapters.traced_ports import TracedExecutor
+from services.scheduler.adapters.worker_client import WorkerGroup
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.settings import SchedulerSettings
+
+
+class Parts:
+    """Put together over a replica that is open; see SchedulerService for their life."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        tracing: Tracing,
+        shape: ReplicaShape,
+        scheduler: Scheduler,
+        executor: TracedExecutor,
+        workers: WorkerGroup,
+        replica: ReplicaClient,
+        pool_channel: grpc.aio.Channel,
+        cache_node: str,
+        set_ready: Callable[[bool], Awaitable[None]],
+    ) -> None:
+        """`cache_node` is the name of the pool in the directory, `set_ready` tells clients whether
+        steps can run.
+        """
+        description, config = shape.description, scheduler.config
+        incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
+        self.sessions = Sessions()
+        self.readiness = ReplicaReadiness(self.sessions, set_ready)
+        self.tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
+        requests = RequestMetrics()
+        speculation = SpeculationMetrics(config.num_speculative_tokens)
+        observer = EngineObserver(self.tracer, requests, speculation, steps)
+        self.engine = EngineCore(
+            scheduler, executor, replica, self.sessions, observer, self.readiness
+        )
+        replica.watch(self.engine.lost)
+        client_sessions = ClientSessions(
+            self.engine, self.sessions, _max_num_sessions(settings, config)
+        )
+        self.watch = QueueWatch(
+            self.engine,
+            self.sessions,
+            counts,
+            max_num_waiting=settings.max_num_waiting,
+            max_queue_seconds=settings.max_queue_seconds,
+            client_sessions=client_sessions,
+        )
+        self.statistics = Statistics(
+            self.engine, self.sessions, counts, incarnation, description.model_name
+        )
+        self.collectors = (
+            EngineCollector(self.engine, self.sessions, counts, self.watch, description.dtype),
+            ClientSessionsCollector(client_sessions),
+            requests,
+            speculation,
+        )
+        """The metrics of the engine and its requests."""
+        self.adapters = AdapterLoader(
+            workers,
+            description.max_cpu_loras,
+            lambda: self.engine.unfinished,
+            self.engine.grammar_compiled,
+        )
+        replica.prepare_workers = self.adapters.reload
+        self.submitter = RequestSubmitter(
+            self.engine,
+            _intake(shape, config, self.watch),
+            self.sessions,
+            client_sessions,
+            GrammarPreparation(workers, self.adapters, self.engine.grammar_compiled),
+        )
+        self.activity = Activity(
+            self.engine, self.statistics, counts, steps, pool_channel, settings.replica
+        )
+        self.opened = session_opened_to_proto(shape, config, incarnation)
+        """What a gateway is told when its session opens."""
+        self.opened.cache_node = cache_node
+        self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
+
+
+def _max_num_sessions(settings: SchedulerSettings, config: SchedulerConfig) -> int:
+    """Sessions that may be kept: by default half of the requests that run at once."""
+    if settings.max_num_sessions is None:
+        return config.max_running // 2
+    return settings.max_num_sessions
+
+
+def _intake(shape: ReplicaShape, config: SchedulerConfig, watch: QueueWatch) -> RequestIntake:
+    description = shape.description
+    return RequestIntake(
+        config=config,
+        vocab_size=description.vocab_size,
+        hidden_size=description.hidden_size,
+        max_model_len=description.max_model_len,
+        queue_at_arrival=watch.state_at_arrival,
+        next_key=itertools.count(1).__next__,
+        pooler=shape.pooler,
+    )
