@@ -25,7 +25,7 @@ FAMILIES = {
     "async": 0.4,
     "stages": 0.2,
     "connector": 0.35,
-    "tier": 0.25,
+    "tier": 0.3,
     "encoder": 0.25,
     "adapters": 0.3,
     "grammars": 0.3,
@@ -60,7 +60,7 @@ def make_world(number: int) -> World:
         random.random() < 0.3,
         arrivals,
         _events(random, families),
-        random.choice((random.randint(1, 6), random.randint(7, 30), 300))
+        random.choice((random.randint(1, 6), random.randint(7, 30), 300, 300))
         if "tier" in families
         else 0,
         frozenset(families),
@@ -253,7 +253,7 @@ def _events(random: Random, families: set[str]) -> tuple[Event, ...]:
         add(*resets, *([Incident.RESET_ENCODER_CACHE] if "encoder" in families else []), most=3)
     if "losses" in families:
         add(Incident.LOSE_WORKERS, Incident.LOSE_POOL, Incident.REPORT_LOSS, most=3)
-    if "tier" in families and random.random() < 0.5:
+    if "tier" in families and random.random() < 0.7:
         add(Incident.DAMAGE_TIER, most=3)
     add(Incident.BAD_TRANSACTION, most=2)
     return tuple(sorted(events, key=lambda event: event.tick))

@@ -78,8 +78,8 @@ class WorldTier:
         )
 
     def damage(self, number: int) -> None:
-        """Every third block no longer holds what was stored there."""
-        for block in filter(None, self._blocks[number % 3 :: 3]):
+        """Every other block no longer holds what was stored there."""
+        for block in filter(None, self._blocks[number % 2 :: 2]):
             block.is_damaged = True
 
     def reset(self) -> None:
