@@ -64,11 +64,6 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    @property
-    def filters(self) -> bool:
-        """Whether tokens are cut from the distribution by their probability."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidArgument, which names the field, for the first value that is out of range
         (NaN is out of every range), token id that the vocabulary lacks, or combination that leaves

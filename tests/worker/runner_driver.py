@@ -129,6 +129,7 @@ def build_runner(
         states=states,
         adapters=_loaded_adapters(loaded, adapters) if adapters else None,
         drafter=None if proposer is None else Drafter(proposer, 4),
+        row_sampler=kernels.row_sampler(),
     )
 
 

@@ -28,6 +28,7 @@ from services.worker.backends.lora import (
     PackedLora,
 )
 from services.worker.backends.quantized import Weight
+from services.worker.backends.row_sampler import RowSampler
 
 
 class Activation(enum.Enum):
@@ -206,6 +207,11 @@ class Kernels(Protocol):
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
         """The adapters of a step, which these kernels have packed."""
+
+    def row_sampler(self) -> RowSampler | None:
+        """What draws tokens from rows of logits on the host, or None if these kernels have no
+        compiled code for it.
+        """
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""

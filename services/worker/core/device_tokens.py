@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from services.worker.backends.device import Device, Download
+from services.worker.backends.row_sampler import UNUSABLE
 from services.worker.core.errors import InvalidStep
 from services.worker.core.layout import StepTokens
 from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
 from services.worker.sampling.device_logprobs import PendingLogprobs, logprobs_on_device
-from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
+from services.worker.sampling.device_sampler import sample_on_device
 from services.worker.sampling.sampler import SamplingMetadata
 
 

@@ -20,6 +20,7 @@ from services.worker.backends.attention import Int64Array, PagedAttention
 from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.backends.lora import PackedLora
+from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.decode_buckets import DecodeBuckets
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.drafter import Drafter
@@ -49,7 +50,8 @@ class ModelRunner:
     where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
     pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks. `grammars`:
     what outputs may be held to. `adapters`: those that requests may have; None: none. `drafter`:
-    proposes drafts; None: steps bring their own, if any.
+    proposes drafts; None: steps bring their own, if any. `row_sampler`: draws tokens; None: NumPy
+    does.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ModelRunner:
         grammars: Grammars | None = None,
         adapters: LoraAdapters | None = None,
         drafter: Drafter | None = None,
+        row_sampler: RowSampler | None = None,
     ) -> None:
         self.model = model
         self._attention = attention
@@ -86,7 +89,9 @@ class ModelRunner:
         self.drafter = drafter
         self._adapter_of: dict[int, PackedLora] = {}
         """By row, for requests that have one."""
-        self._sampler = StepSampler(self._batch, self._device, device_tokens, drafter, grammars)
+        self._sampler = StepSampler(
+            self._batch, self._device, device_tokens, drafter, grammars, row_sampler
+        )
         self._generation: int | None = None
 
     @property

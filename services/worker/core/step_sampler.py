@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from services.worker.backends.device import Device
+from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
 from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import InputBatch
@@ -31,7 +32,7 @@ class StepSampler:
     """Samples for the requests of a batch, and appends their tokens to it.
 
     `device_tokens`: samples on the device where the host need not know the token before the step
-    returns. `drafter`: is told what became of drafts.
+    returns. `drafter`: is told what became of drafts. `row_sampler`: draws tokens, see Sampler.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class StepSampler:
         device_tokens: DeviceTokens | None,
         drafter: Drafter | None,
         grammars: Grammars | None,
+        row_sampler: RowSampler | None = None,
     ) -> None:
         self._batch = batch
         self._device = device
         self._device_tokens = device_tokens
         self._drafter = drafter
         self._grammars = grammars
+        self._row_sampler = row_sampler
         self._sampler = self._new_sampler()
         self._num_prompt_logprobs: dict[int, int] = {}
         """By row, for requests that ask for log-probabilities of their prompts."""
@@ -121,14 +124,21 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples each request token by token, until one is not the draft at its position."""
+        """Samples each request token by token, until one is not the draft at its position. Tokens
+        that do not depend on those before are drawn at all positions at once.
+        """
+        logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens
+        counts = num_draft_tokens[sampling.requests] + 1
+        ahead = np.arange(len(logits)) - np.repeat(sampling.firsts, counts)
+        of_logits = np.repeat(tokens.rows[sampling.requests], counts)
+        drawn = self._sampler.draw_ahead(logits, of_logits, ahead)
         offset, active = 0, np.arange(len(sampling.requests))
         while len(active):
             indexes = sampling.requests[active]
             rows = tokens.rows[indexes]
-            wanted = logits[self._device.upload(sampling.firsts[active] + offset)]
-            output = self._sampler.sample(wanted, rows)
+            at = sampling.firsts[active] + offset
+            output = self._sampler.sample(logits, rows, at, None if drawn is None else drawn[at])
             sampled.add(tokens.order[indexes], output)
             drafts = self._batch.token_ids[rows, known[indexes] + offset]
             accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
@@ -168,4 +178,4 @@ class StepSampler:
 
     def _new_sampler(self) -> Sampler:
         limits = self._batch.limits
-        return Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars)
+        return Sampler(limits.max_num_seqs, limits.vocab_size, self._grammars, self._row_sampler)

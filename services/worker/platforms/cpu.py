@@ -78,6 +78,7 @@ class CpuPlatform:
             grammars=parts.grammars,
             adapters=parts.adapters,
             drafter=parts.drafter,
+            row_sampler=parts.kernels.row_sampler(),
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 
 from services.worker.backends.device import Device
+from services.worker.backends.row_sampler import UNUSABLE
 from services.worker.sampling.device_race import race_on_device
 from services.worker.sampling.sampler import SamplingMetadata
-
-UNUSABLE = -1
-"""Stands for a token that cannot be sampled because of NaN or infinity in the logits."""
 
 
 def sample_on_device(

@@ -31,13 +31,14 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits that the parameters ask for, in the order in which they apply.
+    """The edits that the parameters ask for, in the order in which they apply; the mask of the
+    grammar comes before them.
 
     `token_ids` is the prompt and the output so far. `grammar`: of a request with
     `structured_outputs`.
     """
     output = token_ids[num_prompt_tokens:]
-    edits: list[LogitEdit] = [] if grammar is None else [grammar]
+    edits: list[LogitEdit] = []
     if params.allowed_token_ids:
         edits.append(AllowedTokens(params.allowed_token_ids))
     if params.bad_words:

@@ -2,18 +2,34 @@
 
 All filters keep a prefix of one order: by falling logit, and among equal logits by rising id. So
 ties do not depend on a sorting algorithm, and top-k of 1 is greedy. Each filter is then a number of
-tokens. No filter sorts the vocabulary: top-k is a selection, and top-p sorts only the weights of
+tokens. No filter sorts the vocabulary: top-k is a selection, and top-p sorts only the logits of
 tokens that are probable enough to be kept.
 
-Weights are probabilities up to a factor, float32, the largest 1. They are summed in float64.
+A token's weight is its probability up to a factor: float32, the largest 1. Its mass is its weight
+rounded to a multiple of a power of two that is so large that the masses of the whole vocabulary add
+up without rounding. What is kept therefore does not depend on the order in which masses are added,
+and backends/native/cpp/token_filters.h keeps the same tokens by another algorithm.
 """
+
+import math
+from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
+from services.worker.sampling.exact_math import exponential
 
-_BLOCK = 256
+_MOST_BITS_OF_MASS = 40
+_DOUBLE_BITS = 53
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """The parameters of one row; see SamplingParams."""
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
@@ -39,54 +55,35 @@ def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
 
 
 def kept_token_ids(
-    logits: Float32Array, weights: Float32Array, params: SamplingParams
+    logits: Float32Array, largest: np.float32, temperature: np.float32, filters: Filters
 ) -> Int64Array | None:
     """The tokens that min-p, then top-k, then top-p keep, by rising id; None if all are kept.
 
-    At least one token is kept. Top-p is a share of the mass that min-p and top-k keep; the token
-    that reaches it is kept too.
+    `largest`: of the logits [V], finite. `temperature`: above 0. At least one token is kept. Top-p
+    is a share of the mass that min-p and top-k keep; the token that reaches it is kept too.
     """
-    limit = len(logits)
-    if params.min_p > 0:
-        limit = int(np.count_nonzero(weights >= np.float32(params.min_p)))
-    if params.top_k > 0:
-        limit = min(limit, params.top_k)
-    if limit < len(logits):
-        kept = best_token_ids(logits, limit)
-        mass = weights[kept].sum(dtype=np.float64)
-    elif params.top_p < 1:
-        mass = weights.sum(dtype=np.float64)
-        kept = _nucleus_candidates(weights, params.top_p, mass)
-    else:
+    if not (filters.top_k > 0 or filters.top_p < 1 or filters.min_p > 0):
         return None
-    if params.top_p < 1:
-        falling = np.sort(weights[kept])[::-1]
-        count = 1 + _index_at(falling, params.top_p * mass)
+    weights = exponential((logits - largest) / temperature)
+    limit = size = len(logits)
+    if filters.min_p > 0:
+        limit = int(np.count_nonzero(weights >= np.float32(filters.min_p)))
+    if filters.top_k > 0:
+        limit = min(limit, filters.top_k)
+    kept = best_token_ids(logits, limit) if limit < size else None
+    if filters.top_p < 1:
+        mass = float(_masses(weights if kept is None else weights[kept], size).sum())
+        if kept is None:
+            kept = np.flatnonzero(weights > (1 - filters.top_p) * mass / (4 * size))
+        falling = np.sort(logits[kept])[::-1]
+        masses = _masses(exponential((falling - largest) / temperature), size)
+        count = 1 + int(masses.cumsum().searchsorted(filters.top_p * mass))
         kept = kept[best_token_ids(logits[kept], count)]
     return kept
 
 
-def _nucleus_candidates(weights: Float32Array, top_p: float, mass: float) -> Int64Array:
-    """A superset of the nucleus: the tokens left out have at most half the mass that may be cut."""
-    return np.flatnonzero(weights > (1 - top_p) * mass / (2 * len(weights)))
-
-
-def _index_at(weights: Float32Array, target: float) -> int:
-    """The first index at which the sum of weights reaches the target.
-
-    Found among the sums of blocks and then inside one block, since a running sum over all weights
-    is slow: each addition waits for the one before.
-    """
-    starts = np.arange(0, len(weights), _BLOCK)
-    blocks = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
-    block = _position(blocks, target)
-    before = blocks[block - 1] if block else 0.0
-    start = block * _BLOCK
-    inside = weights[start : start + _BLOCK].cumsum(dtype=np.float64)
-    return start + _position(inside, target - before)
-
-
-def _position(cumulative: Float64Array, target: float) -> int:
-    """As `_index_at` over running sums; if rounding leaves no such index, the last that adds."""
-    last = np.searchsorted(cumulative, cumulative[-1])
-    return int(min(last, np.searchsorted(cumulative, target)))
+def _masses(weights: Float32Array, vocab_size: int) -> Float64Array:
+    """The masses of weights, of which a vocabulary of this size adds up without rounding."""
+    bits = min(_MOST_BITS_OF_MASS, _DOUBLE_BITS - (vocab_size - 1).bit_length())
+    rounder = math.ldexp(1.5, _DOUBLE_BITS - 1 - bits)
+    return weights.astype(np.float64) + rounder - rounder

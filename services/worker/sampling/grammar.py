@@ -19,7 +19,7 @@ import numpy as np
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.structured_outputs import StructuredOutputs
-from services.worker.sampling.arrays import BoolArray, Float32Array
+from services.worker.sampling.arrays import Int32Array
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -115,7 +115,7 @@ class Grammars:
 
 class GrammarMask:
     """Bans the tokens with which the output of one request could not conform to what is demanded,
-    and its end where it is not complete. A logit edit, the first of a request.
+    and its end where it is not complete.
     """
 
     def __init__(
@@ -125,7 +125,6 @@ class GrammarMask:
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
         self._packed = np.zeros(-(-vocab_size // 32), np.int32)
-        self._banned: BoolArray = np.ones(vocab_size, np.bool_)
         self._is_current = False
         self._matcher: LLMatcher | None = self._made(grammars.matcher)
 
@@ -142,11 +141,14 @@ class GrammarMask:
             return []
         return self._matcher.compute_ff_tokens()
 
-    def apply(self, logits: Float32Array) -> None:
+    @property
+    def packed(self) -> Int32Array:
+        """The mask of the next token, as RowSampler.copy takes it; valid until `append`."""
         self._update()
-        np.copyto(logits, -np.inf, where=self._banned)
+        return self._packed
 
     def append(self, token_id: int) -> None:
+        """Goes on behind the request's next token."""
         self._output.append(token_id)
         self._is_current = False
         if self._matcher is not None and not self._matcher.is_stopped():
@@ -165,12 +167,7 @@ class GrammarMask:
                 logger.warning("an output ends unfinished: %s", error)
                 self._matcher = None
         if self._matcher is None:
-            self._banned[:] = True
-            return
-        bits = np.unpackbits(
-            self._packed.view(np.uint8), count=len(self._banned), bitorder="little"
-        )
-        np.equal(bits, 0, out=self._banned)
+            self._packed.fill(0)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
         """Whether the matcher made a mask, in `_packed`."""

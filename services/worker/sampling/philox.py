@@ -16,6 +16,9 @@ _WEYL = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 _LOW = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(32)
 
+SAMPLING_STREAM = 0
+"""The stream of the draws of tokens."""
+
 
 def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
     """The generator itself: counters [n, 4] and keys [n, 2] to random words [n, 4]."""

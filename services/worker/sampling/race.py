@@ -25,6 +25,7 @@ Philox, one for blocks and one for tokens at each (seed, position).
 import numpy as np
 
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
+from services.worker.sampling.exact_math import logarithm
 
 BLOCK_SIZE = 32
 NUM_LANES = 128
@@ -43,6 +44,8 @@ NUMBER_UNIT = 2.0**-52
 
 _LOGITS_BYTES = 2**21
 _NUM_FIRST_BLOCKS = 24
+_BOUND_ERROR = 1e-9
+"""More than rounding takes from the bound of a block."""
 _LEAST_WEIGHT = np.float32(-1e6)
 """The least logarithm of a weight. With -46 a token already cannot win, since an exponential is at
 least 2**-58 and at most 38. It keeps the speeds of banned tokens finite, so that they differ:
@@ -65,8 +68,7 @@ def exponentials(random: UInt64Array) -> Float64Array:
     numbers = (random >> np.uint64(NUMBER_SHIFT)).astype(np.float64)
     numbers += 0.5
     numbers *= NUMBER_UNIT
-    np.log(numbers, out=numbers)
-    return np.negative(numbers, out=numbers)
+    return -logarithm(numbers)
 
 
 class Race:
@@ -81,6 +83,8 @@ class Race:
       3. The same is done for each further block whose bound is not below that token's speed.
 
     On average at most 32 blocks reach the third step, for any distribution, and mostly none does.
+    The result is that of a race of all tokens: backends/native/cpp/token_race.h, which leaves out
+    other blocks, draws the same.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
@@ -131,7 +135,7 @@ class Race:
         first = bounds.argpartition(-_NUM_FIRST_BLOCKS, axis=1)[:, -_NUM_FIRST_BLOCKS:]
         speeds, token_ids = self._fastest(rows, first, random, smallest)
         bounds[rows, first] = -np.inf
-        further = bounds >= speeds[:, None]
+        further = bounds >= speeds[:, None] - _BOUND_ERROR
         for row in np.flatnonzero(further.any(axis=1)).tolist():
             blocks = np.flatnonzero(further[row])[None]
             ((speed,), (token_id,)) = self._fastest(rows[row, None], blocks, random, smallest)
@@ -162,6 +166,6 @@ class Race:
         weights = logits - self._largest[rows]
         weights /= self._temperatures[rows]
         np.maximum(weights, _LEAST_WEIGHT, out=weights)
-        speeds = -np.log(exponentials)
+        speeds = -logarithm(exponentials)
         speeds += weights
         return speeds

@@ -1,12 +1,15 @@
 """The sampler of the input batch: one row of logits in, one token out, per request."""
 
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import torch
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.row_sampler import UNUSABLE, RowParameters, RowSampler
 from services.worker.sampling.arrays import (
+    BoolArray,
     Float32Array,
     Float64Array,
     Int32Array,
@@ -14,13 +17,13 @@ from services.worker.sampling.arrays import (
     UInt64Array,
 )
 from services.worker.sampling.edits import LogitEdit, logit_edits
-from services.worker.sampling.filters import keep_only, kept_token_ids
 from services.worker.sampling.grammar import GrammarMask, Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.philox import random_states
-from services.worker.sampling.race import Race
+from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
+from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 
-_SAMPLING_STREAM = 0
+_COPIED_BYTES = 2**23
+"""Rows of requests with edits are copied, and edited, so many bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,6 @@ class SamplingMetadata:
 @dataclass(frozen=True, slots=True)
 class _Request:
     params: SamplingParams
-    temperature: np.float32
     edits: tuple[LogitEdit, ...]
     grammar: GrammarMask | None
 
@@ -79,26 +81,30 @@ class Sampler:
     The result of a row does not depend on other rows, bit for bit: a request samples the same
     tokens alone and in any batch, and after it was removed and added again with its output.
 
-    Greedy rows take one pass over the batch. Other rows are computed one by one up to their
-    filters, each with the edits and filters that it has. For a large vocabulary this takes as long
-    as passes over the whole batch, and less memory. Races are run for several rows at a time.
+    Rows of requests with edits are copied, with the mask of the grammar applied, and edited one by
+    one. From temperature on all rows are one call of a RowSampler, and those with edits another.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None = None
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        grammars: Grammars | None = None,
+        row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: needed by requests with `structured_outputs`."""
+        """`grammars`: needed by requests with `structured_outputs`. `row_sampler`: by default
+        NumPy's.
+        """
         self._vocab_size, self._grammars = vocab_size, grammars
+        self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}
-        self._row_numbers = np.arange(max_num_seqs)
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._is_plain = np.zeros(max_num_seqs, dtype=np.bool_)
         self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
         self._parameters = np.zeros((4, max_num_seqs), dtype=np.float64)
-        self._race = Race(max_num_seqs, vocab_size)
-        self._weights = np.empty(vocab_size, dtype=np.float32)
+        num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
+        self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
 
     def add(
         self,
@@ -120,12 +126,11 @@ class Sampler:
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders, grammar
         )
         temperature = np.float32(params.temperature)
-        self._requests[batch_row] = _Request(params, temperature, edits, grammar)
+        self._requests[batch_row] = _Request(params, edits, grammar)
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
         self._parameters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
-        self._is_plain[batch_row] = temperature == 0 and not edits
-        self._is_edited[batch_row] = bool(edits)
+        self._is_edited[batch_row] = bool(edits) or grammar is not None
         self._wants_logprobs[batch_row] = params.logprobs is not None
 
     def remove(self, batch_row: int) -> None:
@@ -162,27 +167,30 @@ class Sampler:
         self._num_tokens[batch_rows] += 1
         return SamplingMetadata(self._parameters[:, batch_rows], states)
 
-    def sample(self, logits: torch.Tensor, batch_rows: np.ndarray) -> SamplerOutput:
-        """One token for each row of the logits float32 [R, V]; row i belongs to batch_rows[i].
+    def sample(
+        self,
+        logits: torch.Tensor,
+        batch_rows: np.ndarray,
+        at: Int64Array | None = None,
+        drawn: Int64Array | None = None,
+    ) -> SamplerOutput:
+        """One token for each row of the logits float32 [n, V], or for those at some indexes, `at`
+        [R]; row i of these belongs to batch_rows[i]. `drawn`, [R]: what `draw_ahead` gave for them.
 
         The tokens become part of the requests. The logits are not changed. A row is reported in
         `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample, in
         `refused_rows` if its grammar and its other parameters do; this does not affect other rows.
         """
         on_host: Float32Array = logits.numpy(force=True)
-        token_ids = on_host.argmax(axis=1)
-        usable = np.isfinite(on_host[self._row_numbers[: len(on_host)], token_ids])
-        refused = list[int]()
-        plain = self._is_plain[batch_rows]
-        if not plain.all():
-            rows = np.flatnonzero(usable & ~plain)
-            self._choose_some(on_host, batch_rows, rows, token_ids, usable)
-            unusable = rows[~usable[rows]].tolist()
-            refused = [row for row in unusable if self._requests[batch_rows[row]].grammar]
+        rows = np.arange(len(on_host)) if at is None else at
+        token_ids, refused = self._draw(on_host, rows, batch_rows, drawn)
+        usable = token_ids != UNUSABLE
         token_ids[~usable] = 0
         logprobs = {
             row: logprob_rows(
-                self._reported(on_host[row], batch_rows[row]), token_ids[row : row + 1], num_top
+                self._reported(on_host, rows[row : row + 1], batch_rows[row]),
+                token_ids[row : row + 1],
+                num_top,
             )
             for row, num_top in self.num_logprobs(batch_rows).items()
             if usable[row]
@@ -196,6 +204,21 @@ class Sampler:
             refused_rows=np.array(refused, np.int32),
         )
 
+    def draw_ahead(
+        self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
+    ) -> Int64Array | None:
+        """The token of each row of the logits [n, V] if it is sampled as the one `ahead` positions
+        behind its request's next one, or UNUSABLE, as for requests with edits: their tokens depend
+        on those before. No token becomes part of a request. None if it is not worth it.
+        """
+        plain = np.flatnonzero(~self._is_edited[batch_rows])
+        if not (self._row_sampler.draws_ahead and len(plain)):
+            return None
+        token_ids = np.full(len(ahead), UNUSABLE)
+        parameters = self._row_parameters(batch_rows[plain], ahead[plain])
+        token_ids[plain] = self._row_sampler.sample(logits.numpy(force=True), plain, parameters)
+        return token_ids
+
     def _grammar(self, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
         """What holds a request to its `structured_outputs`, after the output so far."""
         if params.structured_outputs is None:
@@ -206,66 +229,72 @@ class Sampler:
             self._grammars, params.structured_outputs, output.tolist(), self._vocab_size
         )
 
-    def _reported(self, logits: Float32Array, batch_row: int) -> Float32Array:
-        """The logits [1, V] of which log-probabilities are reported."""
+    def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
+        """The logits [1, V] of which log-probabilities are reported, of a row [1]."""
         grammar = self._requests[batch_row].grammar
-        if grammar is not None:
-            logits = logits.copy()
-            grammar.apply(logits)
-        return logits[None]
+        if grammar is None:
+            return logits[row]
+        copies = self._copies[:1]
+        self._row_sampler.copy(logits, row, [grammar.packed], copies)
+        return copies
 
-    def _choose_some(
+    def _draw(
         self,
         logits: Float32Array,
+        rows: Int64Array,
         batch_rows: np.ndarray,
-        rows: np.ndarray,
-        token_ids: Int64Array,
-        usable: np.ndarray,
-    ) -> None:
-        """Writes the tokens of these rows of the logits, and whether there is one to sample."""
-        race, drawing = self._race, list[int]()
-        race.clear()
-        states = self._states(batch_rows[rows])
-        with np.errstate(all="ignore"):
-            for row, own_states in zip(rows.tolist(), states, strict=True):
-                request = self._requests[batch_rows[row]]
-                own = race.next_row
-                np.copyto(own, logits[row])
-                for edit in request.edits:
-                    edit.apply(own)
-                best = token_ids[row] = own.argmax()
-                largest = own[best]
-                usable[row] = np.isfinite(largest)
-                if request.temperature == 0 or not usable[row]:
-                    continue
-                self._filter(own, largest, request)
-                race.enter(largest, request.temperature, own_states)
-                drawing.append(row)
-                if len(drawing) == race.capacity:
-                    token_ids[drawing] = race.run()
-                    drawing.clear()
-            if drawing:
-                token_ids[drawing] = race.run()
+        drawn: Int64Array | None,
+    ) -> tuple[Int64Array, list[int]]:
+        """A token for each of these rows of the logits, or UNUSABLE; and those, by their index in
+        `rows`, in which a grammar and other parameters leave none.
+        """
+        parameters = self._row_parameters(batch_rows)
+        is_edited = self._is_edited[batch_rows]
+        if drawn is None and not is_edited.any():
+            return self._row_sampler.sample(logits, rows, parameters), []
+        token_ids = np.empty(len(rows), np.int64) if drawn is None else drawn.copy()
+        plain, edited = np.flatnonzero(~is_edited), np.flatnonzero(is_edited)
+        if drawn is None and len(plain):
+            token_ids[plain] = self._row_sampler.sample(logits, rows[plain], parameters.of(plain))
+        refused = list[int]()
+        for start in range(0, len(edited), len(self._copies)):
+            some = edited[start : start + len(self._copies)]
+            copies, usable = self._edited(logits, rows[some], batch_rows[some].tolist())
+            found = self._row_sampler.sample(copies, np.arange(len(some)), parameters.of(some))
+            found[~usable] = UNUSABLE
+            token_ids[some] = found
+            refused += some[usable & (found == UNUSABLE)].tolist()
+        of_grammar = [self._requests[batch_rows[row]].grammar is not None for row in refused]
+        return token_ids, list(compress(refused, of_grammar))
 
-    def _filter(self, logits: Float32Array, largest: np.float32, request: _Request) -> None:
-        """Bans, in place, the tokens of a row [V] that its filters do not keep."""
-        if not request.params.filters:
-            return
-        weights = self._weights
-        np.subtract(logits, largest, out=weights)
-        np.divide(weights, request.temperature, out=weights)
-        np.exp(weights, out=weights)
-        kept = kept_token_ids(logits, weights, request.params)
-        if kept is not None:
-            keep_only(logits, kept)
+    def _edited(
+        self, logits: Float32Array, rows: Int64Array, batch_rows: list[int]
+    ) -> tuple[Float32Array, BoolArray]:
+        """Copies of these rows with the edits of their requests, and whether there was a token to
+        sample in each before.
+        """
+        requests = [self._requests[row] for row in batch_rows]
+        masks = [None if one.grammar is None else one.grammar.packed for one in requests]
+        copies = self._copies[: len(rows)]
+        usable = self._row_sampler.copy(logits, rows, masks, copies)
+        with np.errstate(all="ignore"):
+            for copy, request in zip(copies, requests, strict=True):
+                for edit in request.edits:
+                    edit.apply(copy)
+        return copies, usable
+
+    def _row_parameters(self, batch_rows: np.ndarray, ahead: Int64Array | int = 0) -> RowParameters:
+        values = self._parameters.take(batch_rows, axis=1)
+        return RowParameters(values, self._seeds[batch_rows], self._num_tokens[batch_rows] + ahead)
 
     def _states(self, batch_rows: np.ndarray) -> UInt64Array:
-        return random_states(
-            self._seeds[batch_rows], self._num_tokens[batch_rows], _SAMPLING_STREAM
-        )
+        return random_states(self._seeds[batch_rows], self._num_tokens[batch_rows], SAMPLING_STREAM)
 
     def _append(self, batch_rows: np.ndarray, token_ids: Int64Array) -> None:
         self._num_tokens[batch_rows] += 1
         for row in self._is_edited[batch_rows].nonzero()[0].tolist():
-            for edit in self._requests[batch_rows[row]].edits:
-                edit.append(int(token_ids[row]))
+            request, token_id = self._requests[batch_rows[row]], int(token_ids[row])
+            if request.grammar is not None:
+                request.grammar.append(token_id)
+            for edit in request.edits:
+                edit.append(token_id)

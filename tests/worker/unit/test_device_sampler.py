@@ -6,8 +6,9 @@ import torch
 
 from services.common.sampling import SamplingParams
 from services.worker.backends.device import CpuDevice
+from services.worker.backends.row_sampler import UNUSABLE
 from services.worker.sampling.device_logprobs import logprobs_on_device
-from services.worker.sampling.device_sampler import UNUSABLE, sample_on_device
+from services.worker.sampling.device_sampler import sample_on_device
 from services.worker.sampling.logprobs import logprob_rows
 from services.worker.sampling.sampler import Sampler
 

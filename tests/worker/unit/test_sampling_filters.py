@@ -11,20 +11,16 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from services.common.sampling import SamplingParams
-from services.worker.sampling.filters import best_token_ids, kept_token_ids
+from services.worker.sampling.filters import Filters, best_token_ids, kept_token_ids
 
 
 def random_logits(seed: int, vocab_size: int, spread: float) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal(vocab_size) * spread).astype(np.float32)
 
 
-def weights_of(logits: np.ndarray) -> np.ndarray:
-    return np.exp(logits - logits.max())
-
-
-def kept(logits: np.ndarray, **params: float) -> list[int]:
-    token_ids = kept_token_ids(logits, weights_of(logits), SamplingParams(**params))
+def kept(logits: np.ndarray, **filters: float) -> list[int]:
+    made = Filters(**filters)  # type: ignore[arg-type]
+    token_ids = kept_token_ids(logits, logits.max(), np.float32(1), made)
     return list(range(len(logits))) if token_ids is None else token_ids.tolist()
 
 
@@ -58,7 +54,7 @@ def test_each_filter_keeps_what_transformers_keeps(
 
 def test_without_filters_every_token_stays() -> None:
     logits = random_logits(0, 10, 1.0)
-    assert kept_token_ids(logits, weights_of(logits), SamplingParams()) is None
+    assert kept_token_ids(logits, logits.max(), np.float32(1), Filters()) is None
     assert kept(logits, top_k=10) == list(range(10))
 
 

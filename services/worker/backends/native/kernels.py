@@ -31,6 +31,7 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
+from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.quantized import Weight
 from services.worker.backends.torch.kernels import TorchKernels
 
@@ -43,6 +44,7 @@ class NativeKernels(TorchKernels):
     def __init__(self, library: ctypes.CDLL, *, batch_invariant: bool = True) -> None:
         super().__init__(batch_invariant=batch_invariant)
         self._functions = functions_by_dtype(library)
+        self._row_sampler = NativeRowSampler(library)
         self._memory = LargePages()
 
     @property
@@ -102,6 +104,9 @@ class NativeKernels(TorchKernels):
     def lora_step(self, rows: LoraRows) -> LoraStep:
         is_native = all(isinstance(adapter, NativeLora) for adapter in rows.adapters)
         return NativeLoraStep(rows) if is_native else super().lora_step(rows)
+
+    def row_sampler(self) -> NativeRowSampler:
+        return self._row_sampler
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         functions = self._functions.get(shape.dtype)

@@ -189,6 +189,31 @@ class LoraDelta(ctypes.Structure):
     _fields_ = _fields({"step": _ADDRESS, "layer part": _INT, "inside": _ADDRESS})
 
 
+class NativeLogitRows(ctypes.Structure):
+    """Some rows of a matrix of logits in float32: `rows` are the indexes of so many."""
+
+    _fields_ = _fields(
+        {"logits": _ADDRESS, "stride size": _COUNT, "rows": _ADDRESS, "count": _COUNT}
+    )
+
+
+class NativeRowParameters(ctypes.Structure):
+    """See RowParameters."""
+
+    _fields_ = _fields({"values seeds positions": _ADDRESS})
+
+
+class SamplingFunctions:
+    """The library's functions for sampling, whatever the model's data type is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        rows, parameters = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowParameters)
+        self.sample_rows = library.sample_rows
+        self.sample_rows.argtypes, self.sample_rows.restype = (rows, parameters, _ADDRESS), None
+        self.copy_rows = library.copy_rows
+        self.copy_rows.argtypes, self.copy_rows.restype = (rows, *3 * (_ADDRESS,)), None
+
+
 class Functions:
     """The library's functions for one data type; `suffix` names it."""
 
@@ -235,6 +260,8 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "LoraLayer": NativeLoraLayer,
     "StepLora": StepLora,
     "LoraDelta": LoraDelta,
+    "LogitRows": NativeLogitRows,
+    "RowParameters": NativeRowParameters,
 }
 """By their names in C++."""
 

@@ -21,6 +21,7 @@ from services.worker.backends.lora import (
     PackedLora,
 )
 from services.worker.backends.quantized import QuantizedWeight, Weight
+from services.worker.backends.row_sampler import RowSampler
 from services.worker.backends.torch.gating import GatedLinear
 from services.worker.backends.torch.lora import TorchLora, TorchLoraStep
 from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
@@ -91,6 +92,9 @@ class TorchKernels:
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
         return TorchLoraStep(rows, self.padded_rows)
+
+    def row_sampler(self) -> RowSampler | None:
+        return None
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         return TorchPagedAttention(shape, batch_invariant=self._batch_invariant)

@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "exports.h"
+#include "sampling.h"
 
 namespace stepwell {
 
@@ -26,6 +27,8 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "LoraLayer") return sizeof(LoraLayer<float>);
   if (wanted == "StepLora") return sizeof(StepLora<float>);
   if (wanted == "LoraDelta") return sizeof(LoraDelta<float>);
+  if (wanted == "LogitRows") return sizeof(LogitRows);
+  if (wanted == "RowParameters") return sizeof(RowParameters);
   return 0;
 }
 

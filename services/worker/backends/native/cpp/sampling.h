@@ -1,0 +1,106 @@
+// Sampling: a token for each of some rows of logits. See sampling/sampler.py for the stages of a
+// row, of which these are temperature, filters and the draw.
+
+#pragma once
+
+#include "scratch.h"
+#include "threads.h"
+#include "token_filters.h"
+
+namespace stepwell {
+
+constexpr std::int64_t UNUSABLE = -1;  // In place of a token, where there is none to sample.
+
+// Some rows of a matrix of logits. `rows`: their indexes.
+struct LogitRows {
+  const float* logits;
+  std::int64_t stride;
+  std::int64_t size;
+  const std::int64_t* rows;
+  std::int64_t count;
+
+  const float* of(std::int64_t index) const { return logits + rows[index] * stride; }
+};
+
+// How a token is drawn from each row: see RowParameters in row_sampler.py.
+struct RowParameters {
+  const double* values;  // [4, count]
+  const std::uint64_t* seeds;
+  const std::int64_t* positions;
+};
+
+// A token of the row at an index, or UNUSABLE.
+inline std::int64_t sample_row(const LogitRows& rows, std::int64_t index,
+                               const RowParameters& parameters) {
+  const std::int64_t size = rows.size;
+  const std::int64_t num_blocks = LogitRow::blocks_of(size);
+  const std::int64_t num_floats = TokenFilters::scratch_floats(size);
+  Scratch& scratch = Scratch::own();
+  scratch.reserve(num_blocks * (sizeof(float) + 2 * sizeof(double)) +
+                  2 * num_floats * sizeof(float) + 5 * 64);
+  LogitRow row{rows.of(index), size, scratch.take<float>(num_blocks), NO_LOGIT};
+  if (!find_maxima(row)) return UNUSABLE;
+  const auto value = [&](int number) { return parameters.values[number * rows.count + index]; };
+  const float temperature = float(value(0));
+  if (temperature == 0) return first_of_largest(row);
+  const Filters filters{std::int64_t(value(1)), value(2), float(value(3))};
+  KeptTokens kept;
+  if (filters.any()) {
+    float* found = scratch.take<float>(num_floats);
+    kept = TokenFilters(row, filters, temperature, found, scratch.take<float>(num_floats)).kept();
+  }
+  std::uint64_t states[2];
+  random_states(parameters.seeds[index], parameters.positions[index], states);
+  double* bounds = scratch.take<double>(num_blocks);
+  return TokenRace(row, kept, temperature, states, bounds, scratch.take<double>(num_blocks)).run();
+}
+
+// Copies a row, with minus infinity where a bit of the mask is 0; without a mask all of it. Returns
+// whether there is a token to sample in the row, whatever the mask leaves.
+inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t* mask,
+                     float* copy) {
+  constexpr int BITS = 32;
+  IntRegister nan = {};
+  Register largest = NO_LOGIT - Register{};
+  const auto add = [&](const float* from, float* to, std::uint32_t bits) {
+    for (int first = 0; first < BITS; first += FLOATS) {
+      const Register x = load_register<Register>(from + first);
+      nan |= (IntRegister)(x != x);
+      largest = larger(x, largest);
+      IntRegister place;
+      for (int i = 0; i < FLOATS; ++i) place[i] = first + i;
+      const IntRegister bit = (IntRegister{} + std::int32_t(bits)) >> place & 1;
+      store_register(to + first, bit ? x : NO_LOGIT - Register{});
+    }
+  };
+  std::int64_t id = 0;
+  for (; id + BITS <= size; id += BITS) {
+    add(logits + id, copy + id, mask == nullptr ? ~0u : mask[id / BITS]);
+  }
+  if (id < size) {
+    float rest[BITS], copied[BITS];
+    std::fill(rest, rest + BITS, NO_LOGIT);
+    std::copy(logits + id, logits + size, rest);
+    add(rest, copied, mask == nullptr ? ~0u : mask[id / BITS]);
+    std::copy(copied, copied + (size - id), copy + id);
+  }
+  float most = NO_LOGIT;
+  int any_nan = 0;
+  for (int i = 0; i < FLOATS; ++i) {
+    most = std::max(most, largest[i]);
+    any_nan |= nan[i];
+  }
+  return !any_nan && most - most == 0;
+}
+
+// Calls work(index) for each of the rows, in several threads if that pays.
+template <class Work>
+inline void for_each_row(const LogitRows& rows, Work&& work) {
+  const double bytes = double(rows.count) * double(rows.size) * sizeof(float);
+  in_team(rows.count > 1 ? threads_for(bytes) : 1, [&](Team team) {
+    WorkItems items(team, rows.count);
+    for (std::int64_t index; (index = items.next()) >= 0;) work(index);
+  });
+}
+
+}  // namespace stepwell

@@ -1,0 +1,61 @@
+"""Draws from rows of logits in the compiled library: see cpp/sampling.h."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from services.worker.backends.native.library import (
+    NativeLogitRows,
+    NativeRowParameters,
+    SamplingFunctions,
+)
+from services.worker.backends.row_sampler import RowParameters
+
+
+class NativeRowSampler:
+    """See RowSampler: one call for all rows."""
+
+    draws_ahead = True
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = SamplingFunctions(library)
+
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.int64],
+        parameters: RowParameters,
+    ) -> npt.NDArray[np.int64]:
+        token_ids = np.empty(len(rows), np.int64)
+        drawn = NativeRowParameters(
+            *map(_address, (parameters.values, parameters.seeds, parameters.positions))
+        )
+        self._functions.sample_rows(_logit_rows(logits, rows), drawn, _address(token_ids))
+        return token_ids
+
+    def copy(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.int64],
+        masks: Sequence[npt.NDArray[np.int32] | None],
+        copies: npt.NDArray[np.float32],
+    ) -> npt.NDArray[np.bool_]:
+        usable = np.empty(len(rows), np.bool_)
+        addresses = (ctypes.c_void_p * len(masks))(
+            *(None if mask is None else _address(mask) for mask in masks)
+        )
+        self._functions.copy_rows(
+            _logit_rows(logits, rows), addresses, _address(copies), _address(usable)
+        )
+        return usable
+
+
+def _logit_rows(logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> NativeLogitRows:
+    stride, size = logits.strides[0] // logits.itemsize, logits.shape[1]
+    return NativeLogitRows(_address(logits), stride, size, _address(rows), len(rows))
+
+
+def _address(array: np.ndarray) -> int:
+    return array.ctypes.data

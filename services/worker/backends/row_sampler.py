@@ -1,0 +1,62 @@
+"""The draw of a token from a row of logits, which kernels may have compiled code for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+UNUSABLE = -1
+"""Stands for a token that cannot be sampled: of a row with NaN, or whose largest logit is not
+finite.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RowParameters:
+    """How tokens are drawn, of R rows.
+
+    `values`, float64 [4, R]: temperatures (0: the best token, the lowest id among equals), top_k
+    (0: unused), top_p, min_p. `seeds`, uint64 [R]. `positions`, int64 [R]: of the tokens in their
+    sequences. All are contiguous.
+    """
+
+    values: npt.NDArray[np.float64]
+    seeds: npt.NDArray[np.uint64]
+    positions: npt.NDArray[np.int64]
+
+    def of(self, rows: npt.NDArray[np.int64]) -> "RowParameters":
+        """Those of some rows."""
+        return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
+
+
+class RowSampler(Protocol):
+    """Draws tokens from rows of logits float32 [n, V]: those at the indexes `rows`, int64 [R]. What
+    it gives for a row depends on that row alone, and is the same for every implementation.
+
+    `draws_ahead`: whether many rows take little longer than one, so that rows may be sampled that
+    are perhaps not needed.
+    """
+
+    draws_ahead: bool
+
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.int64],
+        parameters: RowParameters,
+    ) -> npt.NDArray[np.int64]:
+        """A token of each row, or UNUSABLE."""
+
+    def copy(
+        self,
+        logits: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.int64],
+        masks: Sequence[npt.NDArray[np.int32] | None],
+        copies: npt.NDArray[np.float32],
+    ) -> npt.NDArray[np.bool_]:
+        """Writes the rows to `copies` [R, V], with minus infinity for the tokens that a row's mask
+        bans: bit i of its words, from the lowest on, is 0 for token i. Returns for each row whether
+        there is a token to sample in it without the mask.
+        """

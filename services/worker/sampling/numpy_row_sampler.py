@@ -1,0 +1,76 @@
+"""Draws from rows of logits in NumPy, for machines without compiled kernels.
+
+It defines what the compiled ones give: the filters in filters.py, the draw in race.py, and the
+arithmetic of both in exact_math.py.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.worker.backends.row_sampler import UNUSABLE, RowParameters
+from services.worker.sampling.arrays import BoolArray, Float32Array, Int32Array, Int64Array
+from services.worker.sampling.filters import Filters, keep_only, kept_token_ids
+from services.worker.sampling.philox import SAMPLING_STREAM, random_states
+from services.worker.sampling.race import Race
+
+
+class NumpyRowSampler:
+    """See RowSampler. Rows are computed one by one up to their filters; races are run for several
+    rows at a time.
+    """
+
+    draws_ahead = False
+
+    def __init__(self, max_num_rows: int, vocab_size: int) -> None:
+        self._race = Race(max_num_rows, vocab_size)
+
+    def sample(
+        self, logits: Float32Array, rows: Int64Array, parameters: RowParameters
+    ) -> Int64Array:
+        token_ids = np.full(len(rows), UNUSABLE)
+        race, drawing = self._race, list[int]()
+        race.clear()
+        temperatures = parameters.values[0].astype(np.float32)
+        states = random_states(parameters.seeds, parameters.positions, SAMPLING_STREAM)
+        with np.errstate(all="ignore"):
+            for index, row in enumerate(rows.tolist()):
+                best = logits[row].argmax()
+                largest, temperature = logits[row, best], temperatures[index]
+                if not np.isfinite(largest):
+                    continue
+                token_ids[index] = best
+                if temperature == 0:
+                    continue
+                _, top_k, top_p, min_p = parameters.values[:, index].tolist()
+                np.copyto(race.next_row, logits[row])
+                kept = kept_token_ids(
+                    logits[row], largest, temperature, Filters(int(top_k), top_p, min_p)
+                )
+                if kept is not None:
+                    keep_only(race.next_row, kept)
+                race.enter(largest, temperature, states[index])
+                drawing.append(index)
+                if len(drawing) == race.capacity:
+                    token_ids[drawing] = race.run()
+                    drawing.clear()
+            if drawing:
+                token_ids[drawing] = race.run()
+        return token_ids
+
+    def copy(
+        self,
+        logits: Float32Array,
+        rows: Int64Array,
+        masks: Sequence[Int32Array | None],
+        copies: Float32Array,
+    ) -> BoolArray:
+        usable = np.empty(len(rows), np.bool_)
+        for index, (row, mask) in enumerate(zip(rows.tolist(), masks, strict=True)):
+            copy = copies[index]
+            np.copyto(copy, logits[row])
+            usable[index] = np.isfinite(copy[copy.argmax()])
+            if mask is not None:
+                bits = np.unpackbits(mask.view(np.uint8), count=len(copy), bitorder="little")
+                np.copyto(copy, -np.inf, where=bits == 0)
+        return usable

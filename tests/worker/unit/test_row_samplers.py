@@ -1,0 +1,193 @@
+"""Compiled draws are those of NumPy, bit for bit, with every instruction set that there is code
+for.
+"""
+
+import ctypes
+import math
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.backends.native.compiled import processor_features
+from services.worker.backends.native.prebuilt import FLAGS, KINDS, SOURCES
+from services.worker.backends.native.row_sampler import NativeRowSampler
+from services.worker.backends.row_sampler import UNUSABLE, RowParameters
+from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=[kind.name for kind in KINDS])
+def native(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> NativeRowSampler:
+    """The compiled sampler for a kind of processor. Skips, saying why, where there is none."""
+    kind, compiler = request.param, shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    if not kind.features <= processor_features():
+        pytest.skip(f"the processor is not of the kind {kind.name}")
+    library = tmp_path_factory.mktemp(kind.name) / "sampling.so"
+    flags = (*FLAGS, *kind.flags, "-shared", "-fPIC")
+    source = str(SOURCES / "sampling.cpp")
+    subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
+    return NativeRowSampler(ctypes.CDLL(str(library)))
+
+
+def parameters_of(rows: list[tuple[float, int, float, float]], seed: int) -> RowParameters:
+    """Of rows with these temperatures, top_k, top_p and min_p."""
+    values = np.array(rows, np.float64).T.copy()
+    values[0] = values[0].astype(np.float32)
+    generator = np.random.default_rng(seed)
+    count = len(rows)
+    seeds = generator.integers(2**64, size=count, dtype=np.uint64)
+    return RowParameters(values, seeds, generator.integers(2**40, size=count))
+
+
+def assert_equal(
+    native: NativeRowSampler, logits: np.ndarray, parameters: RowParameters
+) -> np.ndarray:
+    """Rows in another order than in the matrix, all at once and the last one alone."""
+    rows = np.arange(len(logits))[::-1].copy()
+    expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters)
+    found = native.sample(logits, rows, parameters)
+    np.testing.assert_array_equal(found, expected)
+    last = np.array([len(rows) - 1])
+    alone = native.sample(logits, rows[last], parameters.of(last))
+    assert alone.tolist() == expected[last].tolist()
+    return expected
+
+
+KIND_OF_LOGITS = st.sampled_from(
+    ["normal", "peaked", "equal", "levels", "huge", "tiny", "banned", "geometric", "signed zeros"]
+)
+SPECIAL = st.sampled_from([math.nan, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45, -0.0])
+ROW = st.tuples(
+    st.sampled_from([0.0, 1.0, 1.0, 0.7, 0.01, 1e-30, 50.0, 3e38]),
+    st.sampled_from([0, 0, 1, 2, 40, 127, 1000, 2**31 - 1]),
+    st.sampled_from([1.0, 1.0, 0.9, 0.999, 0.5, 0.1, 1e-30, 1 - 2**-53]),
+    st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0, 1e-9, 1e-40]),
+)
+
+
+def drawn_logits(kind: str, generator: np.random.Generator, size: int) -> np.ndarray:
+    normal = generator.standard_normal(size)
+    made = {
+        "normal": normal * 2,
+        "peaked": normal * 12,
+        "equal": np.zeros(size),
+        "levels": np.round(normal * 2),
+        "huge": np.clip(normal * 1e38, -3e38, 3e38),
+        "tiny": normal * 1e-42,
+        "banned": np.where(generator.random(size) < 0.95, -np.inf, normal),
+        "geometric": np.exp2(-generator.integers(0, 140, size).astype(float)),
+        "signed zeros": np.where(generator.random(size) < 0.5, -0.0, 0.0),
+    }
+    return made[kind].astype(np.float32)
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 2, 17, 127, 129, 2000, 4096, 4099, 9001]),
+    rows=st.lists(st.tuples(KIND_OF_LOGITS, ROW), min_size=1, max_size=6),
+    special=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9000), SPECIAL), max_size=3),
+)
+def test_draws_are_those_of_numpy(
+    native: NativeRowSampler,
+    seed: int,
+    size: int,
+    rows: list[tuple[str, tuple[float, int, float, float]]],
+    special: list[tuple[int, int, float]],
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits = np.stack([drawn_logits(kind, generator, size) for kind, _ in rows])
+    for row, token_id, value in special:
+        logits[row % len(rows), token_id % size] = value
+    assert_equal(native, logits, parameters_of([row for _, row in rows], seed))
+
+
+@pytest.mark.parametrize("size", [49_152, 128_256])
+def test_draws_from_large_vocabularies_are_those_of_numpy(
+    native: NativeRowSampler, size: int
+) -> None:
+    """Enough rows for several threads."""
+    generator = np.random.default_rng(size)
+    kinds = [
+        (temperature, *filters)
+        for temperature in (0.0, 0.6, 1.0, 2.5)
+        for filters in (
+            (0, 1.0, 0.0),
+            (50, 1.0, 0.0),
+            (0, 0.95, 0.0),
+            (0, 1.0, 0.1),
+            (9, 0.8, 0.01),
+        )
+    ]
+    spreads = np.linspace(0.1, 12, len(kinds))[:, None]
+    logits = (generator.standard_normal((len(kinds), size)) * spreads).astype(np.float32)
+    for number_of_threads in (1, 3):
+        torch.set_num_threads(number_of_threads)
+        assert_equal(native, logits, parameters_of(kinds, size))
+    torch.set_num_threads(2)
+
+
+def test_rows_without_a_distribution_are_told_and_change_no_other(native: NativeRowSampler) -> None:
+    generator = np.random.default_rng(4)
+    logits = generator.standard_normal((6, 5000)).astype(np.float32)
+    parameters = parameters_of([(1.0, 0, 0.9, 0.0)] * 6, 4)
+    clean = assert_equal(native, logits, parameters)
+    logits[1, 4999], logits[2, 0], logits[3] = np.nan, np.inf, -np.inf
+    drawn = assert_equal(native, logits, parameters)
+    assert (drawn[::-1][1:4] == UNUSABLE).all()
+    assert (drawn == clean)[::-1].tolist() == [True, False, False, False, True, True]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 31, 32, 33, 100, 4136]),
+    values=st.lists(SPECIAL, max_size=2),
+)
+def test_masked_copies_are_those_of_numpy(
+    native: NativeRowSampler, seed: int, size: int, values: list[float]
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits = generator.standard_normal((4, size)).astype(np.float32)
+    for value in values:
+        logits[generator.integers(4), generator.integers(size)] = value
+    words = generator.integers(-(2**31), 2**31, (4, -(-size // 32)), dtype=np.int64)
+    masks = [None, *words[1:].astype(np.int32)]
+    rows = np.array([3, 0, 2, 2])
+    found, expected = np.empty((2, 4, size), np.float32)
+    usable = native.copy(logits, rows, masks, found)
+    np.testing.assert_array_equal(
+        usable, NumpyRowSampler(4, size).copy(logits, rows, masks, expected)
+    )
+    np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32))
+    bits = np.unpackbits(masks[1].view(np.uint8), bitorder="little")[:size]
+    np.testing.assert_array_equal(found[1] == -np.inf, (bits == 0) | (logits[0] == -np.inf))
+
+
+@pytest.mark.parametrize("filters", [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.75, 0.0), (0, 1.0, 0.3)])
+def test_tokens_come_as_often_as_their_probabilities_say(
+    native: NativeRowSampler, filters: tuple[int, float, float]
+) -> None:
+    """Of what the filters leave, which for each of them is the same three tokens."""
+    probabilities = np.array([0.1, 0.4, 0.05, 0.25, 0.15, 0.05])
+    kept = [1, 3, 4] if filters != (0, 1.0, 0.0) else list(range(6))
+    count = 20_000
+    row = np.log(probabilities).astype(np.float32)
+    logits = np.broadcast_to(row, (count, 6))
+    values = np.array([(1.0, *filters)] * count).T.copy()
+    parameters = RowParameters(values, np.full(count, 7, np.uint64), np.arange(count))
+    found = native.sample(logits, np.arange(count), parameters)
+    expected = count * probabilities[kept] / probabilities[kept].sum()
+    counts = np.bincount(found, minlength=6)
+    assert counts[kept].sum() == count
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    assert chi_square < 35.9  # 5 degrees of freedom: exceeded by chance once in a million
