@@ -1,6 +1,7 @@
 """Options that several benchmarks have."""
 
 import argparse
+import shutil
 from pathlib import Path
 
 from benchmarks.common.models import is_model
@@ -32,6 +33,13 @@ def checkout(text: str) -> Path:
     if not (Path(text) / "gen" / "stepwell").is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a checkout with gen/ built (make proto)")
     return Path(text).resolve()
+
+
+def program(path: str) -> str:
+    """The type of an option that names a program, such as another interpreter."""
+    if shutil.which(path) is None:
+        raise argparse.ArgumentTypeError(f"{path} is no program")
+    return path
 
 
 def positive(text: str) -> float:

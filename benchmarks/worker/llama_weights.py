@@ -45,6 +45,11 @@ def read_bfloat16(path: Path) -> Iterator[tuple[str, Array]]:
         yield name, raw[begin:end].view(np.uint16).reshape(entry["shape"])
 
 
+def to_float32(tensor: Array) -> Array:
+    """The values whose bfloat16 bits a uint16 tensor holds, exactly."""
+    return (tensor.astype(np.uint32) << 16).view(np.float32)
+
+
 def llama_name(name: str) -> str:
     """llama.cpp's name of a Hugging Face tensor."""
     if name in _NAMES:

@@ -11,7 +11,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,8 @@ class EngineArguments:
     threads: int
     least_seconds: float
     """Of one load in one round."""
+    weights: str
+    """Their data type, of those that the engine offers."""
 
     @property
     def vocab_size(self) -> int:
@@ -152,14 +154,16 @@ class EngineArguments:
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
 
-def parse_arguments() -> EngineArguments:
-    """Parses the command line of an engine."""
+def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
+    """Parses the command line of an engine that offers these data types of weights; the first is
+    the default.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--least-seconds", type=float, default=LEAST_SECONDS)
-    parsed = parser.parse_args()
-    return EngineArguments(parsed.model, parsed.threads, parsed.least_seconds)
+    parser.add_argument("--weights", choices=weights, default=weights[0])
+    return EngineArguments(**vars(parser.parse_args()))
 
 
 def serve(generate: Generate, arguments: EngineArguments, engine: str) -> None:

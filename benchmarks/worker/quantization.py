@@ -1,39 +1,75 @@
 """How fast a worker on the CPU is with weights of 8 and 4 bits: steps of each, in turns.
 
-    python -m benchmarks.worker.quantization --model 1.1b --threads 2 --rounds 9
+    python -m benchmarks.worker.quantization --model 1.1b [--rounds 9] [--llamacpp-python PATH]
 
 Three runners of one model: with its weights as they are stored, in 8 bits, and in 4 bits of groups
-of 128 with a head of 8. Each runs the same steps again and again: decodes of 1, 4 and 16 requests
+of 128 with a head of 8. Each runs the same steps again and again: decodes of 1, 8 and 32 requests
 behind prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, of which the median
 counts; the ratio is the median over rounds of the time with stored weights to that with others.
+
+With an interpreter that has llama-cpp-python and gguf, llama.cpp takes turns with them, with the
+same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs the loads
+of benchmarks.worker.loads: decodes of 64 tokens behind prompts of 128, and the same prompt of 512.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from benchmarks.common.arguments import make_parser
+from benchmarks.common.arguments import make_parser, program
 from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.common.quantized_model import write_int4_model
+from benchmarks.worker.engine_process import EngineProcess
+from benchmarks.worker.loads import (
+    DECODE_LEVELS,
+    DECODE_PROMPT,
+    PREFILL,
+    PREFILL_TOKENS,
+    decode_name,
+)
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
 from services.worker.build import build_worker
 from services.worker.models.quantization import QuantizationSetting
 from services.worker.settings import WorkerSettings
 
 LOADS = (
-    StepsLoad("decode, alone", 1, 128),
-    StepsLoad("decode, 4 at once", 4, 128),
-    StepsLoad("decode, 16 at once", 16, 128),
-    StepsLoad("prompt of 512 tokens", 1, 0, 512),
+    *(StepsLoad(f"decode, {level} at once", level, DECODE_PROMPT) for level in DECODE_LEVELS),
+    StepsLoad(f"prompt of {PREFILL_TOKENS} tokens", 1, 0, PREFILL_TOKENS),
 )
 STORED = "stored"
+LLAMACPP_WEIGHTS = ("bf16", "q8_0", "q4_0")
+
+
+class Timer(Protocol):
+    """What runs loads with one kind of weights."""
+
+    def turn(self, load: StepsLoad) -> float:
+        """The time of a step of the load, in milliseconds."""
+
+
+class LlamaCppTimer:
+    """llama.cpp, in a process of its own."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._rounds = itertools.count()
+
+    def turn(self, load: StepsLoad) -> float:
+        """A step of a decode gives each request a token, that of the prompt computes all of it."""
+        is_decode = load.num_tokens == 1
+        name = decode_name(load.num_requests) if is_decode else PREFILL
+        tokens_per_second = self._process.measure(name, next(self._rounds))
+        return 1000 * load.num_requests * load.num_tokens / tokens_per_second
 
 
 def main() -> None:
@@ -45,12 +81,34 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each kind of weights")
     parser.add_argument("--steps", type=int, default=16, help="steps of a turn")
+    parser.add_argument(
+        "--llamacpp-python",
+        type=program,
+        help="an interpreter that has llama-cpp-python and gguf",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     model = find_model(arguments.model)
-    timers = build_timers(model, arguments.steps, arguments.threads)
-    show(machine_text(machine(), "worker.quantization"))
-    show(table(timers, arguments.rounds))
+    timers: dict[str, Timer] = {**build_timers(model, arguments.steps, arguments.threads)}
+    with ExitStack() as running:
+        if arguments.llamacpp_python:
+            timers |= start_llamacpp(running, arguments.llamacpp_python, model, arguments.threads)
+        show(machine_text(machine(), "worker.quantization"))
+        show(table(timers, arguments.rounds))
+
+
+def start_llamacpp(
+    running: ExitStack, python: str, model: Path, num_threads: int
+) -> dict[str, LlamaCppTimer]:
+    """A timer for each kind of llama.cpp's weights, whose processes end with `running`."""
+    timers = dict[str, LlamaCppTimer]()
+    for weights in LLAMACPP_WEIGHTS:
+        flags = ("--weights", weights, "--least-seconds", "0")
+        process = EngineProcess("llamacpp", python, model, num_threads, flags=flags)
+        running.enter_context(process)
+        version = process.wait_ready()
+        timers[f"{version}, {weights}"] = LlamaCppTimer(process)
+    return timers
 
 
 def build_timers(model: Path, num_steps: int, num_threads: int) -> dict[str, StepTimer]:
@@ -83,7 +141,7 @@ def _build_timer(
     return StepTimer(build_worker(settings, "benchmark", lambda: None).runner, num_steps)
 
 
-def table(timers: Mapping[str, StepTimer], num_rounds: int) -> str:
+def table(timers: Mapping[str, Timer], num_rounds: int) -> str:
     """Measures every load, after a round that does not count."""
     lines = ["| load | weights | ms | times as fast as stored |", "| --- | --- | ---: | ---: |"]
     for load in LOADS:

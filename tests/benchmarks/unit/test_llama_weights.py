@@ -8,7 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common.random_model import SIZES, tensor_dims
-from benchmarks.worker.llama_weights import llama_name, llama_order, read_bfloat16
+from benchmarks.worker.llama_weights import (
+    llama_name,
+    llama_order,
+    read_bfloat16,
+    to_float32,
+)
 
 CONFIG = {"num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -24,6 +29,7 @@ def test_the_bits_of_a_file_are_read_as_they_are(tmp_path: Path) -> None:
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(read[name], tensor.view(torch.uint16).numpy())
+        np.testing.assert_array_equal(to_float32(read[name]), tensor.float().numpy())
 
 
 def test_other_types_are_refused(tmp_path: Path) -> None:
