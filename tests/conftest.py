@@ -50,6 +50,10 @@ settings.load_profile("same")
 LIMITED = pytest.StashKey[bool]()
 """Whether this process has limited what it uses of the processors."""
 
+# Imports and collected tests are not garbage: searching them again and again would take a third of
+# the time of collection.
+gc.disable()
+
 
 def servers_of(nodeid: str) -> str | None:
     """The process of servers that a test belongs to, if it belongs to one."""
@@ -78,6 +82,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
