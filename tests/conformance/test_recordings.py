@@ -3,9 +3,7 @@ its service.
 """
 
 import json
-import lzma
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,32 +22,14 @@ from services.kvpool.core.pool_host import PoolHost
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.core.scheduler import Scheduler
 from tests.conformance.differences import FIELDS, differences
-
-Record = dict[str, Any]
-
-
-NUM_RECORDINGS = {
-    "basic": 53,
-    "pooling": 4,
-    "lora": 12,
-    "session": 15,
-    "connector": 31,
-    "grammar": 15,
-    "encoder": 19,
-    "control": 23,
-    "groups": 33,
-    "mixed": 90,
-}
-"""Recordings by family."""
-
-
-def load_recordings(family: str) -> list[Record]:
-    """Scenario and record of each recording of a family."""
-    packed = (Path(__file__).parent / "recordings" / f"{family}.jsonl.xz").read_bytes()
-    return [json.loads(line) for line in lzma.decompress(packed).splitlines()]
-
-
-RECORDINGS = [recording for family in NUM_RECORDINGS for recording in load_recordings(family)]
+from tests.conformance.recording import (
+    DIRECTORY,
+    NUM_RECORDINGS,
+    RECORDINGS,
+    Record,
+    Recording,
+    load_recordings,
+)
 
 
 async def replay_in_process(scenario: Record) -> Record:
@@ -92,21 +72,21 @@ async def replay_over_grpc(scenario: Record) -> Record:
 
 def test_all_recordings_are_there() -> None:
     assert {family: len(load_recordings(family)) for family in NUM_RECORDINGS} == NUM_RECORDINGS
-    files = (Path(__file__).parent / "recordings").iterdir()
+    files = DIRECTORY.iterdir()
     assert {file.name.removesuffix(".jsonl.xz") for file in files} == NUM_RECORDINGS.keys()
 
 
 @pytest.mark.parametrize("replay", [replay_in_process, replay_over_grpc])
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording["name"])
+@pytest.mark.parametrize("recording", RECORDINGS, ids=str)
 async def test_decisions_are_those_recorded(
-    recording: Record, replay: Callable[[Record], Coroutine[Any, Any, Record]]
+    recording: Recording, replay: Callable[[Record], Coroutine[Any, Any, Record]]
 ) -> None:
-    ours = await replay(recording["scenario"])
-    assert differences(recording["recorded"], ours, FIELDS) == []
+    ours = await replay(recording.scenario)
+    assert differences(recording.recorded, ours, FIELDS) == []
 
 
 def test_a_changed_decision_shows() -> None:
-    recorded = RECORDINGS[0]["recorded"]
+    recorded = RECORDINGS[0].recorded
     changed = json.loads(json.dumps(recorded))
     changed["steps"][3]["free_sha"] = "0" * 12
     changed["requests"]["r000"]["num_preemptions"] += 1

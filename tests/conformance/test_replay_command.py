@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,20 +17,18 @@ from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
 from services.scheduler.core.recorder import Entry, RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
-from tests.conformance.test_recordings import RECORDINGS
-
-Record = dict[str, Any]
+from tests.conformance.recording import RECORDINGS, Recording
 
 
-@pytest.mark.parametrize("recording", RECORDINGS[::6], ids=lambda recording: recording["name"])
+@pytest.mark.parametrize("recording", RECORDINGS[::6], ids=str)
 def test_the_command_prints_the_record(
-    recording: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recording: Recording, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(recording["scenario"], indent=1))
+    path.write_text(json.dumps(recording.scenario, indent=1))
     assert main(["replay", str(path)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    recorded = recording["recorded"]
+    recorded = recording.recorded
     assert differences(recorded, printed, FIELDS) == []
     assert (printed["status"], len(printed["steps"])) == (
         recorded["status"],
@@ -39,11 +36,11 @@ def test_the_command_prints_the_record(
     )
 
 
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda recording: recording["name"])
+@pytest.mark.parametrize("recording", RECORDINGS, ids=str)
 async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
-    recording: Record,
+    recording: Recording,
 ) -> None:
-    scenario = read_scenario(recording["scenario"])
+    scenario = read_scenario(recording.scenario)
     config = scenario.config
     pool = InProcessPool(config)
     entries: list[Entry] = []

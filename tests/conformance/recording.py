@@ -1,0 +1,71 @@
+"""The recordings of vLLM's decisions; README.md says what each holds."""
+
+import json
+import lzma
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+DIRECTORY = Path(__file__).parent / "recordings"
+NUM_RECORDINGS = {
+    "basic": 53,
+    "pooling": 4,
+    "lora": 12,
+    "session": 15,
+    "connector": 31,
+    "grammar": 15,
+    "encoder": 19,
+    "control": 23,
+    "groups": 33,
+    "mixed": 90,
+}
+"""Recordings by family."""
+_NAME = re.compile(rb'\{"name": ?"(\w+)"')
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A scenario and what vLLM decided in it, parsed at their first use: collecting the tests in
+    several processes parses none.
+    """
+
+    name: str
+    _line: bytes
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def scenario(self) -> Record:
+        """Configuration and events."""
+        return self._parsed["scenario"]
+
+    @property
+    def recorded(self) -> Record:
+        """Every field of every step."""
+        return self._parsed["recorded"]
+
+    @cached_property
+    def _parsed(self) -> dict[str, Record]:
+        parsed: dict[str, Record] = json.loads(self._line)
+        return parsed
+
+
+def load_recordings(family: str) -> list[Recording]:
+    """The recordings of a family, in their order."""
+    packed = (DIRECTORY / f"{family}.jsonl.xz").read_bytes()
+    lines = lzma.decompress(packed).splitlines()
+    return [Recording(_name(line), line) for line in lines]
+
+
+def _name(line: bytes) -> str:
+    found = _NAME.match(line)
+    assert found is not None, line[:80]
+    return found[1].decode()
+
+
+RECORDINGS = [recording for family in NUM_RECORDINGS for recording in load_recordings(family)]
