@@ -36,7 +36,7 @@ def test_a_completion_is_the_same_each_time(stack: Stack) -> None:
     assert stepwell(stack, "complete", *flags) == first
 
 
-def test_a_piped_conversation(stack: Stack) -> None:
+def test_each_line_of_a_piped_conversation_is_answered(stack: Stack) -> None:
     answers = stepwell(stack, "chat", "--max-tokens", "5", "--seed", "1", stdin="hello\nagain\n")
     assert answers.count("\n") >= 2
 

@@ -66,7 +66,9 @@ async def test_cached_blocks_are_those_of_the_same_numbers_only(
     assert outputs == [expected[0], *expected]
 
 
-async def test_over_grpc(stack: Stack, tiny_model: TinyModel) -> None:
+async def test_an_embedded_prompt_over_grpc_has_the_tokens_of_transformers(
+    stack: Stack, tiny_model: TinyModel
+) -> None:
     wanted = embedded_request(embed(tiny_model.model, PROMPTS[0]), NUM_TOKENS)
     async with connect(stack.grpc) as stub:
         answer = await generate(stub, wanted)

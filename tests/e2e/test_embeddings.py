@@ -70,7 +70,7 @@ def client(embedder: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_openai_package(
+def test_the_openai_package_gets_the_vectors_of_transformers(
     client: openai.OpenAI, embedder: Stack, model: PreTrainedModel, directory: Path
 ) -> None:
     given = [tokens(text, directory) for text in TEXTS]
@@ -166,7 +166,9 @@ def test_scores_of_an_embedder_are_cosines(
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text_1")
 
 
-def test_grpc(embedder: Stack, model: PreTrainedModel, directory: Path) -> None:
+def test_grpc_clients_get_the_vectors_of_transformers(
+    embedder: Stack, model: PreTrainedModel, directory: Path
+) -> None:
     prompt = tokens(TEXTS[1], directory)
     with grpc.insecure_channel(embedder.grpc) as channel:
         inference = gateway_pb2_grpc.InferenceStub(channel)

@@ -20,7 +20,7 @@ async def test_the_model_is_listed(stack: Stack) -> None:
     assert model.num_ready_replicas == 1
 
 
-async def test_tokens_and_back(stack: Stack) -> None:
+async def test_detokenize_gives_back_what_tokenize_was_given(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         tokens = await stub.Tokenize(gateway_pb2.TokenizeRequest(text="größer"), timeout=60)
         text = await stub.Detokenize(
@@ -66,7 +66,7 @@ async def test_a_bad_parameter_names_its_field(stack: Stack) -> None:
     assert "top_p" in (refusal.value.details() or "")
 
 
-async def test_health(stack: Stack) -> None:
+async def test_the_gateway_is_healthy_by_grpcs_own_service(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for service in ("", "ready", "stepwell.gateway.v1.Inference"):
@@ -74,7 +74,7 @@ async def test_health(stack: Stack) -> None:
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_reflection(stack: Stack) -> None:
+async def test_reflection_lists_the_services(stack: Stack) -> None:
     async with grpc.aio.insecure_channel(stack.grpc) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         asked = reflection_pb2.ServerReflectionRequest(list_services="")

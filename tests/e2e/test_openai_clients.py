@@ -35,7 +35,9 @@ def test_the_command_of_the_ready_line_streams_a_completion(stack: Stack) -> Non
     assert chunks[-1]["choices"][0]["finish_reason"] in ("length", "stop")
 
 
-def test_chat(client: openai.OpenAI, stack: Stack) -> None:
+def test_a_chat_is_as_long_as_asked_for_and_its_usage_adds_up(
+    client: openai.OpenAI, stack: Stack
+) -> None:
     answer = client.chat.completions.create(
         model=stack.model,
         messages=[{"role": "user", "content": "hello"}],

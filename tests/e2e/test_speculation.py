@@ -37,7 +37,7 @@ def test_answers_with_log_probabilities_and_stop_strings_are_the_same(
     assert complete(stack_of("speculating"), stop=[stop], **sampling) == ended
 
 
-def test_drafts_are_counted(stack_of: StackOf) -> None:
+def test_the_counts_of_drafts_add_up(stack_of: StackOf) -> None:
     stack = stack_of("speculating")
     for _ in range(2):
         complete(stack, temperature=0)

@@ -93,7 +93,7 @@ async def test_strict_calls_that_the_model_may_make(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
-async def test_responses_of_openai(
+async def test_responses_call_tools_in_turns_of_a_conversation(
     client: openai.AsyncOpenAI, demo: Stack, choice: str | dict[str, Any]
 ) -> None:
     ask: dict[str, Any] = {
@@ -164,7 +164,9 @@ async def test_the_client_of_anthropic(demo: Stack, choice: dict[str, Any]) -> N
     assert again.content[0].type == "text"
 
 
-async def test_pydantic_ai(client: openai.AsyncOpenAI, demo: Stack) -> None:
+async def test_pydantic_ai_gets_an_object_of_its_output_type(
+    client: openai.AsyncOpenAI, demo: Stack
+) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
@@ -177,7 +179,7 @@ async def test_pydantic_ai(client: openai.AsyncOpenAI, demo: Stack) -> None:
     assert isinstance((await agent.run("The weather in Rome?")).output, Weather)
 
 
-async def test_langchain(demo: Stack) -> None:
+async def test_langchain_gets_an_object_of_its_schema(demo: Stack) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     with openai.DefaultHttpxClient(verify=False) as plain:
         async with openai.DefaultAsyncHttpxClient(verify=False) as http:

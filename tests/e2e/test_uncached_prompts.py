@@ -29,7 +29,7 @@ def test_the_example_of_the_documentation_reads_no_cache(stack: Stack) -> None:
     assert len({one["choices"][0]["text"] for one in answers}) == 1
 
 
-async def test_over_grpc_too(stack: Stack) -> None:
+async def test_a_prompt_is_computed_whole_where_asked_for_over_grpc(stack: Stack) -> None:
     request = gateway_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=random_tokens(8_000, 50)),
         sampling=common_pb2.SamplingParams(max_tokens=2, temperature=0.0),

@@ -110,7 +110,7 @@ class JournalConformance:
         again = Append("s", Position(2, 0), b"", begins=True)
         assert await append(ours, again) == [Appended.DONE]
 
-    async def test_logs_are_apart(self, journals: Journals):
+    async def test_an_append_that_is_fenced_does_not_touch_other_logs(self, journals: Journals):
         ours, _ = journals
         scopes = [f"scope{number}" for number in range(20)]
         assert await append(ours, *(entry(0, scope=scope) for scope in scopes)) == [

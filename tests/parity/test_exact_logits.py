@@ -54,19 +54,21 @@ def requests() -> list[Request]:
 
 
 @pytest.mark.parametrize("chunk", [7, 16, WHOLE])
-def test_alone(model: ExactModel, chunk: int) -> None:
+def test_logits_of_a_request_alone_are_the_same_bits_in_any_chunks(
+    model: ExactModel, chunk: int
+) -> None:
     serving = model.serving(seed=1)
     for request in requests():
         serving.run([request], [chunk], f"alone, chunks of {chunk}")
 
 
-def test_token_by_token(model: ExactModel) -> None:
+def test_logits_token_by_token_are_the_same_bits(model: ExactModel) -> None:
     model.serving(seed=2).run(requests()[9:10], [1], "alone, token by token")
     model.serving(seed=2).run(requests()[:-1], [1], "together, token by token")
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 16, 33, 64])
-def test_in_batches(model: ExactModel, size: int) -> None:
+def test_logits_in_batches_are_the_same_bits(model: ExactModel, size: int) -> None:
     order = np.random.default_rng(size).permutation(size) % len(SEQUENCES)
     together = [Request(SEQUENCES[number], 1) for number in order]
     chunks = [
@@ -75,7 +77,7 @@ def test_in_batches(model: ExactModel, size: int) -> None:
     model.serving(seed=size).run(together, chunks, f"batch of {size}")
 
 
-def test_prefix_hits_of_every_depth(model: ExactModel) -> None:
+def test_logits_behind_prefix_hits_of_every_depth_are_the_same_bits(model: ExactModel) -> None:
     serving, first = model.serving(seed=3, keeps=True), Request(SEQUENCES[9], 2)
     serving.step([(first, len(first.prompt))], "the first")
     for depth in range(1, (len(first.prompt) - 1) // BLOCK_SIZE + 1):
@@ -84,7 +86,7 @@ def test_prefix_hits_of_every_depth(model: ExactModel) -> None:
         serving.run([follower], [[7, 16, WHOLE][depth % 3]], f"behind {depth} cached blocks")
 
 
-def test_after_preemptions(model: ExactModel) -> None:
+def test_logits_after_preemptions_are_the_same_bits(model: ExactModel) -> None:
     random, serving, running = np.random.default_rng(4), model.serving(seed=4), requests()
     while running := [request for request in running if not request.finished]:
         serving.step(
@@ -119,7 +121,9 @@ def test_one_thread_or_two(tmp_path: Path, dtype: torch.dtype, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["llama_biases", "qwen3_moe"])
-def test_two_ranks(tmp_path: Path, dtype: torch.dtype, kind: str) -> None:
+def test_logits_of_two_ranks_are_the_same_bits_in_any_batch(
+    tmp_path: Path, dtype: torch.dtype, kind: str
+) -> None:
     save_tiny_model(tmp_path, kind, dtype=dtype)
     torch.set_num_threads(1)
 
@@ -149,7 +153,7 @@ def test_embedded_prompts_and_those_beside_them(model: ExactModel) -> None:
     model.serving(seed=9).run(together, [7, 16, 5], "beside an embedded prompt")
 
 
-def test_log_probabilities(model: ExactModel) -> None:
+def test_log_probabilities_are_the_same_bits_however_served(model: ExactModel) -> None:
     watched = SamplingParams(temperature=0, logprobs=3, prompt_logprobs=3)
 
     def served(chunk: int, count: int) -> list[np.ndarray]:

@@ -89,7 +89,7 @@ def fresh(requests: list[Request]) -> list[Request]:
     return [Request(request.prompt, request.max_tokens) for request in requests]
 
 
-def test_outputs_vary(served) -> None:
+def test_outputs_vary_so_that_equal_ones_tell_something(served) -> None:
     model, build, requests = served
     together = fresh(requests)
     build().run(together, chunk=7)
@@ -98,7 +98,7 @@ def test_outputs_vary(served) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_alone(served, block_size: int) -> None:
+def test_requests_alone_have_the_tokens_of_transformers(served, block_size: int) -> None:
     model, build, requests = served
     driver = build(block_size)
     alone = fresh(requests[::5])

@@ -113,7 +113,7 @@ def test_two_ranks_share_each_layer(adapted: Adapted) -> None:
         adapted.check(requests)
 
 
-def test_two_pipeline_stages(adapted: Adapted) -> None:
+def test_two_pipeline_stages_serve_what_peft_computes(adapted: Adapted) -> None:
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "adapters": adapted.adapters}
     with StagedRunner(adapted.directory, 2, **options) as stages:
         requests = adapted.requests()

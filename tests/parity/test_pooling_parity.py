@@ -180,7 +180,7 @@ async def test_a_model_that_takes_whole_prompts(kind: str, mode: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "bert"])
-async def test_a_classifier(kind: str, tmp_path: Path) -> None:
+async def test_scores_of_a_classifier_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     model = save_classifier(tmp_path, kind)
     worker = loaded(tmp_path)
     for params in (PoolingParams(), PoolingParams(use_activation=False)):
@@ -190,7 +190,7 @@ async def test_a_classifier(kind: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(vectors, expected.numpy(), atol=2e-5)
 
 
-async def test_classes_of_two_texts(tmp_path: Path) -> None:
+async def test_classes_of_two_texts_are_those_of_transformers(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, "bert", num_labels=3)
     worker = loaded(tmp_path)
     params = PoolingParams(num_first_text_tokens=6)

@@ -106,7 +106,7 @@ def test_two_ranks_have_the_same_codes(quantized: Quantized) -> None:
         quantized.check(requests)
 
 
-def test_two_pipeline_stages(tmp_path: Path) -> None:
+def test_two_pipeline_stages_serve_what_transformers_computes(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "stored", "llama")
     model = adapted_model(save_dequantized(tmp_path / "stored", tmp_path / "dequantized"), None)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "quantization": INT8}

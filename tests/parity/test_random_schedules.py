@@ -125,14 +125,18 @@ def check(served: Served, requests: list[Request]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(schedule=schedules)
-def test_any_schedule(served: Served, schedule: Schedule, kernels: KernelsSetting) -> None:
+def test_any_schedule_gives_the_tokens_of_transformers(
+    served: Served, schedule: Schedule, kernels: KernelsSetting
+) -> None:
     runner = served.runner(schedule, kernels_setting=kernels)
     requests, _ = serve(runner, schedule, served.model.config.hidden_size)
     check(served, requests)
 
 
 @pytest.mark.parametrize("proposes", [False, True])
-def test_any_schedule_on_two_ranks(served: Served, *, proposes: bool) -> None:
+def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(
+    served: Served, *, proposes: bool
+) -> None:
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:

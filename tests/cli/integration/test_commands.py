@@ -109,7 +109,9 @@ def test_a_completion_of_standard_input(server: SmallServer) -> None:
     assert server.bodies[0]["model"] == "m"
 
 
-def test_one_chat_message(server: SmallServer) -> None:
+def test_a_chat_message_of_the_command_line_is_answered_and_the_chat_ends(
+    server: SmallServer,
+) -> None:
     done = stepwell("chat", "--url", server.url, "--system", "be brief", "hello")
     assert (done.returncode, done.stdout) == (0, "[be brief hello]\n")
 

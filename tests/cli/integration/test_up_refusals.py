@@ -42,32 +42,32 @@ def test_the_model_must_be_given() -> None:
     )
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
     assert up("--model", missing) == (2, f"stepwell up: there is no directory {missing}\n")
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
     assert up("--model", file) == (2, f"stepwell up: {file} is not a directory\n")
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     assert up("--model", tmp_path) == (
         2,
         f"stepwell up: {tmp_path} holds no config.json: it is not a model\n",
     )
 
 
-def test_an_unknown_flag(model: Path) -> None:
+def test_an_unknown_flag_is_refused(model: Path) -> None:
     assert up("--model", model, "--port", "1") == (
         2,
         "stepwell up: unrecognized arguments: --port 1\n",
     )
 
 
-def test_a_bad_value(model: Path) -> None:
+def test_a_bad_value_is_refused_with_its_flag(model: Path) -> None:
     assert up("--model", model, "--http-port", "web") == (
         2,
         "stepwell up: --http-port must be a whole number, not 'web'\n",
@@ -81,7 +81,7 @@ def test_a_bad_value(model: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "other"), [("--http-port", "--grpc-port"), ("--grpc-port", "--http-port")]
 )
-def test_a_taken_port(model: Path, flag: str, other: str) -> None:
+def test_a_taken_port_is_refused_with_its_flag(model: Path, flag: str, other: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert up("--model", model, flag, str(port), other, "0") == (
@@ -90,7 +90,7 @@ def test_a_taken_port(model: Path, flag: str, other: str) -> None:
         )
 
 
-def test_one_port_for_both(model: Path) -> None:
+def test_one_port_for_http_and_grpc_is_refused(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     assert up("--model", model, "--http-port", port, "--grpc-port", port) == (

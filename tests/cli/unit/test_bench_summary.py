@@ -26,7 +26,7 @@ def answered(intended: float, times: list[float], **changes: object) -> RequestR
     return record
 
 
-def test_a_worked_example() -> None:
+def test_a_summary_counts_what_succeeded_after_the_warm_up() -> None:
     """Two answers of three and of two tokens, one refusal, and a warm-up that does not count."""
     records = [
         answered(0.0, [9.0, 9.5], is_warmup=True),

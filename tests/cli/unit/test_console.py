@@ -61,7 +61,7 @@ def test_a_reader_that_left_does_not_end_the_supervisor() -> None:
     Console(stream, colour=False, quiet=False, raw=False).warn("not read")
 
 
-def test_the_ready_line(tmp_path: Path) -> None:
+def test_the_ready_line_has_addresses_and_a_command_to_try(tmp_path: Path) -> None:
     addresses = Addresses("0.0.0.0", 8000, 9000, tmp_path)
     first, second = ready_text(addresses, "it's", needs_key=True).splitlines()
     assert first == "ready: it's at http://127.0.0.1:8000 (gRPC at 127.0.0.1:9000); try"

@@ -85,14 +85,16 @@ HARD = settings(
 
 @HARD
 @given(content=damaged(LOG))
-def test_a_damaged_log(capsys: pytest.CaptureFixture[str], folder: Path, content: bytes) -> None:
+def test_a_damaged_log_ends_the_replay_with_one_sentence(
+    capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
+) -> None:
     path = folder / "steps.jsonl"
     expect_one_sentence(path, *replay(capsys, path, content, "--set", "max_num_seqs=2"))
 
 
 @HARD
 @given(content=damaged(zstandard.compress(LOG)))
-def test_a_damaged_compressed_log(
+def test_a_damaged_compressed_log_ends_the_replay_with_one_sentence(
     capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
 ) -> None:
     path = folder / "steps.jsonl.zst"
@@ -101,7 +103,7 @@ def test_a_damaged_compressed_log(
 
 @HARD
 @given(content=damaged(SCENARIO))
-def test_a_damaged_scenario(
+def test_a_damaged_scenario_ends_the_replay_with_one_sentence(
     capsys: pytest.CaptureFixture[str], folder: Path, content: bytes
 ) -> None:
     path = folder / "scenario.json"

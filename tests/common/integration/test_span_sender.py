@@ -95,7 +95,7 @@ def num_accounted(sender: SpanSender) -> int:
     return sender.num_sent + sum(sender.num_dropped.values())
 
 
-def test_spans_arrive(collector: Collector) -> None:
+def test_all_spans_are_sent_those_before_the_shutdown_included(collector: Collector) -> None:
     tracing = configure_tracing("gateway", collector.endpoint, 1.0)
     make_spans(tracing, 25)
     until(lambda: collector.num_taken == 25)

@@ -62,7 +62,7 @@ def test_a_key_is_an_id_and_32_random_bytes_of_which_a_hash_is_kept() -> None:
     assert not record.matches(key[:-1].encode() + b"B")
 
 
-def test_keys_differ() -> None:
+def test_new_keys_and_their_ids_differ() -> None:
     keys = {new_key()[0] for _ in range(100)}
     assert len({key_id_of(key) for key in keys}) == 100
 
@@ -112,7 +112,7 @@ def damaged_keys() -> list[object]:
 
 
 @pytest.mark.parametrize("value", damaged_keys(), ids=str)
-def test_damage_is_named(value: object) -> None:
+def test_a_damaged_record_is_named_by_its_key(value: object) -> None:
     with pytest.raises(DamagedRecord, match="key 'abcdef234567'"):
         key_from_json("abcdef234567", value)
 

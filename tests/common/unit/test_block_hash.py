@@ -38,7 +38,7 @@ def independent(
     return hashes
 
 
-def test_known_vectors() -> None:
+def test_a_hash_is_sha256_of_its_parent_and_its_tokens_as_little_endian_int32() -> None:
     first, second = hash_full_blocks(ROOT, [1, 2, 3, 4, 5, 6, 7], 3)
     packed = bytes([1, 0, 0, 0, 2, 0, 0, 0, 3, 0, 0, 0])
     assert first == sha256(ROOT + packed).digest()

@@ -42,6 +42,6 @@ def test_it_counts_as_the_client_library_does() -> None:
     assert ours.count == expected[f"{NAME}_count", None]
 
 
-def test_bounds_rise() -> None:
+def test_the_bounds_of_every_histogram_rise() -> None:
     for spec in SPECS.values():
         assert list(spec.buckets) == sorted(set(spec.buckets)), spec.name

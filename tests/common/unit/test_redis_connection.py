@@ -103,14 +103,14 @@ async def test_what_is_not_redis_is_refused_and_what_is_away_is_not():
         "unix:///run/r.sock",
     ],
 )
-def test_urls(url):
+def test_urls_of_redis_are_taken(url):
     assert is_redis_url(url) is None
 
 
 @pytest.mark.parametrize(
     "url", ["", "h:1", "http://h", "redis://", "redis://h:x", "redis://[h", "unix:"]
 )
-def test_what_is_no_url(url):
+def test_what_is_no_url_of_redis_is_refused_with_the_form(url):
     assert "redis://[user:password@]host:port" in is_redis_url(url)
 
 

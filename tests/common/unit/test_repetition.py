@@ -31,7 +31,7 @@ from services.common.repetition import MAX_PATTERN_SIZE, RepetitionDetection
         ([9, *[4, 5] * 3], (1, 8), 4, False),
     ],
 )
-def test_worked_examples(
+def test_a_pattern_is_found_where_it_ends_the_tokens_often_enough(
     tokens: list[int], sizes: tuple[int, int], min_count: int, found: bool
 ) -> None:
     shortest, longest = sizes

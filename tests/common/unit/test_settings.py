@@ -52,7 +52,7 @@ def test_what_is_not_given_has_its_default() -> None:
     assert (settings.count, settings.colour, settings.limit) == (3, Colour.RED, None)
 
 
-def test_flags_are_read() -> None:
+def test_flags_are_read_by_the_type_of_their_setting() -> None:
     settings = parse(
         *("--name", "x", "--count", "7", "--share", "0.25", "--colour", "dark-blue"),
         *("--no-fast", "--hosts", "a:1, b:2", "--ports", "1,2", "--limit", "10"),
@@ -63,7 +63,7 @@ def test_flags_are_read() -> None:
     )
 
 
-def test_variables_are_read() -> None:
+def test_variables_are_read_and_those_of_others_ignored() -> None:
     settings = parse(
         STEPWELL_THING_NAME="x",
         STEPWELL_THING_COUNT="7",

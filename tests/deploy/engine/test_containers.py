@@ -80,7 +80,7 @@ def test_both_replicas_have_registered_under_their_names(fleet: Up) -> None:
     assert GatewayFleet(fleet.url).running().keys() == {"scheduler-0", "scheduler-1"}
 
 
-def test_services_run_confined(fleet: Up) -> None:
+def test_services_run_without_root_capabilities_and_a_writable_root(fleet: Up) -> None:
     for container in fleet.containers():
         if container.labels["stepwell.role"] not in LIMITS:
             continue

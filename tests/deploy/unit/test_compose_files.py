@@ -107,7 +107,7 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mounted_files_exist(variant: str) -> None:
+def test_files_that_are_mounted_exist(variant: str) -> None:
     for service in services_of(*VARIANTS[variant], REPLICA="2").values():
         for volume in service.get("volumes", ()):
             source = volume.partition(":")[0]

@@ -201,7 +201,7 @@ async def test_another_model_has_another_directory(pools, gateway):
     await right_again(pools, gateway)
 
 
-async def test_gateways_agree(server, pools, gateway):
+async def test_two_gateways_come_to_the_view_of_the_pools(server, pools, gateway):
     other = Gateway(server.url, FINGERPRINT)
     await right_again(pools, gateway)
     await right_again(pools, other)

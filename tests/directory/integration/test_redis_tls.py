@@ -79,12 +79,14 @@ async def refusal(wanted: str) -> str:
     return str(caught.value)
 
 
-async def test_calls_over_tls(shared_server: RedisServer, files: Files) -> None:
+async def test_calls_over_tls_are_answered(shared_server: RedisServer, files: Files) -> None:
     async with tls_before(shared_server, files) as address:
         await answers(url(address, files))
 
 
-async def test_calls_to_a_server_with_tls_of_its_own(files: Files, tmp_path: Path) -> None:
+async def test_calls_to_a_server_with_tls_of_its_own_are_answered(
+    files: Files, tmp_path: Path
+) -> None:
     program = find_tls_server()
     if program is None:
         pytest.skip("no redis-server here is built with TLS")

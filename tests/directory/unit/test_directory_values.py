@@ -124,7 +124,7 @@ def test_all_names_of_a_model_are_in_one_slot() -> None:
     assert len(set(names)) == 5
 
 
-def test_keys_and_names() -> None:
+def test_a_key_is_48_bits_of_a_hash_and_a_digest_their_count_and_xor() -> None:
     assert block_keys([b"\xff" * 32]) == [2**48 - 1]
     assert block_keys([(1).to_bytes(6, "little") + b"\xff" * 26]) == [1]
     assert digest_of([5, 3, 8]) == Digest(3, 5 ^ 3 ^ 8)

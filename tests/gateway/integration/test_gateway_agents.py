@@ -49,7 +49,9 @@ def check_turns(served: Serving, calls: list[tuple[str, int]], api: str) -> None
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_pydantic_ai(served: Serving, is_streamed: bool, api: str) -> None:
+async def test_an_agent_of_pydantic_ai_calls_its_tool_and_answers(
+    served: Serving, is_streamed: bool, api: str
+) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
@@ -76,7 +78,9 @@ async def test_pydantic_ai(served: Serving, is_streamed: bool, api: str) -> None
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_langchain(served: Serving, is_streamed: bool, api: str) -> None:
+async def test_an_agent_of_langchain_calls_its_tool_and_answers(
+    served: Serving, is_streamed: bool, api: str
+) -> None:
     agents = pytest.importorskip("langchain.agents")
     langchain_openai = pytest.importorskip("langchain_openai")
     calls: list[tuple[str, int]] = []

@@ -249,7 +249,7 @@ async def refused(served: Serving, path: str, body: dict[str, Any], field: str) 
     assert field.partition("[")[0].partition(".")[0] in error["message"], error
 
 
-async def test_bad_completions(served: Serving) -> None:
+async def test_a_bad_completion_is_refused_by_its_field(served: Serving) -> None:
     for what, body, field in COMPLETIONS:
         for stream in ({}, {"stream": True}):
             if stream and ("stream" in body or "stream_options" in body):
@@ -259,7 +259,7 @@ async def test_bad_completions(served: Serving) -> None:
     assert served.scheduler.adds == []
 
 
-async def test_bad_chats(served: Serving) -> None:
+async def test_a_bad_chat_is_refused_by_its_field(served: Serving) -> None:
     for what, body, field in CHATS:
         print(what)
         await refused(served, "/v1/chat/completions", body, field)
@@ -343,7 +343,9 @@ async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
     assert (await served.http.post("/v1/completions", json={"prompt": "the"})).status_code == 200
 
 
-async def test_an_unknown_model(served: Serving) -> None:
+async def test_the_openai_package_raises_its_errors_for_an_unknown_model_and_a_bad_field(
+    served: Serving,
+) -> None:
     async with served.openai() as client:
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'"):
             await client.completions.create(model="gpt", prompt="a")

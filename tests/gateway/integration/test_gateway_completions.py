@@ -271,7 +271,7 @@ async def test_usage_in_every_chunk(served: Serving) -> None:
     assert chunks[-1]["choices"] == []
 
 
-async def test_tokenize_and_detokenize(served: Serving) -> None:
+async def test_detokenize_gives_back_what_tokenize_was_given(served: Serving) -> None:
     asked = {"prompt": "the world", "return_token_strs": True}
     body = (await served.http.post("/tokenize", json=asked)).json()
     assert body["tokens"] == served.tokens("the world")

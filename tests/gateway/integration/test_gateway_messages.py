@@ -252,7 +252,9 @@ async def test_forced_calls_and_forms_without_flags(calling: Path) -> None:
         assert json.loads(wanted(served).text)["required"] == ["city"]
 
 
-async def test_why_answers_end(hermes: Serving, client: anthropic.AsyncAnthropic) -> None:
+async def test_the_stop_reason_says_why_an_answer_ended(
+    hermes: Serving, client: anthropic.AsyncAnthropic
+) -> None:
     hermes.scheduler.answer = hermes.tokens("one two three")
 
     async def ends(**fields: Any) -> tuple[str | None, str | None]:

@@ -298,15 +298,15 @@ async def expect_table(
         await expect(served, path, plain, name, handling)
 
 
-async def test_fields_of_completions(served: Serving) -> None:
+async def test_each_field_of_completions_is_handled_as_its_table_says(served: Serving) -> None:
     await expect_table(served, "/v1/completions", COMPLETION, COMPLETIONS)
 
 
-async def test_fields_of_chat_completions(served: Serving) -> None:
+async def test_each_field_of_chat_completions_is_handled_as_its_table_says(served: Serving) -> None:
     await expect_table(served, "/v1/chat/completions", CHAT, CHATS)
 
 
-async def test_fields_of_messages(served: Serving) -> None:
+async def test_each_field_of_a_message_is_handled_as_its_table_says(served: Serving) -> None:
     path = "/v1/chat/completions"
     for role in ("assistant", "user", "system"):  # the template knows no developer
         base = {**CHAT, "messages": [{"role": role, "content": "hi"}, *MESSAGES]}
@@ -315,7 +315,9 @@ async def test_fields_of_messages(served: Serving) -> None:
                 await expect(served, path, base, name, handling, "messages", 0)
 
 
-async def test_fields_of_parts_and_stream_options(served: Serving) -> None:
+async def test_fields_of_parts_and_stream_options_are_handled_as_their_tables_say(
+    served: Serving,
+) -> None:
     path = "/v1/chat/completions"
     part = {"type": "text", "text": "hi"}
     base = {**CHAT, "messages": [{"role": "user", "content": [part]}]}

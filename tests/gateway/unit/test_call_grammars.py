@@ -70,7 +70,7 @@ def check(
 
 
 @THOUGHTS
-async def test_forced_calls(
+async def test_a_forced_call_is_a_list_of_calls_of_the_tools_and_one_where_they_are_not_parallel(
     tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str
 ) -> None:
     one = thought + '[{"name": "f", "parameters": {"a": 1}}]'
@@ -84,7 +84,7 @@ async def test_forced_calls(
 
 @THOUGHTS
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3", "deepseek_v31"])
-async def test_strict_calls(
+async def test_strict_calls_have_a_tool_and_arguments_that_conform(
     tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str, name: str
 ) -> None:
     envelope = TOOL_FORMATS[name].envelope
@@ -200,7 +200,7 @@ TAGS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("tag", "good", "bad"), TAGS)
-async def test_structural_tags(
+async def test_a_structural_tag_accepts_its_texts_and_no_others(
     tokenizer: HfTokenizer, tag: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     check(tokenizer, await structural_tag(tag, tokenizer), good, bad)

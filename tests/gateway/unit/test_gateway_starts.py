@@ -22,7 +22,7 @@ async def test_requests_of_one_client_start_in_their_order_four_in_a_turn() -> N
     assert await started(*[b"a"] * 6) == [["a0", "a1", "a2", "a3"], ["a4", "a5"]]
 
 
-async def test_clients_take_turns() -> None:
+async def test_clients_take_turns_in_being_started() -> None:
     turns = await started(*[b"a"] * 6, b"b", b"c", b"b")
     assert turns == [["a0", "a1", "a2", "a3"], ["a4", "b0", "c0", "a5"], ["b1"]]
 

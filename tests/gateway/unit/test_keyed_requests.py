@@ -250,7 +250,9 @@ async def test_the_least_used_answers_make_room(tokenizer: HfTokenizer, clock: M
     assert len(gateway.engine.started) == 4
 
 
-async def test_bytes_are_bounded(tokenizer: HfTokenizer, clock: ManualClock):
+async def test_the_answers_unused_for_longest_are_forgotten_where_bytes_run_out(
+    tokenizer: HfTokenizer, clock: ManualClock
+):
     gateway = limited(tokenizer, clock, max_bytes=5_000, max_answers=100)
     for number in range(20):
         client = gateway.ask(f"k{number}", max_tokens=50)

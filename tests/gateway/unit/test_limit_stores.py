@@ -193,7 +193,7 @@ def lease_holder(
 
 
 @needs_redis
-async def test_gateways_count_together(server: RedisServer) -> None:
+async def test_two_gateways_let_in_no_more_than_one_would(server: RedisServer) -> None:
     server.ask("FLUSHALL")
     one, two = lease_holder(server, "one"), lease_holder(server, "two")
     running = [asyncio.create_task(store.run()) for store in (one, two)]

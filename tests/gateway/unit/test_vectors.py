@@ -20,7 +20,7 @@ def answer(*values: float) -> Answer:
     return Answer(pooled=array("f", values).tobytes())
 
 
-def test_numbers_and_cosines() -> None:
+def test_vectors_are_little_endian_float32_and_the_cosine_of_none_is_0() -> None:
     assert list(numbers(b"\x00\x00\x80\x3f\x00\x00\x00\xc0")) == [1.0, -2.0]
     assert cosine([1, 0], [1, 1]) == pytest.approx(math.sqrt(0.5))
     assert cosine([0, 0], [1, 1]) == 0.0

@@ -42,7 +42,7 @@ def test_a_refused_opening_leaves_the_pool_as_it_was():
     assert host.get("a") is opened
 
 
-def test_limits_hold():
+def test_pools_beyond_the_limit_and_blocks_beyond_it_are_refused():
     host = make_host(100)
     host.open("a", CONFIG)
     host.open("b", CONFIG)

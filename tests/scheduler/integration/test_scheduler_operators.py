@@ -250,7 +250,7 @@ async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
     assert pool.num_reuses > 0, "the blocks themselves were reused"
 
 
-async def test_statistics_count(replica: Replica, gateway: Gateway) -> None:
+async def test_statistics_count_what_was_done(replica: Replica, gateway: Gateway) -> None:
     before = await replica.stats()
     assert before.state == scheduler_pb2.ENGINE_STATE_IDLE
     assert (before.max_num_seqs, before.max_num_batched_tokens) == (8, 64)

@@ -43,7 +43,7 @@ def test_a_parent_that_was_stored_again_later_is_listed_before_its_children() ->
     assert log.snapshot() == [stored("abc")]
 
 
-def test_groups_are_apart() -> None:
+def test_a_block_is_removed_from_its_own_group_alone() -> None:
     log = KVEventLog(10)
     log.append((stored("ab"), stored("ab", group=1), removed("a", group=1)))
     assert log.snapshot() == [stored("ab"), stored("b", "a", group=1)]

@@ -59,7 +59,7 @@ async def test_a_budget_below_the_size_of_the_workers_is_kept() -> None:
     assert [step.granted["a"] for step in await story.steps(3)] == [5, 5, 2]
 
 
-async def test_places_are_limited() -> None:
+async def test_no_more_requests_run_than_max_num_seqs() -> None:
     story = Story(max_num_seqs=2)
     for name, first in (("a", 100), ("b", 300), ("c", 500)):
         story.add(name, prompt(4, first), max_tokens=2)

@@ -155,7 +155,9 @@ async def generate(stream: Stream, count: int) -> list[int]:
     return tokens
 
 
-async def test_describe(worker: worker_pb2_grpc.WorkerStub, loaded: Worker) -> None:
+async def test_describe_answers_with_model_limits_and_cache(
+    worker: worker_pb2_grpc.WorkerStub, loaded: Worker
+) -> None:
     description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
     assert description.incarnation == "incarnation-1"
     assert description.model_name == "llama-tiny"
@@ -304,7 +306,9 @@ async def test_a_bad_step_ends_the_stream_and_the_worker_stays_up(
     await again.finish()
 
 
-async def test_logprobs_travel(worker: worker_pb2_grpc.WorkerStub) -> None:
+async def test_log_probabilities_of_prompts_come_with_the_step_that_computes_them(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
     stream = Stream(worker)
     request = new_request(1, logprobs=3, prompt_logprobs=1)
     await stream.send(

@@ -31,7 +31,7 @@ def _rows_multiplied_alike() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_products(bias: bool) -> None:
+def test_products_are_the_same_bits_in_any_batch_and_those_of_torch(bias: bool) -> None:
     torch.manual_seed(0)
     assert products_differ(CpuDevice(), torch.float32, 96, 200, bias=bias) == []
     weight, offsets, rows = torch.randn(200, 96), torch.randn(200), torch.randn(70, 96)
@@ -50,7 +50,7 @@ def test_products(bias: bool) -> None:
     ],
     ids=str,
 )
-def test_attention(case: Case) -> None:
+def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(case: Case) -> None:
     check = InvarianceCheck(case, WideCpu(), [1, 37, 80], AnywhereSplitK)
     assert check.differing([[(2, 0, 80)], [(1, 0, 37)], [(0, 0, 1)]]) == []
     cuts = [

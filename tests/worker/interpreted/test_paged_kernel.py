@@ -26,7 +26,7 @@ def tolerance(case: Case) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_decodes_beside_chunks(case: Case) -> None:
+def test_decodes_beside_chunks_are_attention_written_out(case: Case) -> None:
     """Three decodes in four lanes; a chunk after a past, in two lanes, and one without."""
     torch.manual_seed(1)
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)

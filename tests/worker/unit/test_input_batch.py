@@ -43,7 +43,7 @@ def batch() -> InputBatch:
     return batch
 
 
-def test_differences_add_up(batch: InputBatch) -> None:
+def test_differences_add_up_to_the_state_of_each_row(batch: InputBatch) -> None:
     for token_id in (50, 51, 52, 53):
         batch.append_one(ints(2), ints(token_id))
     batch.apply(

@@ -44,7 +44,7 @@ ENABLED = {"use_sliding_window": True, "sliding_window": 64, "layer_types": None
         ("gemma3", {"layer_types": None, "sliding_window_pattern": 2}, [16, None] * 3),
     ],
 )
-def test_which_layers_slide(
+def test_windows_of_layers_are_those_of_the_config(
     tmp_path: Path, kind: str, changes: dict[str, object], expected: list[int | None]
 ) -> None:
     assert windows(read(tmp_path, kind, **changes)) == expected
@@ -100,7 +100,7 @@ def test_experts_are_normalized_as_each_does_it(tmp_path: Path) -> None:
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be 5 or less"),
     ],
 )
-def test_contradictions(
+def test_layers_of_a_config_that_contradict_each_other_are_refused(
     tmp_path: Path, kind: str, changes: dict[str, object], problem: str
 ) -> None:
     with pytest.raises(ModelConfigError, match=problem):

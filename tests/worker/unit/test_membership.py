@@ -79,7 +79,9 @@ def test_a_group_of_stages_alone() -> None:
         ({"RANK": "4"}, {"pipeline_parallel_size": 4}, "RANK is 4, which is no rank of a group of"),
     ],
 )
-def test_what_cannot_be(environ: dict[str, str], flags: dict[str, int], complaint: str) -> None:
+def test_a_membership_that_cannot_be_is_refused_in_one_sentence(
+    environ: dict[str, str], flags: dict[str, int], complaint: str
+) -> None:
     with pytest.raises(SettingError) as error:
         membership(environ, **flags)
     assert str(error.value).startswith(complaint)

@@ -68,12 +68,12 @@ def test_sound_directory_loads_with_progress_by_layer(directory: Path) -> None:
     assert (loaded.dtype, loaded.max_model_len) == (torch.float32, 512)
 
 
-def test_missing_config(directory: Path) -> None:
+def test_a_missing_config_is_named(directory: Path) -> None:
     (directory / "config.json").unlink()
     assert refusal(directory, ModelFileError) == "config.json: the file is missing"
 
 
-def test_config_that_is_no_json(directory: Path) -> None:
+def test_a_config_that_is_no_json_is_named(directory: Path) -> None:
     (directory / "config.json").write_text('{"architectures": [')
     assert refusal(directory, ModelFileError).startswith(
         "config.json: the file is not valid JSON: "
@@ -87,7 +87,7 @@ def test_config_that_is_no_object(directory: Path) -> None:
     )
 
 
-def test_unsupported_architecture(directory: Path) -> None:
+def test_an_architecture_that_is_no_decoder_is_refused(directory: Path) -> None:
     edit_config(directory, architectures=["GPT2LMHeadModel"])
     assert refusal(directory, UnsupportedModel) == (
         "config.json: architecture GPT2LMHeadModel is no decoder that can be served"
@@ -127,14 +127,14 @@ def test_length_beyond_the_model_is_refused(directory: Path) -> None:
         resolve_max_model_len(513, 512, config.rope.max_model_len, directory / "config.json")
 
 
-def test_missing_weights(directory: Path) -> None:
+def test_missing_weights_are_named_with_both_forms(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     assert refusal(directory, ModelFileError) == (
         "model.safetensors: the file is missing, and so is model.safetensors.index.json"
     )
 
 
-def test_weights_cut_short(directory: Path) -> None:
+def test_weights_that_are_cut_short_are_refused_with_their_sizes(directory: Path) -> None:
     path = directory / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1000])
@@ -167,7 +167,7 @@ def change_tensors(directory: Path, change) -> None:
     save_file(tensors, path)
 
 
-def test_missing_tensor(directory: Path) -> None:
+def test_a_missing_tensor_is_named(directory: Path) -> None:
     change_tensors(directory, lambda tensors: tensors.pop("model.norm.weight"))
     assert refusal(directory, ModelTensorError) == (
         "model.safetensors: tensor model.norm.weight is missing"
@@ -186,7 +186,7 @@ def test_many_missing_tensors_are_summed_up(directory: Path) -> None:
     )
 
 
-def test_extra_tensor(directory: Path) -> None:
+def test_a_tensor_that_is_not_the_architectures_is_refused(directory: Path) -> None:
     change_tensors(directory, lambda tensors: tensors.update(surplus=torch.zeros(3)))
     assert refusal(directory, ModelTensorError) == (
         "model.safetensors: tensor surplus is not part of this architecture"
@@ -211,7 +211,7 @@ def test_a_head_beside_tied_embeddings_is_used_where_it_differs(
     assert any("lm_head.weight differs" in told for told in caplog.messages) is differs
 
 
-def test_wrong_shape(directory: Path) -> None:
+def test_a_wrong_shape_is_refused_with_both_shapes(directory: Path) -> None:
     edit_config(directory, intermediate_size=64)
     assert refusal(directory, ModelTensorError) == (
         "model.safetensors: tensor model.layers.0.mlp.gate_proj.weight has shape [96, 48], "
@@ -219,7 +219,7 @@ def test_wrong_shape(directory: Path) -> None:
     )
 
 
-def test_wrong_data_type(directory: Path) -> None:
+def test_a_data_type_that_is_not_read_is_refused(directory: Path) -> None:
     change_tensors(
         directory,
         lambda tensors: tensors.update({"model.norm.weight": torch.zeros(48, dtype=torch.int32)}),
@@ -229,13 +229,13 @@ def test_wrong_data_type(directory: Path) -> None:
     )
 
 
-def test_missing_shard(sharded: Path) -> None:
+def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
     assert refusal(sharded, ModelFileError) == f"{shard.name}: the file is missing"
 
 
-def test_index_that_is_no_json(sharded: Path) -> None:
+def test_an_index_that_is_no_json_is_named(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text("{")
     assert refusal(sharded, ModelFileError).startswith(
         "model.safetensors.index.json: the file is not valid JSON"

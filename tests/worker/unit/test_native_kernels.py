@@ -58,7 +58,9 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize(("inner", "in_features"), [(1536, 96), (40, 48), (3, 8)])
-def test_a_gated_projection(native, inner: int, in_features: int, activation: Activation) -> None:
+def test_a_gated_projection_is_the_activation_of_one_half_times_the_other(
+    native, inner: int, in_features: int, activation: Activation
+) -> None:
     torch.manual_seed(2)
     weight = drawn(native, 2 * inner, in_features, scale=2 * in_features**-0.5)
     bias = drawn(native, 2 * inner)
@@ -136,7 +138,9 @@ def test_a_caller_may_run_where_it_could_before(native) -> None:
 
 
 @pytest.mark.parametrize("activation", [None, *Activation])
-def test_an_odd_width(native, activation: Activation | None) -> None:
+def test_a_width_that_is_no_multiple_of_lanes_is_computed_too(
+    native, activation: Activation | None
+) -> None:
     weight, bias = drawn(native, 8, 35, scale=0.2), drawn(native, 8)
     x = drawn(native, 14, 35)
     exact = F.linear(x.double(), weight.double(), bias.double())
@@ -172,7 +176,7 @@ def test_small_numbers_are_kept_whatever_the_process_has_set(native) -> None:
 
 
 @pytest.mark.parametrize("width", [8, 16, 40, 577, 2048])
-def test_norms(native, width: int) -> None:
+def test_norms_are_torchs_and_the_residual_is_added_in_place(native, width: int) -> None:
     torch.manual_seed(4)
     kernels = native.kernels
     weight = kernels.norm_weight(drawn(native, width))

@@ -44,7 +44,7 @@ def test_a_model_without_modules_pools_by_its_architecture(
     assert (read_pooling(tmp_path, runner) is not None) is pools
 
 
-def test_modules_say_how(tmp_path: Path) -> None:
+def test_modules_say_how_states_are_pooled(tmp_path: Path) -> None:
     write(tmp_path, "Qwen3ForCausalLM", matryoshka_dimensions=[4, 8])
     write_modules(
         tmp_path,
@@ -79,7 +79,7 @@ def test_modules_say_how(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_classes(
+def test_classes_and_their_activation_are_read_from_the_config(
     tmp_path: Path, config: dict[str, Any], num_labels: int, activation: Activation
 ) -> None:
     write(tmp_path, "BertForSequenceClassification", **config)

@@ -102,7 +102,9 @@ def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8, FLOAT8])
 @pytest.mark.parametrize("inner", [3, 40, 96])
-def test_a_gated_projection(native, inner: int, bits: int) -> None:
+def test_a_gated_projection_of_quantized_weights_is_that_of_the_dequantized(
+    native, inner: int, bits: int
+) -> None:
     torch.manual_seed(2)
     weight = drawn(2 * inner, 2, 32, bits, native.dtype, offsets=False)
     weight = replace(weight, scales=weight.scales * 0.1)

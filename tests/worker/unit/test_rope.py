@@ -39,7 +39,9 @@ def test_frequencies_equal_transformers(tmp_path: Path, kind: str) -> None:
         {"mscale": 1.0, "mscale_all_dim": 0.8},
     ],
 )
-def test_details_of_yarn(tmp_path: Path, extra: dict[str, object]) -> None:
+def test_yarn_takes_its_optional_parameters_as_transformers_does(
+    tmp_path: Path, extra: dict[str, object]
+) -> None:
     parameters = {
         "rope_type": "yarn",
         "rope_theta": 1000.0,

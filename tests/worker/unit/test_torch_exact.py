@@ -35,7 +35,9 @@ def filled_up(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "out"), [(64, 131), (1536, 576), (5632, 64)])
-def test_products(width: int, out: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_product_is_the_same_bits_beside_any_others(
+    width: int, out: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     linear = KERNELS.linear(torch.randn(out, width).to(dtype), None)
     rows = torch.randn(130, width)
@@ -63,7 +65,9 @@ def test_a_weight_whose_rows_disagree_is_multiplied_by_in_tiles() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("width", [17, 100, 1536])
-def test_gates(activation: Activation, width: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_gated_product_is_the_same_bits_beside_any_others(
+    activation: Activation, width: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     identity = torch.eye(2 * width).to(dtype)
     gate = KERNELS.gated_linear(identity, None, activation)
@@ -77,7 +81,7 @@ def test_gates(activation: Activation, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [17, 64, 576])
-def test_norms(width: int, dtype: torch.dtype) -> None:
+def test_a_row_of_a_norm_is_the_same_bits_beside_any_others(width: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     rows, weight = torch.randn(300, width).to(dtype), torch.randn(width).to(dtype)
     whole = KERNELS.rms_norm(rows, weight, 1e-6)
@@ -147,7 +151,9 @@ class World:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_attention(layer: AttentionLayer, dtype: torch.dtype) -> None:
+def test_attention_is_the_same_bits_whole_in_chunks_and_beside_others(
+    layer: AttentionLayer, dtype: torch.dtype
+) -> None:
     world = World(layer, dtype)
     whole = [world.step([(row, 0, length)])[0] for row, length in enumerate(LENGTHS)]
 

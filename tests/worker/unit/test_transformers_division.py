@@ -145,7 +145,7 @@ def logits_of(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("what", DIVIDED)
-def test_parts_add_up(tmp_path: Path, what: str) -> None:
+def test_two_ranks_give_the_logits_of_the_whole_model(tmp_path: Path, what: str) -> None:
     whole: PreTrainedModel = save(tmp_path, *DIVIDED[what])
 
     def work(thread: RankThread) -> tuple[torch.Tensor, torch.Tensor]:

@@ -121,7 +121,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, what: str) -> None:
     assert "\n" not in caught.value.message
 
 
-def test_what_it_is(tmp_path: Path) -> None:
+def test_a_loaded_model_tells_its_architecture_sizes_and_ends(tmp_path: Path) -> None:
     save(tmp_path, OlmoConfig(**SHAPE))
     loaded = load(tmp_path, max_model_len=50)
     assert loaded.architecture == "OlmoForCausalLM"
