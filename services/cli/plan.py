@@ -73,77 +73,113 @@ class Addresses:
 
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
     """The services, in the order in which they stop."""
-    replicas = [_Replica.named(index, settings) for index in range(settings.replicas)]
-    keeps_traces = _keeps_traces(settings, environ)
-    if keeps_traces:
-        environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
-    redis = {} if settings.redis is None else {"redis_url": settings.redis}
+    replicas = tuple(_Replica.named(index, settings) for index in range(settings.replicas))
+    wiring, specs = _Wiring(settings, addresses, environ), _Specs(settings, addresses, environ)
+    gateway = specs.of("gateway", "gateway", wiring.gateway(replicas))
+    schedulers, caches = [], []
+    for replica in replicas:
+        schedulers.append(specs.of("scheduler", replica.scheduler, wiring.scheduler(replica)))
+        caches.append(specs.of("kvpool", replica.kvpool, wiring.kvpool(replica)))
+        for rank, worker in enumerate(replica.workers):
+            team = replica.worker_team
+            caches.append(specs.of("worker", worker, wiring.worker(replica, rank), team))
+    return [
+        Stage((gateway,), _GATEWAY_STOP_SECONDS),
+        Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),
+        Stage(tuple(caches), _CACHES_STOP_SECONDS),
+    ]
 
-    def spec(
-        service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
+
+class _Specs:
+    """Makes the processes: each gets the settings that it takes of those of `stepwell up`."""
+
+    def __init__(
+        self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
+    ) -> None:
+        self._settings = settings
+        self._addresses = addresses
+        self._environ = environ
+        self._keeps_traces = _keeps_traces(settings, environ)
+        if self._keeps_traces:
+            self._environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
+
+    def of(
+        self, service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
     ) -> ChildSpec:
-        address = addresses.socket(name)
+        """The process of a service that is called `name`; what `wiring` sets goes before."""
+        settings, address = self._settings, self._addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
-        if keeps_traces:
-            given = _kept_traces(service, addresses, environ) | given
+        if self._keeps_traces:
+            given = _kept_traces(service, self._addresses, self._environ) | given
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
-            environ={**environ, **_as_environment(service, {**given, **wiring})},
+            environ={**self._environ, **_as_environment(service, {**given, **wiring})},
             until_ready=partial(until_ready, address),
             team=team,
             liveness_address=address,
             silence_seconds=settings.liveness_timeout_seconds
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
             niceness=settings.worker_niceness if service == "worker" else 0,
-            prepare=partial(ensure_directory, addresses.run_directory),
+            prepare=partial(ensure_directory, self._addresses.run_directory),
         )
 
-    gateway = {
-        "model": settings.model,
-        "http_address": join_host_port(addresses.host, addresses.http_port),
-        "address": join_host_port(addresses.host, addresses.grpc_port),
-        "health_address": addresses.socket("gateway"),
-        "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
-        "drain_seconds": _GATEWAY_DRAIN_SECONDS,
-        **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
-        **({} if addresses.admin is None else {"admin_address": addresses.admin}),
-        **redis,
-    }
-    schedulers, caches = [], []
-    for replica in replicas:
-        scheduler = {
+
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """How the services reach one another, and how long they drain: settings of each."""
+
+    settings: UpSettings
+    addresses: Addresses
+    environ: Mapping[str, str]
+
+    def gateway(self, replicas: "tuple[_Replica, ...]") -> dict[str, Any]:
+        settings, addresses = self.settings, self.addresses
+        return {
+            "model": settings.model,
+            "http_address": join_host_port(addresses.host, addresses.http_port),
+            "address": join_host_port(addresses.host, addresses.grpc_port),
+            "health_address": addresses.socket("gateway"),
+            "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
+            "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+            **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
+            **({} if addresses.admin is None else {"admin_address": addresses.admin}),
+            **self._redis(),
+        }
+
+    def scheduler(self, replica: "_Replica") -> dict[str, Any]:
+        addresses, index = self.addresses, replica.index
+        return {
             "address": addresses.socket(replica.scheduler),
             "kvpool": addresses.socket(replica.kvpool),
             "workers": tuple(addresses.socket(worker) for worker in replica.workers),
             "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
-            **_vllm_grpc(replica.index, settings, addresses),
-            **({"replica": f"replica-{replica.index}"} if settings.replicas > 1 else {}),
-            **metrics_of("scheduler", replica.index, environ),
+            **_vllm_grpc(index, self.settings, addresses),
+            **({"replica": f"replica-{index}"} if self.settings.replicas > 1 else {}),
+            **metrics_of("scheduler", index, self.environ),
         }
-        kvpool = {
-            "address": addresses.socket(replica.kvpool),
+
+    def kvpool(self, replica: "_Replica") -> dict[str, Any]:
+        return {
+            "address": self.addresses.socket(replica.kvpool),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
-            **redis,
-            **metrics_of("kvpool", replica.index, environ),
+            **self._redis(),
+            **metrics_of("kvpool", replica.index, self.environ),
         }
-        schedulers.append(spec("scheduler", replica.scheduler, scheduler))
-        caches.append(spec("kvpool", replica.kvpool, kvpool))
-        for rank, worker in enumerate(replica.workers):
-            wiring = {
-                "model": settings.model,
-                "address": addresses.socket(worker),
-                "drain_seconds": _CACHES_DRAIN_SECONDS,
-                **_membership(rank, replica.index, settings, addresses),
-                **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
-            }
-            caches.append(spec("worker", worker, wiring, replica.worker_team))
-    return [
-        Stage((spec("gateway", "gateway", gateway),), _GATEWAY_STOP_SECONDS),
-        Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),
-        Stage(tuple(caches), _CACHES_STOP_SECONDS),
-    ]
+
+    def worker(self, replica: "_Replica", rank: int) -> dict[str, Any]:
+        settings, addresses = self.settings, self.addresses
+        return {
+            "model": settings.model,
+            "address": addresses.socket(replica.workers[rank]),
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
+            **_membership(rank, replica.index, settings, addresses),
+            **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
+        }
+
+    def _redis(self) -> dict[str, Any]:
+        return {} if self.settings.redis is None else {"redis_url": self.settings.redis}
 
 
 def _keeps_traces(settings: UpSettings, environ: Mapping[str, str]) -> bool:
