@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,24 @@ from benchmarks.common.console import log
 RANDOM_MODELS = ("15m", "135m", "1.1b")
 
 
-def find_model(name: str) -> Path:
-    """A directory, or a random model of the size named, written at its first use."""
+def find_model(name: str, num_tokens: int | None = None) -> Path:
+    """A directory, or a random model of the size named, written at its first use; with a vocabulary
+    of `num_tokens`, if given, in place of the size's own.
+    """
     if name not in RANDOM_MODELS:
         return Path(name)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stepwell"
     directory = cache / f"random-{name}"
+    if num_tokens is not None:
+        directory = cache / f"random-{name}-{num_tokens}"
     if not directory.is_dir():
         # Imports torch, which clients do without.
         from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
 
         log(f"writing a random model of {name} parameters to {directory}")
-        unfinished = cache / f"random-{name}.{os.getpid()}"
-        write_model(SIZES[name], unfinished)
+        unfinished = cache / f"{directory.name}.{os.getpid()}"
+        shape = SIZES[name]
+        write_model(replace(shape, vocab_size=num_tokens or shape.vocab_size), unfinished)
         unfinished.rename(directory)
     return directory
 

@@ -1,11 +1,14 @@
-"""What speculation gains and costs on the CPU, by what is written: with it and without, in turns.
+"""What speculation gains and costs on the CPU: with it and without, in turns.
 
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
+    python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --rounds 3
 
-Runner, scheduler and pool in one process, twice over the same weights: once with n-grams, once
+Runner, scheduler and pool in one process, twice over the same weights: once with speculation, once
 without. A model of random weights writes nothing that could be guessed, so it is told what to
 write: the logit of the next token of a text is raised. All else is computed as it would be. Texts
-are this project's, by the tokens of the demo model:
+are this project's, by the tokens of the demo model.
+
+With n-grams, what is gained goes by what is written:
 
 * an edit of a program: the prompt is one of its files, the answer the same with names changed;
 * an extraction: the prompt is lines of JSON, the answer some fields of each;
@@ -13,136 +16,68 @@ are this project's, by the tokens of the demo model:
 * tokens drawn at random, which nothing repeats;
 * what misleads: two tokens that come again and again, each time with another one behind them.
 
+With a draft model it goes by how often that one is right. It is told the same text, but for some
+tokens, chosen by chance, in whose place it is told another one. A size stands for a random model of
+that shape with the vocabulary of the model.
+
 Figures are medians of rounds, from the first token to the last. Tokens a step are those of the runs
 with speculation.
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import json
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
 import uvloop
-from tokenizers import Tokenizer
 
 from benchmarks.common.arguments import make_parser
 from benchmarks.common.console import log, show
-from benchmarks.common.in_process import InProcess
 from benchmarks.common.machine import machine, machine_text
-from benchmarks.common.models import find_model
-from services.worker.backends.attention import LayerAttention
-from services.worker.backends.lora import LoraRows
-from services.worker.core.model_runner import ModelRunner
-from services.worker.core.worker import Worker
-from services.worker.models.model import Model
-from services.worker.settings import WorkerSettings
+from benchmarks.common.models import find_model, vocab_size
+from benchmarks.worker.texts import Text, texts
+from benchmarks.worker.told_engine import MAX_NUM_SEQS, ToldEngine
 
-ROOT = Path(__file__).parents[2]
-RAISED = 1e4
-"""More than any logit is above another."""
-MAX_MODEL_LEN = 1024
-LONGEST_PROMPT, NUM_TOKENS = 700, 256
-NUM_AT_ONCE, NUM_TOKENS_EACH = 32, 64
-"""Requests of the loads that are not of one, and tokens of each."""
-CONFIG = {
+NUM_TOKENS = 256
+NUM_AT_ONCE, NUM_TOKENS_EACH = MAX_NUM_SEQS, 64
+"""Requests of the loads of n-grams that are not of one, and tokens of each."""
+NGRAM = {
     "method": "ngram",
     "num_speculative_tokens": 6,
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 5,
 }
+NUM_DRAFTS, NUM_TOKENS_DRAFTED = 5, 128
+"""Of a draft model: drafts of a request in a step, and tokens of each."""
+SHARES_RIGHT = (0.95, 0.8, 0.6, 0.3)
+FEW_AT_ONCE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """What is written: the tokens of a prompt, and of an answer to it."""
+class Load:
+    """What so many requests write at once. Such a share of what a draft model writes is right."""
 
-    name: str
-    prompt: list[int]
-    answer: list[int]
-
-
-class ToldModel:
-    """A Model that writes what it is told, at whatever cost it has."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
-        self.num_steps = 0
-
-    def tell(self, text: Text) -> None:
-        """What all sequences consist of from here on. Steps are counted anew."""
-        self.num_steps = 0
-        tokens = torch.tensor([*text.prompt, *text.answer][1:MAX_MODEL_LEN])
-        self._next_tokens[: len(tokens)] = tokens
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(token_ids)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(hidden)
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attention: LayerAttention,
-        embedded: torch.Tensor | None = None,
-        wanted: torch.Tensor | None = None,
-        lora: LoraRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.num_steps += 1
-        found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
-        if found[1] is not None:
-            at = positions if wanted is None else positions[wanted]
-            found[1][torch.arange(len(at)), self._next_tokens[at]] += RAISED
-        return found
+    text: Text
+    num_at_once: int
+    share_right: float = 1
 
 
-class Engine:
-    """A replica in this process, with speculation or without."""
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Milliseconds a token, the ratio of both, tokens a step, and milliseconds of a step of the
+    draft model and of the model, the latter without speculation.
+    """
 
-    def __init__(self, model: Path, num_threads: int, *, speculates: bool) -> None:
-        self._told: list[ToldModel] = []
-        settings = WorkerSettings(
-            model=model,
-            num_threads=num_threads,
-            max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=NUM_AT_ONCE,
-            num_blocks=NUM_AT_ONCE * MAX_MODEL_LEN // 16,
-            speculative_config=json.dumps(CONFIG) if speculates else None,
-        )
-        self.composed = InProcess(settings, self._replace_model)
-
-    def _replace_model(self, worker: Worker) -> None:
-        runner = worker.runner
-        if not isinstance(runner, ModelRunner):
-            raise TypeError("this model is not run in steps of tokens")
-        self._told.append(ToldModel(runner.model))
-        runner.model = self._told[0]
-
-    async def turn(self, text: Text, num_at_once: int) -> tuple[float, float]:
-        """Milliseconds a token of each request, and tokens of each in a step after the first."""
-        self._told[0].tell(text)
-        arrivals = await asyncio.gather(*(self._arrivals(text) for _ in range(num_at_once)))
-        began = max(times[0][0] for times in arrivals)
-        seconds = max(times[-1][0] for times in arrivals) - began
-        behind = [sum(count for at, count in times if at > began) for times in arrivals]
-        num_steps = self._told[0].num_steps - 1
-        return 1000 * seconds / statistics.mean(behind), (len(text.answer) - 1) / num_steps
-
-    async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
-        """When tokens came, and how many."""
-        pieces = self.composed.client.generate(text.prompt, len(text.answer))
-        return [(time.perf_counter(), count) async for count in pieces]
+    without: float
+    speculating: float
+    times: float
+    tokens_a_step: float
+    draft_step: float
+    step: float
 
 
 def main() -> None:
@@ -151,97 +86,124 @@ def main() -> None:
     parser.add_argument(
         "--model", default="135m", help="a directory, or the size of a random model"
     )
+    parser.add_argument(
+        "--draft-model", help="a directory or a size (default: n-grams in place of a draft model)"
+    )
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
     parser.add_argument("--quick", action="store_true", help="a few tokens of each text, once")
     arguments = parser.parse_args()
-    show(machine_text(machine(), f"worker.speculation --model {arguments.model}"))
-    model = find_model(arguments.model)
+    size, draft = arguments.model, arguments.draft_model
+    title = f"worker.speculation --model {size}"
+    show(machine_text(machine(), title if draft is None else f"{title} --draft-model {draft}"))
+    model = find_model(size)
     num_tokens, num_rounds = (24, 1) if arguments.quick else (NUM_TOKENS, arguments.rounds)
-    show(uvloop.run(measure(model, arguments.threads, num_rounds, num_tokens)))
+    if draft is None:
+        table = measure_ngrams(model, arguments.threads, num_rounds, num_tokens)
+    else:
+        directory = find_model(draft, vocab_size(model))
+        table = measure_draft_model(model, directory, arguments.threads, num_rounds, num_tokens)
+    show(uvloop.run(table))
 
 
-async def measure(model: Path, num_threads: int, num_rounds: int, num_tokens: int) -> str:
-    """The table, after a round that does not count: of answers of so many tokens."""
+async def measure_ngrams(model: Path, num_threads: int, num_rounds: int, num_tokens: int) -> str:
+    """The table of n-grams: of answers of so many tokens."""
     lines = ["| text | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
+    wanted = ngram_loads(num_tokens)
+    for load, gain in zip(
+        wanted, await measure(model, num_threads, NGRAM, wanted, num_rounds), strict=True
+    ):
+        lines.append(
+            f"| {load.text.name} | {load.num_at_once} | {gain.without:.2f} | {gain.speculating:.2f}"
+            f" | {gain.times:.2f} | {gain.tokens_a_step:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+async def measure_draft_model(
+    model: Path, draft: Path, num_threads: int, num_rounds: int, num_tokens: int
+) -> str:
+    """The table of a draft model: of answers of so many tokens."""
+    lines = ["| right | at once | without, ms a token | with | speed-up | tokens a step |"]
+    lines[0] += " step of the draft model, of the model's |"
+    lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
+    wanted = draft_model_loads(num_tokens)
+    for load, gain in zip(
+        wanted, await measure(model, num_threads, config, wanted, num_rounds), strict=True
+    ):
+        lines.append(
+            f"| {load.share_right} | {load.num_at_once} | {gain.without:.2f} | "
+            f"{gain.speculating:.2f} | {gain.times:.2f} | {gain.tokens_a_step:.2f} | "
+            f"{gain.draft_step / gain.step:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+async def measure(
+    model: Path,
+    num_threads: int,
+    config: Mapping[str, object],
+    loads: Sequence[Load],
+    num_rounds: int,
+) -> list[Gain]:
+    """What each load gains, after a round that does not count."""
     async with AsyncExitStack() as stack:
-        engines = [Engine(model, num_threads, speculates=flag) for flag in (False, True)]
+        engines = [ToldEngine(model, num_threads, speculation) for speculation in (None, config)]
         for engine in engines:
             await stack.enter_async_context(engine.composed)
         gc.collect()
         gc.freeze()
-        for text, num_at_once in loads(num_tokens):
-            turns = [await _round(engines, text, num_at_once, at) for at in range(num_rounds + 1)]
-            without, speculating = (
-                statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
-            )
-            gain = statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:])
-            tokens = turns[-1][1][1]
-            lines.append(
-                f"| {text.name} | {num_at_once} | {without:.2f} | {speculating:.2f} "
-                f"| {gain:.2f} | {tokens:.2f} |"
-            )
-            log(lines[-1])
-    return "\n".join(lines)
+        gains = []
+        for load in loads:
+            turns = [await _round(engines, load, at) for at in range(num_rounds + 1)]
+            gains.append(_gain(engines, turns))
+            log(f"{load.text.name}, {load.num_at_once} at once: {gains[-1]}")
+    return gains
+
+
+def _gain(engines: Sequence[ToldEngine], turns: Sequence[Sequence[tuple[float, float]]]) -> Gain:
+    without, speculating = (
+        statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
+    )
+    draft = engines[1].draft_model
+    return Gain(
+        without=without,
+        speculating=speculating,
+        times=statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:]),
+        tokens_a_step=turns[-1][1][1],
+        draft_step=0 if draft is None else 1000 * statistics.median(draft.seconds),
+        step=1000 * statistics.median(engines[0].model.seconds),
+    )
 
 
 async def _round(
-    engines: Sequence[Engine], text: Text, num_at_once: int, number: int
+    engines: Sequence[ToldEngine], load: Load, number: int
 ) -> list[tuple[float, float]]:
     """A turn of each engine, the other one first in every second round."""
     order = engines if number % 2 else engines[::-1]
-    turns = [await engine.turn(text, num_at_once) for engine in order]
+    turns = [await engine.turn(load.text, load.num_at_once, load.share_right) for engine in order]
     return turns if number % 2 else turns[::-1]
 
 
-def loads(num_tokens: int) -> list[tuple[Text, int]]:
-    """What is written, and by how many requests at once."""
+def ngram_loads(num_tokens: int) -> list[Load]:
+    """Every text by one request, some of them by many."""
     every = texts(num_tokens)
     together = [replace(text, answer=text.answer[:NUM_TOKENS_EACH]) for text in every[::2]]
-    return [*((text, 1) for text in every), *((text, NUM_AT_ONCE) for text in together)]
-
-
-def texts(num_tokens: int) -> list[Text]:
-    """An edit, an extraction, a continuation, random tokens, what misleads."""
-    program = (ROOT / "services/worker/core/layout.py").read_text()
-    records = [
-        {"id": 1000 + 37 * number, "name": name, "city": city, "paid": number % 3 == 0}
-        for number, (name, city) in enumerate(zip(_NAMES, _CITIES, strict=True))
+    return [
+        *(Load(text, 1) for text in every),
+        *(Load(text, NUM_AT_ONCE) for text in together),
     ]
-    lines = "\n".join(map(json.dumps, records))
-    found = "\n".join(json.dumps({"name": of["name"], "city": of["city"]}) for of in records)
-    page = (ROOT / "docs/architecture.md").read_text().partition("## What fails how")[2]
-    drawn = np.random.default_rng(7).permutation(4000)[:600].tolist()
-    misleading = [token for own in drawn[:200] for token in (4001, 4002, own)]
-    start = "class SamplingRequests"
-    edited = program[program.index(start) :]
-    edited = edited.replace("firsts", "beginnings").replace("counts", "numbers")
-    prompt = program[program.index("@dataclass(frozen=True, slots=True)\nclass Sampling") :]
-    third = len(page) // 3
-    every = [
-        Text("edit of a program", _tokens(prompt)[-LONGEST_PROMPT:], _tokens(edited)),
-        Text("extraction from JSON", _tokens(lines), _tokens(found)),
-        Text("continuation of prose", _tokens(page[:third]), _tokens(page[third:])),
-        Text("random tokens", drawn[:300], drawn[300:]),
-        Text("what misleads", misleading[:300], misleading[300:]),
-    ]
-    return [replace(text, answer=text.answer[:num_tokens]) for text in every]
 
 
-def _tokens(text: str) -> list[int]:
-    tokenizer = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)
+def draft_model_loads(num_tokens: int) -> list[Load]:
+    """A continuation of prose, by one request and by a few, with drafts that are right more and
+    less often.
+    """
+    prose = texts(min(num_tokens, NUM_TOKENS_DRAFTED))[2]
+    return [Load(prose, count, share) for count in (1, FEW_AT_ONCE) for share in SHARES_RIGHT]
 
-
-_NAMES = (
-    *("Ada Byron", "Alan Kay", "Barbara Liskov", "Edsger Dijkstra", "Grace Hopper"),
-    *("John Backus", "Ken Iverson", "Leslie Lamport", "Niklaus Wirth", "Radia Perlman"),
-)
-_CITIES = (
-    *("London", "Springfield", "Los Angeles", "Rotterdam", "New York"),
-    *("Philadelphia", "Camrose", "Brooklyn", "Winterthur", "Portsmouth"),
-)
 
 if __name__ == "__main__":
     main()

@@ -87,12 +87,13 @@ def _build_cached(
     parts, groups = load_parts(setup, checkpoint, pooling)
     loaded, block_size = parts.loaded, parts.shape.block_size
     setup.platform.check(parts.shape, loaded)
+    parts = with_drafter(setup, parts)
     fingerprint = model_fingerprint(
         *(checkpoint, block_size, dtype_name(loaded.dtype), loaded.rope_length, groups, pooling),
         settings.quantization,
+        b"" if parts.draft_model is None else parts.draft_model.fingerprint,
     )
-    parts = with_group(setup, parts, fingerprint)
-    parts = with_drafter(setup, with_tier(setup, parts))
+    parts = with_tier(setup, with_group(setup, parts, fingerprint))
     adapters = make_adapters(setup, loaded)
     parts = replace(parts, grammars=make_grammars(settings.model, parts), adapters=adapters)
     sizing = size_rank_kv_cache(setup, parts, groups)

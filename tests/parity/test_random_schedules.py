@@ -133,6 +133,46 @@ def test_any_schedule_gives_the_tokens_of_transformers(
     check(served, requests)
 
 
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(schedule=schedules)
+def test_a_model_that_drafts_for_itself_is_always_right(served: Served, schedule: Schedule) -> None:
+    runner = served.runner(schedule, draft_model=served.directory)
+    requests, happened = serve_tokens(runner, schedule)
+    check(served, requests)
+    assert happened.accepted == happened.drafts
+
+
+def serve_tokens(runner: ModelRunner, schedule: Schedule) -> tuple[list[Request], Happened]:
+    """Twice, without the prompt that is embedded, of which a draft model knows nothing."""
+    serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
+    served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(2)]
+    for requests in served:
+        serving.run(requests, {})
+    return [request for requests in served for request in requests], serving.happened
+
+
+def test_two_ranks_draft_with_a_model_of_two_ranks(served: Served) -> None:
+    schedule = Schedule(seed=3, block_size=4, max_chunk=7)
+
+    def work(thread: RankThread) -> tuple[list[Request], Happened]:
+        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        ranks = thread.group.ranks
+        runner = served.runner(
+            schedule, ranks=ranks, lockstep=lockstep, draft_model=served.directory
+        )
+        return serve_tokens(runner, schedule)
+
+    (requests, happened), (others, _) = on_ranks(2, work)
+    check(served, requests)
+    assert [request.output for request in others] == [request.output for request in requests]
+    assert happened.accepted == happened.drafts > 20
+
+
 @pytest.mark.parametrize("proposes", [False, True])
 def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(
     served: Served, *, proposes: bool

@@ -12,6 +12,7 @@ import torch
 from stepwell.common.v1 import common_pb2
 
 from services.worker.build import build_worker
+from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
@@ -70,7 +71,8 @@ class Speculating:
         given = [prompt for _ in self.outputs for prompt in prompts()]
         answers = [answer for _, outputs in self.outputs for answer in outputs]
         known = [prompt + answer for prompt, answer in zip(given, answers, strict=True)]
-        self.loaded.runner.drafter = Drafter(PROPOSERS[name](KnownProposer(known)), NUM_DRAFTS)
+        source = ProposerSource(PROPOSERS[name](KnownProposer(known)))
+        self.loaded.runner.drafter = Drafter(source, NUM_DRAFTS)
 
 
 def build(directory: Path, **config: Any) -> Worker:

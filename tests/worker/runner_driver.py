@@ -15,8 +15,11 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.device import CpuDevice
 from services.worker.backends.hybrid_cache import cache_of
+from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.device_tokens import DeviceTokens
+from services.worker.core.draft_model import DraftModel
+from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import group_layers, state_block_sizes
@@ -66,11 +69,12 @@ def build_runner(
     adapters: Sequence[Path] = (),
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
     proposer: Proposer | None = None,
+    draft_model: Path | None = None,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
-    pipeline stages. `around` may wrap model and attention. `proposer`: of up to four drafts of a
-    request in a step.
+    pipeline stages. `around` may wrap model and attention. `proposer`, or the model in the
+    directory `draft_model`: of up to four drafts of a request in a step.
     """
     own = Membership() if group is None else group.membership
     ranks = ranks if group is None else group.ranks
@@ -107,13 +111,16 @@ def build_runner(
         num_blocks=num_blocks,
         windows=tuple(group.window for group in groups),
         state_block_sizes=state_block_sizes(groups, block_size, MAX_MODEL_LEN),
-        num_speculative_tokens=4 if proposer is not None else 0,
+        num_speculative_tokens=4 if proposer is not None or draft_model is not None else 0,
     )
     device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
     attention, states = cache_of(kernels, shape)
     model = loaded.model
     if around is not None:
         model, attention = around(model, attention)
+    drafter = None if proposer is None else Drafter(ProposerSource(proposer), 4)
+    if draft_model is not None:
+        drafter = Drafter(_loaded_draft_model(draft_model, kernels, limits, asked, ranks), 4)
     stage = None
     if link is not None:
         place = own.stage, own.pipeline_parallel_size
@@ -128,8 +135,24 @@ def build_runner(
         stage=stage,
         states=states,
         adapters=_loaded_adapters(loaded, adapters) if adapters else None,
-        drafter=None if proposer is None else Drafter(proposer, 4),
+        drafter=drafter,
         row_sampler=kernels.row_sampler(),
+    )
+
+
+def _loaded_draft_model(
+    directory: Path, kernels: Kernels, limits: BatchLimits, dtype: DtypeSetting, ranks: Ranks
+) -> DraftModel:
+    """A draft model, or this rank's part of it, that finds its blocks as the first group of full
+    attention does.
+    """
+    options = LoadOptions(MAX_MODEL_LEN, dtype)
+    loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
+    shape = AttentionShape(loaded.attention, limits.block_size, limits.num_blocks, loaded.dtype)
+    group = limits.windows.index(None)
+    attention = kernels.paged_attention(shape)
+    return DraftModel(
+        loaded.model, attention, limits, group=group, max_model_len=loaded.max_model_len
     )
 
 

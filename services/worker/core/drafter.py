@@ -10,41 +10,49 @@ from dataclasses import replace
 
 import numpy as np
 
+from services.worker.core.draft_source import DraftSource, WantedDrafts
 from services.worker.core.input_batch import InputBatch
+from services.worker.core.layout import StepTokens
 from services.worker.core.step import Int32Array, StepInput, no_ints
 from services.worker.core.step_check import PROPOSED_HERE
 from services.worker.speculation.draft_length import DraftLength
-from services.worker.speculation.proposer import Proposer
 
 
 class Drafter:
-    """Proposes the drafts of steps, with a proposer, for the requests of a batch: of each as many
-    as the scheduler has room for, or fewer while few of them stand.
+    """Proposes the drafts of steps, from a source, for the requests of a batch: of each as many as
+    the scheduler has room for, or fewer while few of them stand.
     """
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
+    def __init__(self, source: DraftSource, most: int) -> None:
         """`most`: drafts of a request in a step."""
-        self._proposer = proposer
+        self.source = source
         self._most = most
         self._lengths: dict[int, DraftLength] = {}
 
     def forget(self, rows: Int32Array) -> None:
         """The requests in these rows have left."""
+        self.source.forget(rows)
         for row in rows.tolist():
-            self._proposer.forget(row)
             self._lengths.pop(row, None)
 
     def clear(self) -> None:
         """All requests have left."""
-        self._proposer.clear()
+        self.source.clear()
         self._lengths.clear()
 
-    def verified(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
-        """What became of the drafts of a step; the arrays are parallel."""
-        for index in num_drafts.nonzero()[0].tolist():
-            length = self._lengths.get(int(rows[index]))
-            if length is not None:
-                length.verified(int(num_drafts[index]), int(num_accepted[index]))
+    def verified(self, tokens: StepTokens, batch: InputBatch) -> None:
+        """Takes in which drafts of a step stood: all tokens that were sampled but the last."""
+        if tokens.num_draft_tokens is None:
+            return
+        drafted = np.flatnonzero(tokens.num_draft_tokens)
+        rows, num_drafts = tokens.rows[drafted], tokens.num_draft_tokens[drafted]
+        num_accepted = batch.num_tokens[rows] - tokens.seq_lens[drafted] + num_drafts - 1
+        for row, count, accepted in zip(
+            rows.tolist(), num_drafts.tolist(), num_accepted.tolist(), strict=True
+        ):
+            if (length := self._lengths.get(row)) is not None:
+                length.verified(count, accepted)
+        self.source.verified(rows, batch)
 
     def complete(
         self, step: StepInput, batch: InputBatch, forced: Callable[[int], Sequence[int]]
@@ -53,50 +61,57 @@ class Drafter:
         are those that are, and drafts of id -1 are proposals, or left out where there are none.
         `forced`: by row, tokens about which a grammar leaves no choice.
         """
-        drafts = step.num_draft_tokens
-        num_drafts = drafts if len(drafts) else np.zeros(len(step.rows), np.int32)
-        num_known = batch.num_tokens[step.rows]
-        ends = step.num_computed_tokens + step.num_scheduled_tokens - num_drafts
-        num_rejected = np.maximum(ends - num_known, 0)
-        if not len(drafts):
-            if not num_rejected.any():
-                return step
-            return replace(step, num_computed_tokens=step.num_computed_tokens - num_rejected)
-        given, first, proposals = step.draft_token_ids, 0, list[np.ndarray]()
-        counts = np.zeros(len(step.rows), np.int32)
-        for index, count in enumerate(num_drafts.tolist()):
-            if count:
-                own = given[first : first + count]
-                first += count
+        known, drafts = _without_drafts(step, batch), _drafts_of(step)
+        wanted: list[WantedDrafts] = []
+        for index, own in enumerate(drafts):
+            if PROPOSED_HERE in own:
+                drafts[index] = no_ints()
                 row = int(step.rows[index])
-                proposals.append(self._of_request(row, own, batch, forced))
-                counts[index] = len(proposals[-1])
-        has_drafts = counts.any()
+                if most := min(self._length(row).next(), len(own)):
+                    wanted.append(WantedDrafts(index, most, list(forced(row))[:most]))
+        proposed = self.source.propose(known, batch, wanted)
+        for want, found in zip(wanted, proposed, strict=True):
+            drafts[want.index] = np.array(found, np.int32)
+        counts = np.array([len(own) for own in drafts], np.int32)
+        if not counts.any():
+            return known
         return replace(
-            step,
-            num_scheduled_tokens=step.num_scheduled_tokens - num_drafts + counts,
-            num_computed_tokens=step.num_computed_tokens - num_rejected,
-            num_draft_tokens=counts if has_drafts else no_ints(),
-            draft_token_ids=np.concatenate(proposals) if has_drafts else no_ints(),
+            known,
+            num_scheduled_tokens=known.num_scheduled_tokens + counts,
+            num_draft_tokens=counts,
+            draft_token_ids=np.concatenate(drafts),
         )
 
-    def _of_request(
-        self,
-        row: int,
-        given: Int32Array,
-        batch: InputBatch,
-        forced: Callable[[int], Sequence[int]],
-    ) -> Int32Array:
-        """The drafts of one request: those that are forced, or what is proposed if it begins so."""
-        if PROPOSED_HERE not in given:
-            return given
+    def _length(self, row: int) -> DraftLength:
         length = self._lengths.get(row)
         if length is None:
             length = self._lengths[row] = DraftLength(self._most)
-        if not (wanted := min(length.next(), len(given))):
-            return no_ints()
-        known = batch.token_ids[row, : batch.num_tokens[row]]
-        first = list(forced(row))[:wanted]
-        proposed = list(self._proposer.propose(row, known, wanted))
-        is_possible = proposed[: len(first)] == first
-        return np.array(proposed if is_possible else first, np.int32)
+        return length
+
+
+def _drafts_of(step: StepInput) -> list[Int32Array]:
+    """The drafts of each request; empty if the step has none."""
+    ends = step.num_draft_tokens.cumsum().tolist()
+    return [
+        step.draft_token_ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=False)
+    ]
+
+
+def _without_drafts(step: StepInput, batch: InputBatch) -> StepInput:
+    """The step of known tokens alone. Computed tokens are those that are, without drafts of the
+    step before that were rejected.
+    """
+    num_scheduled = step.num_scheduled_tokens
+    if len(step.num_draft_tokens):
+        num_scheduled = num_scheduled - step.num_draft_tokens
+    ends = step.num_computed_tokens + num_scheduled
+    num_rejected = np.maximum(ends - batch.num_tokens[step.rows], 0)
+    if num_scheduled is step.num_scheduled_tokens and not num_rejected.any():
+        return step
+    return replace(
+        step,
+        num_scheduled_tokens=num_scheduled,
+        num_computed_tokens=step.num_computed_tokens - num_rejected,
+        num_draft_tokens=no_ints(),
+        draft_token_ids=no_ints(),
+    )

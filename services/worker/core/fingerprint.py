@@ -1,8 +1,9 @@
 """The fingerprint of a model: workers with the same one have interchangeable KV blocks. It is the
 root of block hashes.
 
-It covers configuration, weights, tokenizer, block size, the cache's data type and the version of
-the block hash. It does not cover the path: a copy of a model has the same fingerprint.
+It covers configuration, weights, tokenizer, block size, the cache's data type, a draft model and
+the version of the block hash. It does not cover the path: a copy of a model has the same
+fingerprint.
 """
 
 import json
@@ -34,13 +35,15 @@ def model_fingerprint(
     groups: Sequence[LayerGroup] = (),
     pooling: PoolingConfig | None = None,
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
+    draft_model: bytes = b"",
 ) -> bytes:
     """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
     `rope_length`: the length that rotary frequencies are fixed for; 0 if they depend on none.
     `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
     how prompts are pooled, since workers that pool otherwise answer otherwise.
-    `quantization`: of weights that are stored unquantized.
+    `quantization`: of weights that are stored unquantized. `draft_model`: the fingerprint of the
+    draft model whose keys and values lie in the same blocks; empty if there is none.
     """
     digest = sha256()
 
@@ -71,6 +74,8 @@ def model_fingerprint(
         add("pooling", str(pooling).encode())
     if quantization is not QuantizationSetting.AUTO:
         add("quantization", quantization.value.encode())
+    if draft_model:
+        add("draft model", draft_model)
     return digest.digest()
 
 

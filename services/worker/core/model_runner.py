@@ -89,9 +89,7 @@ class ModelRunner:
         self.drafter = drafter
         self._adapter_of: dict[int, PackedLora] = {}
         """By row, for requests that have one."""
-        self._sampler = StepSampler(
-            self._batch, self._device, device_tokens, drafter, grammars, row_sampler
-        )
+        self._sampler = StepSampler(self._batch, self._device, device_tokens, grammars, row_sampler)
         self._generation: int | None = None
 
     @property
@@ -167,14 +165,7 @@ class ModelRunner:
             self.reset()
             self._generation = step.generation
         self._update_batch(step)
-        if self.tier is not None and step.tier_stores is not None:
-            self.tier.store(step.tier_stores)
-        if len(step.block_ids_to_zero):
-            self._attention.zero_blocks(step.block_ids_to_zero)
-        if self._states is not None:
-            self._states.copy_blocks(step.copy_sources, step.copy_targets)
-        if self.tier is not None and step.tier_loads:
-            self.tier.begin_loads(step.tier_loads)
+        self._prepare_blocks(step)
         if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
@@ -196,7 +187,21 @@ class ModelRunner:
         if not self._samples:
             self._batch.append_unknown(tokens.rows[sampling.requests])
             return Sampled().output(step, {})
-        return self._sampler.sample(step, tokens, sampling, logits, logits_of)
+        output = self._sampler.sample(step, tokens, sampling, logits, logits_of)
+        if self.drafter is not None:
+            self.drafter.verified(tokens, self._batch)
+        return output
+
+    def _prepare_blocks(self, step: StepInput) -> None:
+        """Copies and clears blocks as the step says, before it computes anything."""
+        if self.tier is not None and step.tier_stores is not None:
+            self.tier.store(step.tier_stores)
+        if len(step.block_ids_to_zero):
+            self._attention.zero_blocks(step.block_ids_to_zero)
+        if self._states is not None:
+            self._states.copy_blocks(step.copy_sources, step.copy_targets)
+        if self.tier is not None and step.tier_loads:
+            self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> None:
         if self._pooler is not None:

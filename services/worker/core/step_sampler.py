@@ -15,7 +15,6 @@ import torch
 from services.worker.backends.device import Device
 from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.device_tokens import DeviceTokens, PendingOutput
-from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.layout import SamplingRequests, StepTokens
 from services.worker.core.sampled import Sampled
@@ -32,7 +31,7 @@ class StepSampler:
     """Samples for the requests of a batch, and appends their tokens to it.
 
     `device_tokens`: samples on the device where the host need not know the token before the step
-    returns. `drafter`: is told what became of drafts. `row_sampler`: draws tokens, see Sampler.
+    returns. `row_sampler`: draws tokens, see Sampler.
     """
 
     def __init__(
@@ -40,14 +39,12 @@ class StepSampler:
         batch: InputBatch,
         device: Device,
         device_tokens: DeviceTokens | None,
-        drafter: Drafter | None,
         grammars: Grammars | None,
         row_sampler: RowSampler | None = None,
     ) -> None:
         self._batch = batch
         self._device = device
         self._device_tokens = device_tokens
-        self._drafter = drafter
         self._grammars = grammars
         self._row_sampler = row_sampler
         self._sampler = self._new_sampler()
@@ -102,7 +99,6 @@ class StepSampler:
             rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
             if tokens.num_draft_tokens is not None:
                 self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
-                self._tell_drafter(tokens, tokens.num_draft_tokens)
             elif on_device is not None and not prompt and self._sampler.is_simple(rows):
                 self._batch.append_unknown(rows)
                 num_logprobs = self._sampler.num_logprobs(rows)
@@ -145,12 +141,6 @@ class StepSampler:
             accepted[output.nan_rows] = accepted[output.refused_rows] = False
             self._batch.append_one(rows, output.token_ids)
             active, offset = active[accepted], offset + 1
-
-    def _tell_drafter(self, tokens: StepTokens, num_draft_tokens: Int32Array) -> None:
-        """Reports which of the drafts stood: all tokens that were sampled but the last."""
-        if self._drafter is not None:
-            num_sampled = self._batch.num_tokens[tokens.rows] - tokens.seq_lens + num_draft_tokens
-            self._drafter.verified(tokens.rows, num_draft_tokens, num_sampled - 1)
 
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]

@@ -32,7 +32,7 @@ def describe(
         groups=groups,
         block_size=shape.block_size,
         num_blocks=shape.num_blocks,
-        bytes_per_block=shape.bytes_per_block,
+        bytes_per_block=parts.bytes_per_block,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_sizing=sizing.explanation,

@@ -35,7 +35,7 @@ def size_rank_kv_cache(
 def _demand(setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]) -> KVCacheDemand:
     limits = parts.limits
     return KVCacheDemand(
-        bytes_per_block=parts.shape.bytes_per_block,
+        bytes_per_block=parts.bytes_per_block,
         block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,

@@ -1,8 +1,12 @@
 """Which settings and models do not go together, where only the model that is read tells."""
 
+from pathlib import Path
+
 from services.common.kv_cache_groups import MambaCacheMode
 from services.worker.core.errors import NoSpeculation, NoTier
+from services.worker.models.config import read_architecture, read_model_config
 from services.worker.models.errors import UnsupportedModel
+from services.worker.models.load import check_configuration, is_native
 from services.worker.models.quantization import QuantizationSetting
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.interface import Parts
@@ -36,6 +40,32 @@ def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
         raise NoSpeculation("speculative_config: recurrent layers verify no drafts")
     if setup.membership.pipeline_parallel_size > 1:
         raise NoSpeculation("speculative_config: pipeline stages verify no drafts")
+
+
+def refuse_draft_model(setup: RankSetup, parts: Parts, draft: Path) -> None:
+    """Raises NoSpeculation, or UnsupportedModel, for a model and a draft model in a directory that
+    do not go together here, before the latter is loaded.
+    """
+    if not setup.platform.has_draft_models:
+        raise NoSpeculation("speculative_config: only workers on the CPU run a draft model")
+    if None not in parts.limits.windows:
+        raise NoSpeculation(
+            "speculative_config: every layer of this model has a window, and a draft model needs "
+            "blocks of all tokens"
+        )
+    name = read_architecture(draft)
+    if not is_native(name):
+        raise NoSpeculation(
+            f"speculative_config: model {draft}: architecture {name} has no native code, which a "
+            "draft model must have"
+        )
+    size, own = read_model_config(draft).vocab_size, parts.loaded.vocab_size
+    if size != own:
+        raise NoSpeculation(
+            f"speculative_config: model {draft}: vocab_size is {size}, and that of the model which "
+            f"it is to draft for {own}"
+        )
+    check_configuration(draft, setup.ranks.size)
 
 
 def refuse_tier(setup: RankSetup, parts: Parts) -> None:

@@ -23,7 +23,7 @@ def with_tier(setup: RankSetup, parts: Parts) -> Parts:
     if size is None:
         return parts
     refuse_tier(setup, parts)
-    num_ranks, block = setup.membership.size, parts.shape.bytes_per_block
+    num_ranks, block = setup.membership.size, parts.bytes_per_block
     num_bytes = int(size * 2**30) // num_ranks
     num_blocks = num_bytes // block
     if not num_blocks:

@@ -1,10 +1,13 @@
 """A worker on the CPU."""
 
+from collections.abc import Sequence
 from typing import cast
 
 from services.worker.backends.attention import CPU, AttentionShape, PagedAttention
 from services.worker.backends.hybrid_cache import PagesOfKeys, cache_of
 from services.worker.backends.kernels import Kernels
+from services.worker.core.draft_model import DraftModel
+from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_cache import FreeMemory
 from services.worker.core.kv_tier import KVTier
@@ -12,7 +15,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel
-from services.worker.platforms.interface import Parts
+from services.worker.platforms.interface import DraftModelParts, Parts
 from services.worker.platforms.machine import available_memory_bytes
 from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
@@ -24,6 +27,7 @@ class CpuPlatform:
     default_block_size = 16
     default_memory_utilization = 0.7
     has_tier = True
+    has_draft_models = True
     num_speculative_rows = 12
     """What a step computes while it reads the weights: by the ratio of 0.4 TFLOP/s and 35 GB/s."""
 
@@ -50,22 +54,34 @@ class CpuPlatform:
 
         That is for each token residual, normalized and attended states and the fused projections,
         for each row that is sampled logits in float32 and the sampler's copies, and what attention
-        takes.
+        takes. A draft model computes the step's tokens too, or of each request up to a block.
         """
-        loaded, limits = parts.loaded, parts.limits
+        loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0
-        width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
+        activation_bytes = (
+            limits.max_num_batched_tokens * _bytes_per_token(loaded)
+            + num_sampled * 4 * 4 * loaded.vocab_size
+            + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len)
+        )
+        if draft is not None:
+            num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs * limits.block_size
+            activation_bytes += (
+                num_tokens * _bytes_per_token(draft.loaded)
+                + limits.max_num_seqs * 4 * draft.loaded.vocab_size
+                + parts.kernels.attention_bytes(draft.shape, draft.loaded.max_model_len)
+            )
         return FreeMemory(
             of_bytes=available_memory_bytes() // self._num_sharers,
             utilization=self._memory_utilization,
-            activation_bytes=limits.max_num_batched_tokens * width * loaded.dtype.itemsize
-            + num_sampled * 4 * 4 * loaded.vocab_size
-            + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len),
+            activation_bytes=activation_bytes,
         )
 
     def runner(self, parts: Parts) -> ModelRunner:
         attention, states = cache_of(parts.kernels, parts.shape)
-        model = parts.loaded.model
+        model, drafter, caches = parts.loaded.model, parts.drafter, [attention]
+        if parts.draft_model is not None:
+            caches.append(parts.kernels.paged_attention(parts.draft_model.shape))
+            drafter = _model_drafter(parts.draft_model, caches[-1], parts.limits)
         return ModelRunner(
             model if parts.stage is None else StagedModel(model, parts.stage),
             attention,
@@ -74,10 +90,10 @@ class CpuPlatform:
             pooler=parts.pooler,
             states=states,
             stage=parts.stage,
-            tier=_tier(parts, attention),
+            tier=_tier(parts, caches),
             grammars=parts.grammars,
             adapters=parts.adapters,
-            drafter=parts.drafter,
+            drafter=drafter,
             row_sampler=parts.kernels.row_sampler(),
         )
 
@@ -86,8 +102,29 @@ class CpuPlatform:
         return first_shapes(limits)
 
 
-def _tier(parts: Parts, attention: PagedAttention) -> KVTier | None:
-    """The tier of offloaded blocks, if there is memory for one."""
+def _bytes_per_token(loaded: LoadedModel) -> int:
+    """Memory that a token takes while a step runs."""
+    width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
+    return width * loaded.dtype.itemsize
+
+
+def _model_drafter(
+    draft: DraftModelParts, attention: PagedAttention, limits: BatchLimits
+) -> Drafter:
+    """What proposes drafts with a draft model over this cache."""
+    source = DraftModel(
+        draft.loaded.model,
+        attention,
+        limits,
+        group=draft.group,
+        max_model_len=draft.loaded.max_model_len,
+    )
+    return Drafter(source, limits.num_speculative_tokens)
+
+
+def _tier(parts: Parts, caches: Sequence[PagedAttention]) -> KVTier | None:
+    """The tier of offloaded blocks, if there is memory for one: of their pages in all caches."""
     if parts.tier_memory is None:
         return None
-    return KVTier(parts.tier_memory, cast(PagesOfKeys, attention).pages)
+    pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]
+    return KVTier(parts.tier_memory, pages)

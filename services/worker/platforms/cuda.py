@@ -50,6 +50,7 @@ class CudaPlatform:
     default_block_size = 64
     default_memory_utilization = 0.9
     has_tier = False
+    has_draft_models = False
     num_speculative_rows = 0
 
     def __init__(

@@ -23,11 +23,24 @@ from services.worker.sampling.grammar import Grammars
 
 
 @dataclass(frozen=True, slots=True)
+class DraftModelParts:
+    """A draft model in memory. `shape`: of its cache, which has the blocks of the model's. `group`:
+    the model's KV-cache group whose block tables it uses. `fingerprint`: see model_fingerprint.
+    """
+
+    loaded: LoadedModel
+    shape: AttentionShape
+    group: int
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
     generates, `stage` for a whole model, `grammars` where outputs are not constrained.
     `tier_memory` is that of offloaded blocks, None if there are none; `adapters` is None if
-    none are served, `drafter` if there is no speculation.
+    none are served, `drafter` if there is no speculation; with a `draft_model` the platform makes
+    the drafter, which needs its cache.
     """
 
     loaded: LoadedModel
@@ -41,11 +54,22 @@ class Parts:
     grammars: Grammars | None = None
     adapters: LoraAdapters | None = None
     drafter: Drafter | None = None
+    draft_model: DraftModelParts | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of all pages of a block, those of the draft model included."""
+        own, draft = self.shape.bytes_per_block, self.draft_model
+        return own if draft is None else own + draft.shape.bytes_per_block
 
     def sized(self, num_blocks: int, max_model_len: int) -> "Parts":
         """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
+        draft = self.draft_model
+        if draft is not None:
+            draft = replace(draft, shape=replace(draft.shape, num_blocks=num_blocks))
         return replace(
             self,
+            draft_model=draft,
             shape=replace(self.shape, num_blocks=num_blocks),
             limits=replace(self.limits, num_blocks=num_blocks, max_model_len=max_model_len),
         )
@@ -71,6 +95,10 @@ class Platform(Protocol):
     @property
     def has_tier(self) -> bool:
         """Whether its runners can keep offloaded blocks in a tier."""
+
+    @property
+    def has_draft_models(self) -> bool:
+        """Whether its runners can propose drafts with a second model."""
 
     @property
     def num_speculative_rows(self) -> int:

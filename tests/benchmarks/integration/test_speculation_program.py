@@ -4,17 +4,40 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.worker.speculation import loads, measure
+from benchmarks.worker.speculation import (
+    NUM_DRAFTS,
+    draft_model_loads,
+    measure_draft_model,
+    measure_ngrams,
+    ngram_loads,
+)
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
-async def test_every_text_is_written_with_speculation_and_without() -> None:
-    table = await measure(DEMO, num_threads=1, num_rounds=1, num_tokens=24)
+def rows_of(table: str) -> list[list[str]]:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert [(row[0], int(row[1])) for row in rows[2:]] == [(of.name, num) for of, num in loads(1)]
-    assert all(float(figure) > 0 for row in rows[2:] for figure in row[2:5])
-    tokens_a_step = {(row[0], int(row[1])): float(row[5]) for row in rows[2:]}
+    return rows[2:]
+
+
+async def test_every_text_is_written_with_speculation_and_without() -> None:
+    rows = rows_of(await measure_ngrams(DEMO, num_threads=1, num_rounds=1, num_tokens=24))
+    expected = [(load.text.name, load.num_at_once) for load in ngram_loads(1)]
+    assert [(row[0], int(row[1])) for row in rows] == expected
+    assert all(float(figure) > 0 for row in rows for figure in row[2:5])
+    tokens_a_step = {(row[0], int(row[1])): float(row[5]) for row in rows}
     assert tokens_a_step["edit of a program", 1] > 2
     assert tokens_a_step["random tokens", 1] == pytest.approx(1, abs=0.1)
     assert all(tokens < 1.1 for (_, num), tokens in tokens_a_step.items() if num > 1)
+
+
+async def test_a_draft_model_gains_by_how_often_it_is_right() -> None:
+    rows = rows_of(await measure_draft_model(DEMO, DEMO, 1, num_rounds=1, num_tokens=48))
+    expected = [(load.share_right, load.num_at_once) for load in draft_model_loads(1)]
+    assert [(float(row[0]), int(row[1])) for row in rows] == expected
+    alone = [float(row[5]) for row in rows if row[1] == "1"]
+    assert alone == sorted(alone, reverse=True)
+    assert 1.1 < alone[-1] < 2
+    assert 3 < alone[0] <= 1 + NUM_DRAFTS
+    # The draft model is the model.
+    assert all(0.3 < float(row[6]) < 3 for row in rows)

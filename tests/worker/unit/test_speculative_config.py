@@ -1,6 +1,7 @@
 """The setting speculative_config: what it means, and what is wrong with it."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -32,13 +33,41 @@ def test_a_bound_on_rows() -> None:
     assert config.num_rows == 0
 
 
+@pytest.mark.parametrize("method", [{}, {"method": "draft_model"}])
+def test_a_draft_model(method: dict[str, str], tmp_path: Path) -> None:
+    text = json.dumps({"num_speculative_tokens": 5, "model": str(tmp_path), **method})
+    config = parse_speculative_config(text)
+    assert config == SpeculativeConfig(5, model=tmp_path)
+    assert config.method == "draft_model"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("ngram", "must be JSON"),
         ("[]", "must be a JSON object"),
-        ('{"num_speculative_tokens": 3, "model": "x"}', "has 'model', and may have only method,"),
-        ('{"num_speculative_tokens": 3, "method": "eagle"}', "must have method ngram"),
+        (
+            '{"num_speculative_tokens": 3, "method": "ngram", "model": "/"}',
+            "has 'model', and with method ngram may have only method, num_speculative_tokens, ",
+        ),
+        (
+            '{"num_speculative_tokens": 3, "model": "/", "prompt_lookup_min": 2}',
+            "has 'prompt_lookup_min', and with method draft_model may have only method, ",
+        ),
+        (
+            '{"num_speculative_tokens": 3, "model": "/", "draft_tensor_parallel_size": 1}',
+            "has 'draft_tensor_parallel_size', and with method draft_model may have only method, ",
+        ),
+        ('{"num_speculative_tokens": 3, "method": "eagle"}', "must have method ngram or draft_mo"),
+        ('{"num_speculative_tokens": 3, "method": []}', "must have method ngram or draft_model"),
+        (
+            '{"num_speculative_tokens": 3, "method": "draft_model"}',
+            "must have as model the directory of a draft model, not None",
+        ),
+        (
+            '{"num_speculative_tokens": 3, "model": "/nowhere"}',
+            "must have as model the directory of a draft model, not '/nowhere'",
+        ),
         ("{}", "must have num_speculative_tokens"),
         ('{"num_speculative_tokens": 0}', "must have num_speculative_tokens from 1 to 128"),
         ('{"num_speculative_tokens": true}', "must have num_speculative_tokens from 1 to 128"),

@@ -1,0 +1,129 @@
+"""Replicas in this process whose models are told what to write.
+
+A model of random weights writes nothing that could be guessed. So the logit of the next token of a
+text is raised; all else is computed as it would be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.common.in_process import InProcess
+from benchmarks.worker.texts import Text
+from services.worker.backends.attention import LayerAttention
+from services.worker.backends.lora import LoraRows
+from services.worker.core.draft_model import DraftModel
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.worker import Worker
+from services.worker.models.model import Model
+from services.worker.settings import WorkerSettings
+
+RAISED = 1e4
+"""More than any logit is above another."""
+MAX_MODEL_LEN = 1024
+MAX_NUM_SEQS = 32
+
+
+class ToldModel:
+    """A Model that writes what it is told, at whatever cost it has. It measures that cost, of steps
+    of few tokens.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
+        self.num_steps = 0
+        self.seconds: list[float] = []
+        """Of each step of at most one token for each request."""
+
+    def tell(self, text: Text, share_right: float = 1) -> None:
+        """What all sequences consist of from here on. Another token follows by chance, so that this
+        share of tokens is right. Steps are counted anew.
+        """
+        self.num_steps = 0
+        self.seconds.clear()
+        tokens = torch.tensor([*text.prompt, *text.answer][1:MAX_MODEL_LEN])
+        is_wrong = np.random.default_rng(3).random(len(tokens)) >= share_right
+        self._next_tokens[: len(tokens)] = tokens ^ torch.from_numpy(is_wrong)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(token_ids)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.num_steps += 1
+        began = time.perf_counter()
+        found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
+        if len(token_ids) <= MAX_NUM_SEQS:
+            self.seconds.append(time.perf_counter() - began)
+        if found[1] is not None:
+            at = positions if wanted is None else positions[wanted]
+            found[1][torch.arange(len(at)), self._next_tokens[at]] += RAISED
+        return found
+
+
+class ToldEngine:
+    """A replica in this process, without speculation or with a configuration of it. `model` and
+    `draft_model`, None if there is none, are there while the context of `composed` is entered.
+    """
+
+    def __init__(self, model: Path, num_threads: int, config: Mapping[str, object] | None) -> None:
+        settings = WorkerSettings(
+            model=model,
+            num_threads=num_threads,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=MAX_NUM_SEQS,
+            num_blocks=MAX_NUM_SEQS * MAX_MODEL_LEN // 16,
+            speculative_config=None if config is None else json.dumps(config),
+        )
+        self.composed = InProcess(settings, self._replace_models)
+        self.model: ToldModel
+        self.draft_model: ToldModel | None = None
+
+    def _replace_models(self, worker: Worker) -> None:
+        runner = worker.runner
+        if not isinstance(runner, ModelRunner):
+            raise TypeError("this model is not run in steps of tokens")
+        runner.model = self.model = ToldModel(runner.model)
+        source = None if runner.drafter is None else runner.drafter.source
+        if isinstance(source, DraftModel):
+            source.model = self.draft_model = ToldModel(source.model)
+
+    async def turn(
+        self, text: Text, num_at_once: int, share_right: float = 1
+    ) -> tuple[float, float]:
+        """Milliseconds a token of each request, and tokens of each in a step after the first. Such
+        a share of what a draft model writes is right.
+        """
+        self.model.tell(text)
+        if self.draft_model is not None:
+            self.draft_model.tell(text, share_right)
+        arrivals = await asyncio.gather(*(self._arrivals(text) for _ in range(num_at_once)))
+        began = max(times[0][0] for times in arrivals)
+        seconds = max(times[-1][0] for times in arrivals) - began
+        behind = [sum(count for at, count in times if at > began) for times in arrivals]
+        num_steps = self.model.num_steps - 1
+        return 1000 * seconds / statistics.mean(behind), (len(text.answer) - 1) / num_steps
+
+    async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
+        """When tokens came, and how many."""
+        pieces = self.composed.client.generate(text.prompt, len(text.answer))
+        return [(time.perf_counter(), count) async for count in pieces]

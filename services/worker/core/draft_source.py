@@ -1,0 +1,75 @@
+"""Where the drafts of a step come from: one answer for all requests of the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.worker.core.input_batch import InputBatch
+from services.worker.core.step import Int32Array, StepInput
+from services.worker.speculation.proposer import Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class WantedDrafts:
+    """Drafts that are wanted of one request, by its index in the step: up to `most`. A grammar
+    leaves no choice about the `forced` ones, which come first; there are no more of them than
+    `most`.
+    """
+
+    index: int
+    most: int
+    forced: list[int]
+
+
+class DraftSource(Protocol):
+    """Proposes drafts, the same on every rank of a model."""
+
+    def propose(
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+    ) -> Sequence[Sequence[int]]:
+        """Up to `most` drafts of each request of which some are wanted, in their order.
+
+        Called once for each step that computes tokens, also if no drafts are wanted. `step` is the
+        step without its drafts: all its tokens are known, and of those requests it computes the
+        last known one. Entries of `batch.token_ids` behind the known tokens may be overwritten.
+        """
+
+    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
+        """The drafts of these rows were verified. Those that stood are known tokens now, and so is
+        one more, which is not computed.
+        """
+
+    def forget(self, rows: Int32Array) -> None:
+        """The requests in these rows have left."""
+
+    def clear(self) -> None:
+        """All requests have left."""
+
+
+class ProposerSource:
+    """A DraftSource that asks a Proposer for each request by itself."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+
+    def propose(
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+    ) -> list[Sequence[int]]:
+        """See DraftSource; only forced drafts if what is proposed does not begin so."""
+        return [self._of_request(int(step.rows[want.index]), batch, want) for want in wanted]
+
+    def _of_request(self, row: int, batch: InputBatch, want: WantedDrafts) -> Sequence[int]:
+        known = batch.token_ids[row, : batch.num_tokens[row]]
+        proposed = list(self._proposer.propose(row, known, want.most))
+        is_possible = proposed[: len(want.forced)] == want.forced
+        return proposed if is_possible else want.forced
+
+    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
+        """Nothing depends on what became of drafts."""
+
+    def forget(self, rows: Int32Array) -> None:
+        for row in rows.tolist():
+            self._proposer.forget(row)
+
+    def clear(self) -> None:
+        self._proposer.clear()

@@ -1,0 +1,48 @@
+"""Loads a draft model beside the model."""
+
+from pathlib import Path
+
+from services.worker.backends.attention import AttentionShape
+from services.worker.backends.device import dtype_name
+from services.worker.backends.out_of_memory import memory_for
+from services.worker.core.fingerprint import model_fingerprint
+from services.worker.models.checkpoint import open_checkpoint
+from services.worker.models.config import read_model_config
+from services.worker.models.load import load_model
+from services.worker.models.model import LoadOptions
+from services.worker.parts.progress import progress_logger
+from services.worker.parts.rank_setup import RankSetup
+from services.worker.parts.refusals import refuse_draft_model
+from services.worker.platforms.interface import DraftModelParts, Parts
+
+
+def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftModelParts:
+    """The draft model in a directory, or this rank's part of it, with a cache without blocks. It is
+    divided among the ranks as the model is, computes in the setting's data type, and sees as many
+    tokens as the model, or as it is made for.
+
+    Raises NoSpeculation if it cannot draft for the model of `parts`, ModelError and
+    NotEnoughMemory.
+    """
+    refuse_draft_model(setup, parts, directory)
+    checkpoint = open_checkpoint(directory, setup.platform.torch_device)
+    longest = read_model_config(directory).rope.max_model_len
+    options = LoadOptions(
+        min(longest, parts.loaded.max_model_len), setup.platform.dtype(setup.settings.dtype)
+    )
+    weights = f"the weights of the draft model ({checkpoint.num_bytes / 2**20:.0f} MiB)"
+    with memory_for(weights, "use a machine with more, or a smaller draft model"):
+        layer_read = progress_logger("loading layers of the draft model", setup.checkpoint_reached)
+        loaded = load_model(checkpoint, options, parts.kernels, layer_read, setup.ranks)
+    shape = AttentionShape(
+        loaded.attention,
+        parts.shape.block_size,
+        num_blocks=0,
+        dtype=loaded.dtype,
+        device=setup.platform.torch_device,
+    )
+    fingerprint = model_fingerprint(
+        checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length
+    )
+    group = parts.limits.windows.index(None)
+    return DraftModelParts(loaded, shape, group, fingerprint)

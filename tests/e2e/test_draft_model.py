@@ -1,0 +1,69 @@
+"""A draft model behind the services: the same answers, on one rank and on two, also when a worker
+is killed.
+"""
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, generate_all, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.e2e.tiny import greedy
+from tests.parity.draft_models import save_perturbed
+from tests.plain_http import http_get
+
+NUM_TOKENS = 100
+HIT_AT = 20
+NUM_DRAFTS = 4
+
+
+@pytest.fixture(scope="module")
+def draft(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_perturbed(tiny_model.directory, tmp_path_factory.mktemp("draft") / "perturbed")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(), ("--tensor-parallel-size", "2")],
+    ids=["one rank", "two ranks"],
+)
+def stack(request: pytest.FixtureRequest, tiny_model: TinyModel, draft: Path) -> Iterator[Stack]:
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
+    flags = ("--num-blocks", "60", "--max-model-len", "512", *request.param)
+    stack = Stack(tiny_model.directory, *flags, "--speculative-config", json.dumps(config))
+    yield stack
+    stack.close()
+
+
+async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
+    """Four greedy answers; the victim is killed once the first is on its way."""
+    requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
+    return await generate_all(stack.grpc, requests, hit, HIT_AT)
+
+
+def count(stack: Stack, name: str) -> float:
+    """What a counter of drafts has come to."""
+    pattern = rf"^vllm:spec_decode_{name}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
+    return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
+
+
+async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
+    expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    for _ in range(2):  # the second time behind prefix hits
+        assert [answer.token_ids for answer in await answers(stack)] == expected
+    drafted, accepted = count(stack, "num_draft_tokens"), count(stack, "num_accepted_tokens")
+    assert 0.2 * drafted < accepted < drafted
+    victim = max(name for name in stack.pids() if name.startswith("worker"))
+    pid = stack.pids()[victim]
+    assert [answer.token_ids for answer in await answers(stack, victim)] == expected
+    stack.wait_until_back(victim, pid)
+    assert [answer.token_ids for answer in await answers(stack)] == expected
+    wait_for(lambda: count(stack, "num_accepted_tokens") > accepted)

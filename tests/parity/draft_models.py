@@ -1,0 +1,96 @@
+"""Draft models for tests, and what they propose."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.worker.core.draft_source import DraftSource, WantedDrafts
+from services.worker.core.input_batch import InputBatch
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.step import Int32Array, StepInput
+from services.worker.core.worker import Worker
+
+
+def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
+    """A copy of a model that mostly agrees with it: to each weight noise is added, `amount` times
+    the deviation of its tensor.
+    """
+    shutil.copytree(model, directory)
+    random = torch.Generator().manual_seed(5)
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() > 1:
+            noise = torch.randn(tensor.shape, generator=random)
+            tensors[name] = tensor + amount * tensor.std() * noise
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """Drafts for a request, the tokens that were known, how many drafts a form forced, and how many
+    of all stood.
+    """
+
+    known: list[int]
+    drafts: list[int]
+    num_forced: int
+    num_accepted: int
+
+
+class Recorded:
+    """A DraftSource that remembers what another one proposed."""
+
+    def __init__(self, source: DraftSource) -> None:
+        self._source = source
+        self._open: dict[int, tuple[list[int], list[int], int]] = {}
+        self.proposed: list[Proposed] = []
+
+    def propose(
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+    ) -> Sequence[Sequence[int]]:
+        rows = [int(step.rows[want.index]) for want in wanted]
+        known = [batch.token_ids[row, : batch.num_tokens[row]].tolist() for row in rows]
+        proposed = self._source.propose(step, batch, wanted)
+        for row, tokens, drafts, want in zip(rows, known, proposed, wanted, strict=True):
+            self._open[row] = (tokens, list(drafts), len(want.forced))
+        return proposed
+
+    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
+        for row in rows.tolist():
+            known, drafts, num_forced = self._open.pop(row)
+            num_sampled = int(batch.num_tokens[row]) - len(known)
+            self.proposed.append(Proposed(known, drafts, num_forced, num_sampled - 1))
+        self._source.verified(rows, batch)
+
+    def forget(self, rows: Int32Array) -> None:
+        self._source.forget(rows)
+
+    def clear(self) -> None:
+        self._source.clear()
+
+    @property
+    def num_drafts(self) -> int:
+        """All drafts that were verified."""
+        return sum(len(of.drafts) for of in self.proposed)
+
+    @property
+    def num_accepted(self) -> int:
+        """Those that stood."""
+        return sum(of.num_accepted for of in self.proposed)
+
+
+def record_drafts(worker: Worker) -> Recorded:
+    """What a worker proposes from here on."""
+    runner = worker.runner
+    assert isinstance(runner, ModelRunner)
+    assert runner.drafter is not None
+    recorded = runner.drafter.source
+    if not isinstance(recorded, Recorded):
+        recorded = runner.drafter.source = Recorded(recorded)
+    recorded.proposed = []
+    return recorded

@@ -1,0 +1,263 @@
+"""Drafts from a second model: the same tokens as without, and drafts that are the second model's
+own continuation, whatever the scheduler does. A draft model that is the model itself is always
+right, so one rejected draft shows that its keys and values are not what they should be.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
+from services.worker.models.config import DtypeSetting
+from services.worker.settings import WorkerSettings
+from tests.parity.draft_models import Proposed, Recorded, record_drafts, save_perturbed
+from tests.parity.situations import (
+    BLOCK_SIZE,
+    GREEDY,
+    LARGE_POOL,
+    MAX_MODEL_LEN,
+    MAX_TOKENS,
+    SAMPLED,
+    SITUATIONS,
+    prompts,
+    reference_outputs,
+)
+from tests.parity.test_services_parity import Outputs, generate, serving
+from tests.parity.test_speculation_parity import DEMO, EDITED
+from tests.tiny_models import save_tiny_model
+
+NUM_DRAFTS = 4
+TOGETHER = SITUATIONS["sixteen together"]
+NUM_CHECKED = 60
+"""Proposals that transformers computes again."""
+
+
+def build(
+    directory: Path, draft: Path | None, num_drafts: int = NUM_DRAFTS, **changes: Any
+) -> Worker:
+    """In float32, with a draft model or without."""
+    config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_drafts}
+    settings = WorkerSettings(
+        model=directory,
+        block_size=BLOCK_SIZE,
+        num_blocks=LARGE_POOL,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        dtype=DtypeSetting.FLOAT32,
+        speculative_config=None if draft is None else json.dumps({**config, "num_rows": 0}),
+        **changes,
+    )
+    return build_worker(settings, directory.name, lambda: None)
+
+
+def save_draft(kind: str, model: Path, directory: Path) -> Path:
+    """A draft model of a kind for a model."""
+    match kind:
+        case "itself":
+            return model
+        case "perturbed":
+            return save_perturbed(model, directory)
+        case _:
+            save_tiny_model(directory, kind, seed=9)
+            return directory
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A worker with a draft model, and what its model answers without one, by parameters."""
+
+    kind: str
+    directory: Path
+    worker: Worker
+    outputs: list[tuple[dict[str, Any], Outputs]]
+
+
+async def _answers(worker: Worker, params: dict[str, Any]) -> Outputs:
+    async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
+        return await generate(gateway, prompts(), params)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama", "itself"),
+        ("llama", "perturbed"),
+        ("llama", "mistral_window"),
+        ("gemma3", "itself"),
+        ("gemma3", "llama"),
+    ],
+    ids=" by ".join,
+)
+def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
+    """Models with full attention and with windows beside it; draft models of each sort."""
+    torch.set_num_threads(1)
+    model, kind = request.param
+    directory: Path = tmp_path_factory.mktemp(model)
+    save_tiny_model(directory / "model", model)
+    plain = build(directory / "model", None)
+    outputs = [(GREEDY, reference_outputs(model))]
+    for params in (SAMPLED, EDITED):
+        outputs.append((params, asyncio.run(_answers(plain, params))))
+    draft = save_draft(kind, directory / "model", directory / "draft")
+    return Drafting(kind, draft, build(directory / "model", draft), outputs)
+
+
+def assert_share(kind: str, recorded: Recorded) -> None:
+    """As many drafts stood as they do of such a draft model, where tokens are the most probable."""
+    assert recorded.num_drafts > 100
+    share = recorded.num_accepted / recorded.num_drafts
+    match kind:
+        case "itself":
+            assert share == 1
+        case "perturbed":
+            assert 0.3 < share < 1
+        case _:
+            assert share < 0.2
+
+
+@pytest.mark.parametrize(
+    ("situation", "async_scheduling"),
+    [
+        *((name, True) for name in SITUATIONS),
+        ("preempted again and again", False),
+    ],
+)
+async def test_drafts_change_no_token(
+    drafting: Drafting, situation: str, *, async_scheduling: bool
+) -> None:
+    async with serving(
+        drafting.worker, SITUATIONS[situation], async_scheduling=async_scheduling
+    ) as (replica, gateway):
+        for params, expected in drafting.outputs:
+            recorded = record_drafts(drafting.worker)
+            assert await generate(gateway, prompts(), params) == expected
+            if params is GREEDY:
+                assert_share(drafting.kind, recorded)
+        await replica.until_idle()
+        stats = await replica.stats()
+    if situation == "preempted again and again":
+        assert stats.num_preemptions >= 1
+
+
+async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_one_token(
+    drafting: Drafting,
+) -> None:
+    if drafting.kind != "itself":
+        pytest.skip("not always right")
+    async with serving(drafting.worker, SITUATIONS["alone"], async_scheduling=False) as (
+        replica,
+        gateway,
+    ):
+        assert await generate(gateway, prompts(), GREEDY) == drafting.outputs[0][1]
+        stats = await replica.stats()
+    each = 1 + -(-(MAX_TOKENS - 1) // (1 + NUM_DRAFTS))
+    # A prompt of which one token is left to compute gets drafts beside that token already. The
+    # last request leaves the workers' batch with a step of nothing.
+    assert (each - 1) * len(prompts()) < stats.num_steps <= each * len(prompts()) + 1
+
+
+async def test_what_is_proposed_is_how_transformers_continues(drafting: Drafting) -> None:
+    model = AutoModelForCausalLM.from_pretrained(drafting.directory, dtype=torch.float32).eval()
+    recorded = record_drafts(drafting.worker)
+    async with serving(drafting.worker, SITUATIONS["chunks of 7"], async_scheduling=True) as (
+        _,
+        gateway,
+    ):
+        for params, _ in drafting.outputs:
+            await generate(gateway, prompts(), params)
+    chosen = np.random.default_rng(0).permutation(len(recorded.proposed))[:NUM_CHECKED]
+    for index in chosen.tolist():
+        assert_continued(model, recorded.proposed[index])
+
+
+@torch.inference_mode()
+def assert_continued(model: PreTrainedModel, proposed: Proposed) -> None:
+    tokens = torch.tensor([[*proposed.known, *proposed.drafts[:-1]]])
+    first = len(proposed.known) + proposed.num_forced
+    logits = model(input_ids=tokens, use_cache=False).logits[0, first - 1 :]
+    assert logits.argmax(-1).tolist() == proposed.drafts[proposed.num_forced :]
+
+
+async def test_cached_blocks_hold_what_the_draft_model_computed(drafting: Drafting) -> None:
+    _, expected = drafting.outputs[0]
+    half = MAX_TOKENS // 2
+    async with serving(drafting.worker, TOGETHER, async_scheduling=True) as (_, gateway):
+        assert await generate(gateway, prompts(), GREEDY) == expected
+        turns = [prompt + answer[:half] for prompt, answer in zip(prompts(), expected, strict=True)]
+        recorded, first = record_drafts(drafting.worker), len(gateway.heard)
+        params = {**GREEDY, "max_tokens": half}
+        assert await generate(gateway, turns, params) == [answer[half:] for answer in expected]
+        for handle, turn in enumerate(turns, first):
+            cached = gateway.heard[handle].num_cached_tokens
+            assert cached == (len(turn) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert_share(drafting.kind, recorded)
+
+
+async def test_offloaded_blocks_hold_what_the_draft_model_computed(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    worker = build(tmp_path, tmp_path, kv_offloading_size=64 / 1024)
+    async with serving(worker, TOGETHER, async_scheduling=True) as (replica, gateway):
+        assert await generate(gateway, prompts(), GREEDY) == reference_outputs("llama")
+        await replica.until_idle()
+        request = scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True)
+        await replica.admin.ResetPrefixCache(request)
+        recorded, first = record_drafts(worker), len(gateway.heard)
+        assert await generate(gateway, prompts(), GREEDY) == reference_outputs("llama")
+        cached = [gateway.heard[handle].num_cached_tokens for handle in range(first, first + 16)]
+        assert cached == [(len(of) - 1) // BLOCK_SIZE * BLOCK_SIZE for of in prompts()]
+    assert_share("itself", recorded)
+
+
+async def test_a_shorter_draft_model_drafts_up_to_its_length(tmp_path: Path) -> None:
+    longest = 40
+    save_tiny_model(tmp_path / "model")
+    save_tiny_model(tmp_path / "draft", max_position_embeddings=longest)
+    worker = build(tmp_path / "model", tmp_path / "draft")
+    recorded = record_drafts(worker)
+    async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
+        for _ in range(2):  # the second time behind prefix hits
+            assert await generate(gateway, prompts(), GREEDY) == reference_outputs("llama")
+    ends = [len(of.known) + len(of.drafts) for of in recorded.proposed]
+    assert max(ends) == longest + 1
+    assert_share("itself", recorded)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+async def test_what_a_form_forces_comes_before_drafts(temperature: float) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"animal": {"enum": ["tortoise", "fox"]}, "note": {"type": "string"}},
+        "required": ["animal", "note"],
+        "additionalProperties": False,
+    }
+    wanted = common_pb2.StructuredOutputs(
+        kind=common_pb2.STRUCTURED_OUTPUTS_KIND_JSON, text=json.dumps(schema)
+    )
+    params = {
+        **{"temperature": temperature, "seed": 3, "max_tokens": 60},
+        "structured_outputs": wanted,
+    }
+    plain, worker = build(DEMO, None), build(DEMO, DEMO, num_drafts=12)
+    recorded, answers = record_drafts(worker), []
+    for served in (plain, worker):
+        async with serving(served, TOGETHER, async_scheduling=True) as (_, gateway):
+            answers.append(await generate(gateway, [[5, 6, 7], [8, 9], [10], [11]], params))
+    assert answers[0] == answers[1]
+    forced = [of for of in recorded.proposed if of.num_forced]
+    assert all(of.num_accepted >= of.num_forced for of in forced)
+    continued = [of for of in forced if len(of.drafts) > of.num_forced]
+    assert len(continued) >= 2
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    for proposed in continued:
+        assert_continued(model, proposed)
