@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.native import lora
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
 from tests.parity.oracle import assert_served
@@ -80,6 +81,15 @@ def test_mixed_batches_are_what_peft_computes(adapted: Adapted, kernels: Kernels
     adapted.check(requests)
     outputs = {tuple(request.output) for request in requests[:4]}
     assert len(outputs) == 4, "the adapters change nothing"
+
+
+def test_adapters_in_large_pages_add_the_same(
+    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora, "_LEAST_IN_LARGE_PAGES", 0)
+    requests = adapted.requests()
+    driver(adapted, kernels_setting=KernelsSetting.NATIVE).run(requests, chunk=7)
+    adapted.check(requests)
 
 
 @pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])

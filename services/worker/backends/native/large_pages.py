@@ -29,6 +29,10 @@ class LargePages:
         piece, self._rest = self._rest[:size], self._rest[taken:]
         return piece.view(dtype).view(shape)
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor."""
+        return self.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
 
 def _map(size: int) -> torch.Tensor:
     """Bytes that begin with a large page, or with an ordinary one if there are no large ones."""

@@ -176,8 +176,8 @@ class StepLora(ctypes.Structure):
 
     _fields_ = _fields(
         {
-            "adapters adapter_of rows starts": _ADDRESS,
-            "num_rows width": _COUNT,
+            "adapters rows starts": _ADDRESS,
+            "width": _COUNT,
             "num_adapters": _INT,
         }
     )

@@ -2,9 +2,8 @@
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -17,6 +16,7 @@ from services.worker.backends.lora import (
     LoraShape,
     stacked,
 )
+from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import (
     LoraDelta,
     LoraProjection,
@@ -28,49 +28,80 @@ _LANES = 16
 """Columns of a vector: LANES of cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """Elements of a step of depth: DEPTH of cpp/panel.h."""
+_LEAST_IN_LARGE_PAGES = 8 * 2**20
+"""Of an adapter with so many bytes the last large page, of 2 MiB, is a small part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedPart:
+    """A and B of a projection in panels, and where the vectors of its columns begin: see
+    LoraProjection in cpp/lora.h.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    begins: torch.Tensor
+    width: int
+    rank: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes + self.begins.nbytes
+
+    def moved(self, memory: LargePages) -> "_PackedPart":
+        """A copy there."""
+        return replace(self, a=memory.copy(self.a), b=memory.copy(self.b))
+
+    def structure(self) -> LoraProjection:
+        addresses = (tensor.data_ptr() for tensor in (self.a, self.b, self.begins))
+        return LoraProjection(*addresses, self.width, self.rank)
 
 
 class NativeLora:
-    """See PackedLora. `shapes`: of each projection, by name. `panel_width`: that of the library."""
+    """See PackedLora. `shapes`: of each projection, by name. `panel_width`: that of the library.
+
+    Panels lie in the order in which a step reads them, in large pages if the adapter is large.
+    """
 
     def __init__(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], panel_width: int
     ) -> None:
-        self._owned: list[torch.Tensor] = []
+        packed = {
+            (index, number): _packed(factors, shapes[part], panel_width)
+            for index, layer in enumerate(layers)
+            for number, part in enumerate(PARTS)
+            if (factors := getattr(layer, part))
+        }
+        self.num_bytes = sum(part.num_bytes for part in packed.values())
+        if self.num_bytes >= _LEAST_IN_LARGE_PAGES:
+            memory = LargePages()
+            packed = {place: part.moved(memory) for place, part in packed.items()}
+        self._owned = packed
         """The memory that the structures point to."""
         self.layers = (NativeLoraLayer * len(layers))()
-        self.width = _LANES
-        for target, layer in zip(self.layers, layers, strict=True):
-            for number, part in enumerate(PARTS):
-                factors = getattr(layer, part)
-                if factors:
-                    target.parts[number] = self._packed(factors, shapes[part], panel_width)
+        for (index, number), part in packed.items():
+            self.layers[index].parts[number] = part.structure()
+        self.width = max((part.width for part in packed.values()), default=_LANES)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._owned)
 
-    def _packed(self, factors: Factors, shape: LoraShape, panel_width: int) -> LoraProjection:
-        pairs = _PAIRS[factors[0].a.dtype]
-        if not shape.is_gated and not _at_vectors(factors, shape.columns):
-            factors = (stacked(factors, shape.columns),)
-        rank = max(len(one.a) for one in factors)
-        rank += -rank % pairs
-        a = torch.cat([F.pad(one.a, (0, 0, 0, rank - len(one.a))) for one in factors])
-        a = F.pad(a, (0, -a.shape[1] % pairs, 0, -len(a) % _LANES))
-        columns = _columns_of_panels(shape, panel_width)
-        b = torch.zeros(shape.columns + 1, rank, dtype=a.dtype)
-        begins = torch.full((shape.columns + 1,), -1, dtype=torch.int32)
-        for number, one in enumerate(factors):
-            taken = slice(one.first, one.first + len(one.b))
-            b[taken, : one.b.shape[1]] = one.b
-            begins[taken] = number * rank
-        packed = _panels(a, _LANES, pairs), _panels(b[columns], panel_width, pairs)
-        of_vectors = begins[columns].view(-1, _LANES)[:, 0].contiguous()
-        self._owned += [*packed, of_vectors]
-        self.width = max(self.width, len(a))
-        addresses = (tensor.data_ptr() for tensor in (*packed, of_vectors))
-        return LoraProjection(*addresses, len(a), rank)
+def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart:
+    pairs = _PAIRS[factors[0].a.dtype]
+    if not shape.is_gated and not _at_vectors(factors, shape.columns):
+        factors = (stacked(factors, shape.columns),)
+    rank = max(len(one.a) for one in factors)
+    rank += -rank % pairs
+    a = torch.cat([F.pad(one.a, (0, 0, 0, rank - len(one.a))) for one in factors])
+    a = F.pad(a, (0, -a.shape[1] % pairs, 0, -len(a) % _LANES))
+    columns = _columns_of_panels(shape, panel_width)
+    b = torch.zeros(shape.columns + 1, rank, dtype=a.dtype)
+    begins = torch.full((shape.columns + 1,), -1, dtype=torch.int32)
+    for number, one in enumerate(factors):
+        taken = slice(one.first, one.first + len(one.b))
+        b[taken, : one.b.shape[1]] = one.b
+        begins[taken] = number * rank
+    of_vectors = begins[columns].view(-1, _LANES)[:, 0].contiguous()
+    panels_of_a, panels_of_b = _panels(a, _LANES, pairs), _panels(b[columns], panel_width, pairs)
+    return _PackedPart(panels_of_a, panels_of_b, of_vectors, len(a), rank)
 
 
 def _at_vectors(factors: Factors, columns: int) -> bool:
@@ -109,18 +140,14 @@ class NativeLoraStep:
     def __init__(self, rows: LoraRows) -> None:
         adapters = [one for one in rows.adapters if isinstance(one, NativeLora)]
         assert len(adapters) == len(rows.adapters)
-        adapter_of = np.full(rows.num_rows, -1, np.int32)
-        counts = np.diff(rows.starts)
-        adapter_of[rows.rows] = np.repeat(np.arange(len(adapters), dtype=np.int32), counts)
         layers = (ctypes.c_void_p * len(adapters))(
             *(ctypes.addressof(adapter.layers) for adapter in adapters)
         )
-        self._owned = adapters, rows, adapter_of, layers
+        self._owned = adapters, rows, layers
         """The memory that the structure points to."""
         self.structure = StepLora(
-            ctypes.addressof(layers),
-            *(array.ctypes.data for array in (adapter_of, rows.rows, rows.starts)),
-            *(rows.num_rows, max(adapter.width for adapter in adapters), len(adapters)),
+            *(ctypes.addressof(layers), rows.rows.ctypes.data, rows.starts.ctypes.data),
+            *(max(adapter.width for adapter in adapters), len(adapters)),
         )
 
     def layer(self, index: int) -> LayerDeltas:

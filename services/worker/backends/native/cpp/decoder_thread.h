@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "attention.h"
 #include "decoder_weights.h"
@@ -167,7 +168,19 @@ class StepThread {
     }
     shrink(delta, input, p.depth, team_);
     team_.wait();
-    project(p, input, output, rows_, team_, &delta);
+    std::optional<LoraReadAhead<T>> ahead = read_ahead(delta.layer, part);
+    project(p, input, output, rows_, team_, &delta, ahead ? &*ahead : nullptr);
+  }
+
+  // The A's that are read after a projection; nothing after the last one.
+  std::optional<LoraReadAhead<T>> read_ahead(int layer, LoraPart part) const {
+    if (part == LORA_DOWN) ++layer;
+    if (layer == decoder_.num_layers) return {};
+    const DecoderLayer<T>& own = decoder_.layers[layer];
+    const std::int64_t depths[] = {own.qkv.depth, own.output.depth, own.gate_up.depth,
+                                   own.down.depth};
+    const LoraPart next = LoraPart((part + 1) % NUM_LORA_PARTS);
+    return LoraReadAhead<T>({lora_, layer, next, nullptr}, depths[next], team_);
   }
 
   // Waits for the team. Before, prefetches the first weights of the next projection: with a small

@@ -38,13 +38,19 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
+// The distance of two addresses, which may lie in different memory.
+template <class T>
+std::int64_t elements_between(const T* from, const T* to) {
+  return std::int64_t(std::uintptr_t(to) - std::uintptr_t(from)) / std::int64_t(sizeof(T));
+}
+
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
 // scratch memory. `delta`: what adapters add, or null; the rows' first one is row `first_row`
-// there.
+// there. `ahead`: what tiles before the last one prefetch, or null.
 template <class T, class Out>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                    std::int64_t panel, float* totals, const LoraDelta<T>* delta,
-                   std::int64_t first_row) {
+                   std::int64_t first_row, LoraReadAhead<T>* ahead) {
   const PanelColumns<T> columns(p, panel);
   const bool one_pass = rows.count <= MAX_TILE_ROWS;
   constexpr std::int64_t DEPTH = PanelOps<T>::DEPTH;
@@ -56,17 +62,24 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
     const std::int64_t depth = part.end - part.begin;
     const T* packed = reinterpret_cast<const T*>(p.panel_of(panel)) + part.begin * PANEL_WIDTH;
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-      float* to = totals + (chunks == 1 ? 0 : row * PANEL_WIDTH);
-      const bool prefetches = row + ROWS == rows.count;
+      float* to = totals + (chunks == 1 && delta == nullptr ? 0 : row * PANEL_WIDTH);
+      std::int64_t distance = one_pass ? PREFETCH_AHEAD : PANEL_WIDTH * depth;
+      bool prefetches = row + ROWS == rows.count;
+      if (!prefetches && ahead != nullptr) {
+        const T* next = ahead->take(PANEL_WIDTH * depth);
+        if ((prefetches = next != nullptr)) distance = elements_between(packed, next);
+      }
       const auto add = prefetches ? add_product<T, ROWS, true> : add_product<T, ROWS, false>;
       add(chunk == 0 ? columns.bias : to, chunk == 0 ? 0 : PANEL_WIDTH,
           rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
-          one_pass ? PREFETCH_AHEAD : PANEL_WIDTH * depth, to);
-      if (chunk + 1 < chunks) return;
-      if (delta != nullptr) add_delta(*delta, first_row + row, ROWS, panel, to);
+          distance, to);
+      if (chunk + 1 < chunks || delta != nullptr) return;
       write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
     });
   }
+  if (delta == nullptr) return;
+  add_delta(*delta, first_row, rows.count, panel, totals);
+  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 template <class T, class Out>
@@ -103,10 +116,12 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
 
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
 // Every thread of the team calls it and computes a part. `Out` is T, or float for results that are
-// not rounded. `delta`: what adapters add, whose `inside` is computed; null for nothing.
+// not rounded. `delta`: what adapters add, whose `inside` is computed; null for nothing. `ahead`:
+// what to prefetch meanwhile, or null.
 template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
-                               std::int64_t rows, Team team, const LoraDelta<T>* delta = nullptr) {
+                               std::int64_t rows, Team team, const LoraDelta<T>* delta = nullptr,
+                               LoraReadAhead<T>* ahead = nullptr) {
   const bool is_plain = p.format == WeightFormat::PLAIN;
   const std::int64_t block_bytes = is_plain ? BLOCK_BYTES : QUANTIZED_BLOCK_BYTES;
   const std::int64_t most_rows = std::clamp<std::int64_t>(
@@ -128,7 +143,7 @@ template <class T, class Out>
       near =
           without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
     }
-    project_one(p, near, output + first * width, item % panels, totals, delta, first);
+    project_one(p, near, output + first * width, item % panels, totals, delta, first, ahead);
   }
 }
 

@@ -172,7 +172,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                        const InputRows<T>& rows, Out* output,
                                                        std::int64_t panel, float* totals,
                                                        const LoraDelta<T>* delta,
-                                                       std::int64_t first_row) {
+                                                       std::int64_t first_row, LoraReadAhead<T>*) {
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
   const bool in_registers = rows.count <= MAX_TILE_ROWS;
@@ -182,9 +182,12 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
     float* to = totals + row * PANEL_WIDTH;
     if (in_registers) add_codes<T, FORMAT, ROWS>(columns.bias, tile, rows.stride, groups, to);
     if (p.has_offsets) add_offsets(tile, rows.stride, ROWS, groups, to);
-    if (delta != nullptr) add_delta(*delta, first_row + row, ROWS, panel, to);
+    if (delta != nullptr) return;
     write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
   });
+  if (delta == nullptr) return;
+  add_delta(*delta, first_row, rows.count, panel, totals);
+  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 }  // namespace
