@@ -17,9 +17,9 @@ finite.
 class RowParameters:
     """How tokens are drawn, of R rows.
 
-    `values`, float64 [4, R]: temperatures (0: the best token, the lowest id among equals), top_k
-    (0: unused), top_p, min_p. `seeds`, uint64 [R]. `positions`, int64 [R]: of the tokens in their
-    sequences. All are contiguous.
+    `values`, float64 [n, R]: temperatures (0: the best token, the lowest id among equals), then the
+    fields of Filters in sampling/filters.py. `seeds`, uint64 [R]. `positions`, int64 [R]: of the
+    tokens in their sequences. All are contiguous.
     """
 
     values: npt.NDArray[np.float64]

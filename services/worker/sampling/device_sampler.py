@@ -24,15 +24,16 @@ def sample_on_device(
     drawing = np.flatnonzero(metadata.temperatures > 0)
     if len(drawing):
         rows = device.upload(drawing)
-        states = metadata.states[drawing].T.view(np.float64)
-        uploaded = device.upload(np.vstack((metadata.parameters[:, drawing], states)))
-        temperature, *filters = uploaded[:4].unsqueeze(-1)
+        words = metadata.states[drawing].T.view(np.float64)
+        uploaded = device.upload(np.vstack((metadata.parameters[:, drawing], words)))
+        temperature, *filters = uploaded[:-2].unsqueeze(-1)
+        states = uploaded[-2:].view(torch.int64).T
         temperature, largest_drawn = temperature.float(), largest[rows]
         chosen = logits if len(drawing) == len(logits) else logits[rows]
         if _is_filtered(metadata, drawing):
             weights = torch.exp((chosen - largest_drawn) / temperature)
             chosen = _filtered(chosen, weights, *filters)
-        drawn = race_on_device(chosen, largest_drawn, temperature, uploaded[4:].view(torch.int64).T)
+        drawn = race_on_device(chosen, largest_drawn, temperature, states)
         token_ids = best.index_copy(0, rows, drawn)
     return torch.where(largest.isfinite(), token_ids, UNUSABLE).squeeze(1)
 

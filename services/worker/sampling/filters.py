@@ -12,10 +12,12 @@ and backends/native/cpp/token_filters.h keeps the same tokens by another algorit
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
 from services.worker.sampling.exact_math import exponential
 
@@ -25,11 +27,27 @@ _DOUBLE_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The parameters of one row; see SamplingParams."""
+    """The parameters of one row; see SamplingParams, where fields have the same names."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @classmethod
+    def from_values(cls, values: Sequence[float]) -> "Filters":
+        """From what `filter_values` gives."""
+        top_k, *others = values
+        return cls(int(top_k), *others)
+
+
+_NAMES = tuple(field.name for field in fields(Filters))
+NUM_ROW_VALUES = 1 + len(_NAMES)
+"""A row's values in arrays of parameters: its temperature, then the fields of Filters."""
+
+
+def filter_values(params: SamplingParams) -> tuple[float, ...]:
+    """The fields of Filters, in order."""
+    return tuple(getattr(params, name) for name in _NAMES)
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:

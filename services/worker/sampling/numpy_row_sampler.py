@@ -42,11 +42,9 @@ class NumpyRowSampler:
                 token_ids[index] = best
                 if temperature == 0:
                     continue
-                _, top_k, top_p, min_p = parameters.values[:, index].tolist()
+                filters = Filters.from_values(parameters.values[1:, index].tolist())
                 np.copyto(race.next_row, logits[row])
-                kept = kept_token_ids(
-                    logits[row], largest, temperature, Filters(int(top_k), top_p, min_p)
-                )
+                kept = kept_token_ids(logits[row], largest, temperature, filters)
                 if kept is not None:
                     keep_only(race.next_row, kept)
                 race.enter(largest, temperature, states[index])

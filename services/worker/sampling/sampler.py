@@ -17,6 +17,7 @@ from services.worker.sampling.arrays import (
     UInt64Array,
 )
 from services.worker.sampling.edits import LogitEdit, logit_edits
+from services.worker.sampling.filters import NUM_ROW_VALUES, filter_values
 from services.worker.sampling.grammar import GrammarMask, Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
@@ -40,8 +41,8 @@ class SamplerOutput:
 class SamplingMetadata:
     """What sampling needs of requests without logit edits, column i for row i of the logits.
 
-    `parameters` [4, R]: temperatures, top_k (0: unused), top_p, min_p. `states` [R, 2]: the random
-    states of the draws, see race.py.
+    `parameters` [NUM_ROW_VALUES, R]: temperatures, then the fields of Filters. `states` [R, 2]: the
+    random states of the draws, see race.py.
     """
 
     parameters: Float64Array
@@ -102,7 +103,7 @@ class Sampler:
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._parameters = np.zeros((4, max_num_seqs), dtype=np.float64)
+        self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
 
@@ -125,11 +126,11 @@ class Sampler:
         edits = logit_edits(
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders, grammar
         )
-        temperature = np.float32(params.temperature)
+        temperature = float(np.float32(params.temperature))
         self._requests[batch_row] = _Request(params, edits, grammar)
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
-        self._parameters[:, batch_row] = temperature, params.top_k, params.top_p, params.min_p
+        self._parameters[:, batch_row] = temperature, *filter_values(params)
         self._is_edited[batch_row] = bool(edits) or grammar is not None
         self._wants_logprobs[batch_row] = params.logprobs is not None
 

@@ -87,7 +87,8 @@ def test_a_new_parameter_touches_five_files_and_none_can_be_forgotten(tree: Tree
     }
 
     tree.add_after(DOCUMENT, "| `min_p` |", "| `top_a` | 0 | 0 to 1 | |")
-    tree.add_after(SAMPLER, "import numpy as np", "read = lambda params: params.top_a")
+    tree.add_after(SAMPLER, "    min_p: float = 0.0", "    top_a: float = 0.0")
+    tree.add_after(SAMPLER, "    limit = size = len(logits)", "    assert filters.top_a == 0")
     tree.add_after(CHECK, '    "min_p":', '    "top_a": ({"top_a": 0.5}, 0.5),')
     assert not tree.failed_checks()
     assert tree.changed - {CHECK} == {PROTO, DATACLASS, BODIES, DOCUMENT, SAMPLER}

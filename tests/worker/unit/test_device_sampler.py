@@ -1,5 +1,7 @@
 """Sampling in whole batches of torch draws the tokens that the sampler draws row by row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -117,3 +119,13 @@ def test_log_probabilities_are_those_of_the_host(ties: bool) -> None:
             assert found[row].token_ids.tolist() == expected.token_ids.tolist()
             assert found[row].ranks.tolist() == expected.ranks.tolist()
             np.testing.assert_allclose(found[row].logprobs, expected.logprobs, atol=1e-5)
+
+
+def test_a_value_that_the_device_does_not_read_is_refused() -> None:
+    _, device = samplers(KINDS)
+    metadata = device.sampling_metadata(np.arange(len(KINDS)))
+    more = np.vstack((metadata.parameters, np.zeros(len(KINDS))))
+    with pytest.raises(ValueError, match="unpack"):
+        sample_on_device(
+            torch.zeros(len(KINDS), VOCAB_SIZE), replace(metadata, parameters=more), CpuDevice()
+        )

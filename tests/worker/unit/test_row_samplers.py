@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from services.worker.backends.native.compiled import processor_features
 from services.worker.backends.native.prebuilt import FLAGS, KINDS, SOURCES
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.row_sampler import UNUSABLE, RowParameters
+from services.worker.sampling.filters import NUM_ROW_VALUES
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 
 
@@ -191,3 +193,10 @@ def test_tokens_come_as_often_as_their_probabilities_say(
     assert counts[kept].sum() == count
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
     assert chi_square < 35.9  # 5 degrees of freedom: exceeded by chance once in a million
+
+
+def test_a_value_that_compiled_code_does_not_read_is_refused(native: NativeRowSampler) -> None:
+    parameters = parameters_of([(1.0, 0, 1.0, 0.0)], seed=1)
+    more = replace(parameters, values=np.zeros((NUM_ROW_VALUES + 1, 1)))
+    with pytest.raises(ValueError, match="a row has 5 values, but compiled code reads 4"):
+        native.sample(np.zeros((1, 8), np.float32), np.zeros(1, np.int64), more)

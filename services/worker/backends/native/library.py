@@ -208,6 +208,7 @@ class SamplingFunctions:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         rows, parameters = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowParameters)
+        self.num_row_values: int = library.num_row_values()
         self.sample_rows = library.sample_rows
         self.sample_rows.argtypes, self.sample_rows.restype = (rows, parameters, _ADDRESS), None
         self.copy_rows = library.copy_rows

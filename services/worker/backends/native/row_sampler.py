@@ -28,6 +28,9 @@ class NativeRowSampler:
         rows: npt.NDArray[np.int64],
         parameters: RowParameters,
     ) -> npt.NDArray[np.int64]:
+        num_values, num_known = len(parameters.values), self._functions.num_row_values
+        if num_values != num_known:
+            raise ValueError(f"a row has {num_values} values, but compiled code reads {num_known}")
         token_ids = np.empty(len(rows), np.int64)
         drawn = NativeRowParameters(
             *map(_address, (parameters.values, parameters.seeds, parameters.positions))

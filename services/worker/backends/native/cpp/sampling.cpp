@@ -4,6 +4,9 @@
 
 namespace stepwell {
 
+// How many values RowParameters has of each row.
+extern "C" std::int64_t num_row_values() { return NUM_ROW_VALUES; }
+
 // A token for each of the rows, or UNUSABLE.
 extern "C" void sample_rows(const LogitRows& rows, const RowParameters& parameters,
                             std::int64_t* token_ids) {

@@ -10,6 +10,7 @@
 namespace stepwell {
 
 constexpr std::int64_t UNUSABLE = -1;  // In place of a token, where there is none to sample.
+constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The temperature is the first.
 
 // Some rows of a matrix of logits. `rows`: their indexes.
 struct LogitRows {
@@ -24,7 +25,7 @@ struct LogitRows {
 
 // How a token is drawn from each row: see RowParameters in row_sampler.py.
 struct RowParameters {
-  const double* values;  // [4, count]
+  const double* values;  // [NUM_ROW_VALUES, count]
   const std::uint64_t* seeds;
   const std::int64_t* positions;
 };
@@ -40,10 +41,10 @@ inline std::int64_t sample_row(const LogitRows& rows, std::int64_t index,
                   2 * num_floats * sizeof(float) + 5 * 64);
   LogitRow row{rows.of(index), size, scratch.take<float>(num_blocks), NO_LOGIT};
   if (!find_maxima(row)) return UNUSABLE;
-  const auto value = [&](int number) { return parameters.values[number * rows.count + index]; };
-  const float temperature = float(value(0));
+  const double* values = parameters.values + index;
+  const float temperature = float(values[0]);
   if (temperature == 0) return first_of_largest(row);
-  const Filters filters{std::int64_t(value(1)), value(2), float(value(3))};
+  const Filters filters = Filters::from(values + rows.count, rows.count);
   KeptTokens kept;
   if (filters.any()) {
     float* found = scratch.take<float>(num_floats);

@@ -13,10 +13,18 @@
 
 namespace stepwell {
 
+// The fields of Filters in sampling/filters.py.
 struct Filters {
+  static constexpr int COUNT = 3;
+
   std::int64_t top_k;  // 0: unused.
   double top_p;
   float min_p;
+
+  // From numbers in the order of the fields, each `stride` behind the one before.
+  static Filters from(const double* values, std::int64_t stride) {
+    return {std::int64_t(values[0]), values[stride], float(values[2 * stride])};
+  }
 
   bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
