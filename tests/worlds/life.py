@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
-from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.activity import WatchedSteps
@@ -277,20 +276,17 @@ class Life:
         for reason in plan.passed_over.values():
             self.happened[f"passed over: {reason.value}"] += 1
 
-    def updated(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+    def updated(self, plan: SchedulerOutput) -> None:
         """A step's output was taken in."""
         self.in_flight = [later for later in self.in_flight if later.step > plan.step]
         self._contents.learn(self.requests.values())
         if self.offloading is not None and self.tier is not None:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
-        if is_settled and not self._leaves_stale_hashes and not self._evicts(update):
+        # Hashes of blocks that were not loaded are forgotten with the next transaction.
+        is_evicted = not self.scheduler._kv_cache_manager._evictions
+        if is_settled and is_evicted and not self._leaves_stale_hashes:
             self._contents.check(self.pool.core, self.workers.model.cache)
-
-    def _evicts(self, update: EngineCoreOutputs) -> bool:
-        """Whether hashes are forgotten with the next transaction, since a load failed."""
-        reasons = (request.finish_reason for request in update.ended)
-        return FinishReason.KV_LOAD_FAILED in reasons
 
     # In the end
 
@@ -364,4 +360,4 @@ class _Observer(EngineObserver):
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         super().done(plan, update)
-        self._life.updated(plan, update)
+        self._life.updated(plan)

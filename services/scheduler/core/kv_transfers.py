@@ -59,6 +59,8 @@ class KVTransfers:
         """Tokens of their local hits."""
         self._finished_recving: set[Request] = set()
         self._failed_recving: set[Request] = set()
+        self._first_invalid: dict[Request, int] = {}
+        """Of requests whose load within a step failed, the first block that they compute again."""
         self._leaving: dict[RequestKey, BlockTables] = {}
         """Requests that ended and whose blocks a transfer still uses."""
         self._filled: list[Request] = []
@@ -194,6 +196,7 @@ class KVTransfers:
         """A request that ran gives its blocks back."""
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
+            self._evict_invalid(request)
         self._forget_table(request)
         self._prefills.discard(request)
 
@@ -203,6 +206,7 @@ class KVTransfers:
         """
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
+            self._evict_invalid(request)
         blocks = self._block_tables.pop(request, None)
         if blocks is not None and not self._config.only_grows:
             self._remove_skipped_blocks(request, blocks, in_flight)
@@ -270,6 +274,9 @@ class KVTransfers:
         failed_running, stale = self._set_back(running, invalid, scheduled)
         if recomputes:
             self._failed_recving |= failed_loads
+            size = self._config.block_size
+            for request in failed_running:
+                self._first_invalid[request] = request.num_computed_tokens // size
             return failed_running
         if stale:
             self._kv_cache_manager.evict_blocks(stale)
@@ -293,6 +300,7 @@ class KVTransfers:
         self.loads, self._filled = [], []
         for state in (self._block_tables, self._loading, self._leaving, self._num_local):
             state.clear()
+        self._first_invalid.clear()
         for requests in (self._finished_recving, self._failed_recving, self._prefills):
             requests.clear()
         self.deferred_frees.clear()
@@ -304,6 +312,15 @@ class KVTransfers:
             for key, request in self._loading.items()
             if any(not table.isdisjoint(invalid) for table in map(set, self._block_tables[request]))
         ]
+
+    def _evict_invalid(self, request: Request) -> None:
+        """Lets no request find blocks that were not loaded, and that this one has not computed
+        again. In vLLM they stay published.
+        """
+        if (first := self._first_invalid.pop(request, None)) is not None:
+            (table,) = self._block_tables[request]
+            begin = max(first, request.num_computed_tokens // self._config.block_size)
+            self._kv_cache_manager.evict_blocks(table[begin:])
 
     def _forget_table(self, request: Request) -> None:
         self.connector.blocks_released(request)

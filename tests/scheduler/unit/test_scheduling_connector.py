@@ -128,6 +128,23 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
     assert steps[2]["blocks"]["a"] == [1, 2, 3, 4]
 
 
+async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
+    """All of its load but the first block is valid. Of that it has computed half, token by token,
+    when it is preempted.
+    """
+    steps = await story(
+        (0, request("a", 5, first=300) | {"max_tokens": 8}),
+        (1, request("b", 13, **elsewhere(12, fail_blocks=[0], times=1))),
+        num_gpu_blocks=7,
+        max_num_batched_tokens=5,
+        long_prefill_token_threshold=1,
+        scheduler_reserve_full_isl=False,
+    )
+    assert steps[1]["invalid_blocks"] == [3]
+    assert (steps[4]["preempted"], steps[4]["computed_before"]["b"]) == (["b"], 2)
+    assert (steps[5]["resumed"], steps[5]["cached"]) == (["b"], {"b": 0})
+
+
 async def test_with_nothing_valid_the_connector_is_asked_again():
     remote = elsewhere(12, **{"async": True, "fail_recving": True, "times": 1})
     steps = await story((0, request("a", 13, **remote)))
