@@ -19,6 +19,7 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
@@ -87,6 +88,16 @@ _MAMBA = {
 }
 _WINDOW_PATTERN = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+}
+_GEMMA4 = {
+    **_WINDOW_PATTERN,
+    "num_hidden_layers": 4,
+    "sliding_window": 20,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
 }
 
 TINY_MODELS: dict[str, TinyModel] = {
@@ -195,6 +206,18 @@ TINY_MODELS: dict[str, TinyModel] = {
             "vocab_size_per_layer_input": VOCAB_SIZE,
             "laurel_rank": 4,
             "altup_num_inputs": 2,
+        },
+    ),
+    # Layers without a window have keys of another shape than those with one.
+    "gemma4": TinyModel(Gemma4TextConfig, _GEMMA4),
+    "gemma4_moe": TinyModel(
+        Gemma4TextConfig,
+        {
+            **_GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
         },
     ),
     "granite": TinyModel(GraniteConfig, {"logits_scaling": 2.0, "residual_multiplier": 0.8}),

@@ -75,6 +75,8 @@ def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
 _RECURRENT = "has recurrent layers, whose states are not divided among ranks"
 UNDIVIDED = {
     "afmoe": "in a way, packed_colwise, that is not known here",
+    "gemma4": "has 32 columns in model.layers.1.self_attn.k_proj for 2 heads",
+    "gemma4_moe": "in a way, packed_colwise, that is not known here",
     "gemma3n": "compares gates with all others of their layer",
     "bamba": _RECURRENT,
     "falcon_h1": _RECURRENT,

@@ -22,7 +22,7 @@ from services.worker.core.draft_model import DraftModel
 from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import group_layers, state_block_sizes
+from services.worker.core.kv_groups import group_layers, grouping_windows, state_block_sizes
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
@@ -91,8 +91,7 @@ def build_runner(
     )
     loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
     link = None if group is None else group.link
-    windows = [layer.window for layer in loaded.attention]
-    groups = group_layers(windows, len(loaded.states), mamba_cache_mode)
+    groups = group_layers(grouping_windows(loaded.attention), len(loaded.states), mamba_cache_mode)
     shape = AttentionShape(
         loaded.own_attention,
         block_size,

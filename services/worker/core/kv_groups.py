@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.worker.backends.attention import AttentionLayer
 
 _PADDED_RATHER_THAN_CUT = 1.5
 """Kinds of layers whose numbers differ by less than this factor each make one group."""
@@ -55,6 +56,15 @@ class LayerGroup:
             )
         kind = AttentionType.FULL if self.window is None else AttentionType.SLIDING_WINDOW
         return KVCacheGroup(kind, block_size, self.window or 0, count)
+
+
+def grouping_windows(layers: Sequence[AttentionLayer]) -> list[int | None]:
+    """The windows by which layers are grouped. Where keys differ in shape between layers, these
+    cannot share pages: they are one group, which holds blocks for all tokens, as if there were no
+    windows.
+    """
+    shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
+    return [layer.window if len(shapes) == 1 else None for layer in layers]
 
 
 def group_layers(

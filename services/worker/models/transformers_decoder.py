@@ -26,6 +26,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
 from services.worker.backends.hybrid_cache import HybridStep
 from services.worker.backends.lora import LoraRows
+from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.model import wanted_logits
 from services.worker.models.transformers_probe import Probe, Refused
 from services.worker.models.transformers_recurrent import (
@@ -145,7 +146,21 @@ class TransformersDecoder:
         model.set_attn_implementation(ATTENTION_NAME)
         if (logits - own).norm() > tolerance * own.norm():
             raise Refused("does more to its scores or its logits than it tells attention")
+        self._probe_embedded(positions, self.embed(token_ids) / 2, tolerance)
         return ProbedLayers(attending, recurrent.states(len(self._recurrent)))
+
+    def _probe_embedded(
+        self, positions: torch.Tensor, embedded: torch.Tensor, tolerance: float
+    ) -> None:
+        """Raises Refused for a model that needs the tokens of a prompt which is embedded."""
+        try:
+            self._forward(
+                Probe(), RecurrentProbe(tolerance), positions, inputs_embeds=embedded[None]
+            )
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise Refused("cannot compute a prompt that is given as embeddings") from error
 
     def _forward(
         self,
@@ -161,9 +176,12 @@ class TransformersDecoder:
 
 
 class _States(MoeModelOutputWithPast):
-    """The output of the body of any decoder, with routers' logits and cross-attentions."""
+    """The output of the body of any decoder, with routers' logits, cross-attentions, and keys and
+    values that layers share.
+    """
 
     cross_attentions = None
+    shared_kv_states = None
 
 
 class _GivenStates(nn.Module):

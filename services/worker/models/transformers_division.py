@@ -136,7 +136,7 @@ class Division:
         else:
             heads = self.shard.heads(self._num_heads, self._num_kv_heads)
             count = self._num_heads
-        if width % count:
+        if width % (count * getattr(parent, "head_dim", 1)):  # layers may differ in their heads
             raise Refused(f"has {width} columns in {name} for {count} heads")
         return of_width(heads, width // count)
 

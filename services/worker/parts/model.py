@@ -5,7 +5,12 @@ from dataclasses import replace
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
+from services.worker.core.kv_groups import (
+    LayerGroup,
+    group_layers,
+    grouping_windows,
+    state_block_sizes,
+)
 from services.worker.core.pooler import PromptPooler, vector_end
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.load import load_model
@@ -41,7 +46,7 @@ def load_parts(
         layer_read = progress_logger("loading layers", setup.checkpoint_reached)
         loaded = load_model(checkpoint, options, kernels, layer_read, setup.ranks, wait_for_ranks)
     groups = group_layers(
-        [layer.window for layer in loaded.attention],
+        grouping_windows(loaded.attention),
         len(loaded.states),
         settings.mamba_cache_mode,
     )

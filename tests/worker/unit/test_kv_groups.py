@@ -5,7 +5,12 @@ import torch
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.worker.backends.attention import AttentionLayer, AttentionShape
-from services.worker.core.kv_groups import LayerGroup, group_layers, state_block_sizes
+from services.worker.core.kv_groups import (
+    LayerGroup,
+    group_layers,
+    grouping_windows,
+    state_block_sizes,
+)
 
 
 def test_layers_that_see_alike_are_one_group() -> None:
@@ -51,6 +56,12 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
     assert len(shape.page_layers) == max(len(group.layers) for group in groups)
     assert shape.bytes_per_block == len(shape.page_layers) * 4 * 2 * 2 * 8 * 4
     assert len(set(zip(shape.group_of, shape.pages_of, strict=True))) == num_layers
+
+
+def test_layers_whose_keys_differ_in_shape_are_one_group_without_windows() -> None:
+    narrow, wide = AttentionLayer(4, 2, 16, 1.0, window=8), AttentionLayer(4, 1, 32, 1.0)
+    assert grouping_windows([narrow, wide]) == [None, None]
+    assert grouping_windows([narrow, narrow]) == [8, 8]
 
 
 def test_recurrent_layers_make_groups_of_their_own_as_large_as_those_that_attend() -> None:

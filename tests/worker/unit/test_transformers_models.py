@@ -30,7 +30,7 @@ from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.transformers_probe import Refused
 from services.worker.models.transformers_recurrent import RecurrentLayer, RecurrentProbe
-from tests.tiny_models import edit_config, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, edit_config, save_tiny_model
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 40,
@@ -206,4 +206,11 @@ def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path)
     save_tiny_model(tmp_path, "llama")
     edit_config(tmp_path, architectures=["NewForCausalLM"], model_type="new")
     with pytest.raises(UnsupportedModel, match="transformers does not read it"):
+        load(tmp_path)
+
+
+def test_a_model_that_needs_the_tokens_of_embedded_prompts_is_refused(tmp_path: Path) -> None:
+    by_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+    save_tiny_model(tmp_path, "gemma4", **by_layer)
+    with pytest.raises(UnsupportedModel, match="cannot compute a prompt that is given as embed"):
         load(tmp_path)
