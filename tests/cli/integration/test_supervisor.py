@@ -16,6 +16,12 @@ from tests.cli.children import IGNORE_SIGTERM, Journal, is_running, program, ser
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 
 
+def group_niceness(pid: int) -> int | None:
+    """Of the process's session, of which each child has its own; None where the kernel has none."""
+    group = Path(f"/proc/{pid}/autogroup")
+    return int(group.read_text().split()[-1]) if group.exists() else None
+
+
 async def test_a_killed_child_is_reported_and_started_again(tmp_path: Path) -> None:
     journal = Journal()
     supervisor = Supervisor([Stage((server("pool", tmp_path),), 2)], journal, QUICK)
@@ -40,6 +46,7 @@ async def test_a_nicer_child_goes_after_the_supervisor(tmp_path: Path) -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, supervisor.pid("pool")) == own
     assert os.getpriority(os.PRIO_PROCESS, supervisor.pid("worker")) == min(own + 3, 19)
+    assert group_niceness(supervisor.pid("worker")) in (None, min(own + 3, 19))
     supervisor.stop.set()
     await running
 
