@@ -2,6 +2,8 @@
 
 import argparse
 import shutil
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from benchmarks.common.models import is_model
@@ -61,3 +63,9 @@ def count(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """The type of an option that lists such numbers, separated by commas: sorted, each once."""
     return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The program's own arguments, and those behind the first `--`, which are for another one."""
+    own = list(takewhile(lambda argument: argument != "--", argv))
+    return own, list(argv[len(own) + 1 :])

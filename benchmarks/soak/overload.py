@@ -2,7 +2,7 @@
 
     python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
                                        [--api http|grpc] [--tenants N] [--model DIR]
-                                       [--worker-niceness N]
+                                       [-- FLAG OF STEPWELL UP...]
 
 1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
    its last one is done.
@@ -11,9 +11,10 @@
    tokens of the requests that were done by then; refusals are timed from sending to the answer.
    Requests that were queued and evicted before their first step are counted apart.
 
-Services and clients share one machine and its processors. With `--tenants 2` one of two tenants
-sends the overload, over HTTP: `benchmarks.soak.overload_tenants` says what is measured, and the
-exit status is 1 if a figure is not as it should be.
+Services and clients share one machine and its processors. What follows `--` are flags of `stepwell
+up`, such as `-- --num-threads 1 --worker-niceness 5`: every part is measured with them. With
+`--tenants 2` one of two tenants sends the overload, over HTTP: `benchmarks.soak.overload_tenants`
+says what is measured, and the exit status is 1 if a figure is not as it should be.
 """
 
 import asyncio
@@ -27,13 +28,14 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.common.arguments import add_model, count, make_parser, positive
+from benchmarks.common.arguments import add_model, count, make_parser, positive, split_flags
 from benchmarks.common.figures import percentile
 from benchmarks.common.stack import Stack
 from benchmarks.soak import overload_tenants
 from benchmarks.soak.overload_clients import DONE, REFUSED, GrpcSender, HttpSender, Sender
 from benchmarks.soak.overload_tenants import TenantOptions, lines_of
 from services.cli.settings import UpSettings
+from services.common.settings import SettingError, parse_settings
 
 VOCAB_SIZE = 256
 """Prompts are drawn from so many tokens: every model has as many."""
@@ -54,7 +56,8 @@ class Options:
     tenants: int
     quiet_share: float
     recovery_seconds: float
-    worker_niceness: int
+    services: UpSettings
+    """Of the services that are measured."""
 
 
 @dataclass(slots=True)
@@ -122,12 +125,7 @@ class Clients:
 
 async def measure(options: Options) -> tuple[Outcome, Outcome]:
     """Capacity, then overload, of services that are started for it."""
-    settings = UpSettings(
-        model=options.model,
-        max_num_seqs=options.concurrency,
-        worker_niceness=options.worker_niceness,
-    )
-    async with Stack(settings) as stack:
+    async with Stack(options.services) as stack:
         grpc = options.api == "grpc"
         sender = GrpcSender(stack.grpc) if grpc else HttpSender(stack.http)
         async with aclosing(sender):
@@ -185,15 +183,14 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")
-    parser.add_argument(
-        "--worker-niceness",
-        type=int,
-        choices=range(20),
-        default=0,
-        metavar="N",
-        help="as of stepwell up (default: 0)",
-    )
-    return Options(**vars(parser.parse_args(argv)))
+    own, up_flags = split_flags(argv)
+    parsed = vars(parser.parse_args(own))
+    of_load = ["--model", str(parsed["model"]), "--max-num-seqs", str(parsed["concurrency"])]
+    try:
+        services = parse_settings(UpSettings, "up", [*of_load, *up_flags], {})
+    except SettingError as error:
+        parser.error(str(error))
+    return Options(services=services, **parsed)
 
 
 def _measure_tenants(options: Options) -> int:

@@ -16,8 +16,7 @@ import asyncio
 import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from benchmarks.common.figures import percentile
 from benchmarks.common.process_usage import processor_seconds, usage_of
@@ -40,7 +39,6 @@ LEAST_QUIET_REQUESTS = 10
 class TenantOptions:
     """What is measured."""
 
-    model: Path
     seconds: float
     factor: float
     deadline_seconds: float
@@ -50,7 +48,8 @@ class TenantOptions:
     quiet_share: float
     """What the quiet tenant asks for, of its half of the peak while the flood is sent elsewhere."""
     recovery_seconds: float
-    worker_niceness: int
+    services: UpSettings
+    """Of the services that are measured, but for the keys of the tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +152,7 @@ class Flooding:
 
 async def measure(options: TenantOptions) -> Result:
     """Starts the services, and measures all parts."""
-    settings = UpSettings(
-        model=options.model,
-        max_num_seqs=options.concurrency,
-        api_keys=(FLOODS, QUIET),
-        worker_niceness=options.worker_niceness,
-    )
-    async with Stack(settings) as stack:
+    async with Stack(replace(options.services, api_keys=(FLOODS, QUIET))) as stack:
         return await Flooding(stack, options).measure()
 
 

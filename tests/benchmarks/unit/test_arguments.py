@@ -37,6 +37,8 @@ NO_CHECKOUT = "argument --baseline: no/such is not a checkout with gen/ built"
         (idle, ["--minutes", "0"], "argument --minutes: must be above 0"),
         (overload, ["--factor", "0"], "argument --factor: must be above 0"),
         (overload, ["--model", "no/such"], NO_DIRECTORY),
+        (overload, ["--", "--num-threads", "0"], "--num-threads must be at least 1"),
+        (overload, ["--", "--factor", "2"], "--factor"),
         (endurance, ["--minutes", "0"], "argument --minutes: must be above 0"),
         (endurance, ["--model", "no/such"], NO_DIRECTORY),
         (hostility, ["--attackers", "0"], "argument --attackers: must be at least 1"),
@@ -52,3 +54,8 @@ def test_what_makes_no_sense_is_refused(
     with pytest.raises(SystemExit, match="2"):
         parse(argv)
     assert message in capsys.readouterr().err
+
+
+def test_what_follows_two_dashes_are_settings_of_the_services() -> None:
+    services = overload(["--concurrency", "8", "--", "--num-threads", "1"]).services
+    assert (services.num_threads, services.max_num_seqs) == (1, 8)
