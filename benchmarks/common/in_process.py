@@ -31,6 +31,7 @@ from services.common.settings import parse_settings
 from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.core.admission.arrivals import Arrival, Arrivals
+from services.gateway.core.choice import Piece
 from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference, SamplingDefaults
 from services.gateway.core.inflight import Inflight, Mailbox
@@ -197,10 +198,30 @@ class InProcessClient:
             sampling=SamplingParams(temperature=0, max_tokens=num_tokens),
             ignore_eos=True,
         )
-        async for news in self._inference.run(await self._inference.prepare(request)):
-            for piece in news:
-                if piece.token_ids:
-                    yield len(piece.token_ids)
+        generation, counts = await self._inference.prepare(request), _Counts()
+        delivery = self._inference.delivery(generation, counts, stream=True)
+        running = asyncio.create_task(delivery.run())
+        running.add_done_callback(lambda _: counts.queue.put_nowait(0))
+        while count := await counts.queue.get():
+            yield count
+        await running
+
+
+class _Counts:
+    """A sink that queues how many tokens each piece has."""
+
+    is_ready = True
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[int] = asyncio.Queue()
+
+    def put(self, added: list[Piece]) -> None:
+        for piece in added:
+            if piece.token_ids:
+                self.queue.put_nowait(len(piece.token_ids))
+
+    async def drain(self) -> None:
+        """It is always ready."""
 
 
 class InProcess:

@@ -12,6 +12,7 @@ from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
+from services.gateway.core.delivery import Answers
 from services.gateway.core.delta import Finish
 from services.gateway.core.generation import Answer
 from services.gateway.core.idempotency.journal import Journal
@@ -191,10 +192,9 @@ class KeyedGateway:
         client.request_id = generation.request.request_id
         client.created = generation.identity.created
         client.is_replay = generation.is_replay
-        client.answers = [Answer() for _ in generation.choices]
-        async for pieces in self.inference.run(generation):
-            for piece in pieces:
-                client.answers[piece.index].add(piece)
+        sink = Answers(generation)
+        client.answers = sink.answers
+        await self.inference.delivery(generation, sink, stream=True).run()
 
     async def stop(self) -> None:
         """Ends its tasks at once, as a killed process does; leases stay."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -19,14 +19,16 @@ from services.gateway.adapters.generate_requests import (
     GenerateRequests,
     to_response,
 )
+from services.gateway.adapters.message_stream import MessageStream
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_record import CALL_RECORD, RequestRecord
 from services.gateway.adapters.session_calls import SessionCalls, deadline_of_call
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.delivery import Answers
 from services.gateway.core.gate import Gate
-from services.gateway.core.generation import Answer, Generation
+from services.gateway.core.generation import Generation
 from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
@@ -128,18 +130,19 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     generation, key, ID_PREFIX, self._inference.again
                 )
             record.enter(Part.PREPARE)
-            pieces = observation.watch(generation, self._inference.run(generation), stream=True)
-            source = await work.enter_async_context(aclosing(pieces))
-            arrival.end()
             with StreamReaderTimeout(
                 work, self._reader_timeout_seconds, self._reader_timed_out
             ) as reader:
-                async for added in source:
-                    for piece in added:
-                        if not piece.is_empty:
-                            reader.sending()
-                            await context.write(to_response(piece, generation))
-                            record.write_nanos += reader.sent()
+                stream = MessageStream(
+                    lambda piece: to_response(piece, generation), context, reader, record
+                )
+                watching = observation.watching(generation, stream, stream=True)
+                delivery = self._inference.delivery(
+                    generation, work.enter_context(watching), stream=True
+                )
+                work.callback(delivery.close)
+                arrival.end()
+                await delivery.run()
 
     async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
         self,
@@ -176,17 +179,16 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             client_request = await self._embed_request(request, record)
             generation = await self._prepare(client_request, record, deadline)
             record.enter(Part.PREPARE)
-            pieces = observation.watch(generation, self._inference.run(generation), stream=False)
-            source = await work.enter_async_context(aclosing(pieces))
-            arrival.end()
-            answers = [Answer() for _ in generation.choices]
-            async for added in source:
-                for piece in added:
-                    answers[piece.index].add(piece)
+            sink = Answers(generation)
+            with observation.watching(generation, sink, stream=False) as watched:
+                arrival.end()
+                await self._inference.delivery(generation, watched, stream=False).run()
             usage = generation.usage()
             return gateway_pb2.EmbedResponse(
                 request_id=client_request.request_id,
-                vectors=[gateway_pb2.Vector(values=numbers(answer.pooled)) for answer in answers],
+                vectors=[
+                    gateway_pb2.Vector(values=numbers(answer.pooled)) for answer in sink.answers
+                ],
                 usage=gateway_pb2.Usage(
                     num_prompt_tokens=usage.num_prompt_tokens,
                     num_cached_tokens=usage.num_cached_tokens,

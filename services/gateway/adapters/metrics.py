@@ -9,6 +9,7 @@ from services.common import names
 from services.common.metric_specs import SPECS
 from services.gateway.adapters.request_record import KeptFor
 from services.gateway.adapters.tenant_metrics import TenantMetrics
+from services.gateway.adapters.token_metrics import TokenMetrics
 
 
 class Metrics:
@@ -21,11 +22,9 @@ class Metrics:
         self.cached_tokens = self._of_model(
             self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS_CACHED)
         )
-        self.generation_tokens = self._of_model(
-            self._counter(names.METRIC_GATEWAY_GENERATION_TOKENS)
-        )
+        self.tokens = TokenMetrics(model_name)
+        self.registry.register(self.tokens)
         self.time_to_first_token = self._histogram(names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN)
-        self.inter_token_latency = self._histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
         self.request_seconds = self._histogram(names.METRIC_GATEWAY_REQUEST_SECONDS)
         self._queue_seconds = self._histograms(names.METRIC_GATEWAY_QUEUE_SECONDS)
         self.tenants = TenantMetrics(model_name, self.registry)

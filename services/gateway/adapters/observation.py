@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.genai_metrics import GenAiMetrics
@@ -12,6 +12,7 @@ from services.gateway.adapters.request_record import CANCELLED, RequestRecord, i
 from services.gateway.adapters.request_spans import traces_of
 from services.gateway.core.admission.wait import Wait
 from services.gateway.core.choice import Piece
+from services.gateway.core.delivery import Sink
 from services.gateway.core.generation import Generation
 from services.gateway.core.limits.tenant_limits import LimitReached
 from services.gateway.core.prefix_index import PrefixIndex
@@ -33,20 +34,16 @@ class Observation:
         # How sequences ended that were not finished.
         self._end = "abort"
 
-    async def watch(
-        self, generation: Generation, pieces: AsyncGenerator[list[Piece], None], *, stream: bool
-    ) -> AsyncGenerator[list[Piece], None]:
-        """Passes the pieces on, and takes their times."""
+    @contextmanager
+    def watching(
+        self, generation: Generation, sink: Sink, *, stream: bool
+    ) -> Iterator["WatchedSink"]:
+        """A sink that takes the times of the pieces that it passes on, while they come."""
         self._generation = self._record.generation = generation
         self._record.is_stream = stream
         self._record.enter(Part.GENERATE)
         try:
-            async with aclosing(pieces) as source:
-                async for added in source:
-                    now = time.perf_counter()
-                    for piece in added if not generation.is_replay else ():
-                        self._saw(piece, now)
-                    yield added
+            yield WatchedSink(sink, _saw_nothing if generation.is_replay else self._saw)
         finally:
             self._write()
 
@@ -59,19 +56,16 @@ class Observation:
         began = timeline.stretches[-1].began
         timeline.enter(Part.WRITE, at=max([began, *ends]) if ends else None)
 
-    def _saw(self, piece: Piece, now: float) -> None:
+    def _saw(self, piece: Piece) -> None:
         num_tokens = len(piece.token_ids)
         if num_tokens:
-            self._metrics.generation_tokens.inc(num_tokens)
-            last = self._last_token.get(piece.index)
-            if last is not None:
-                for _ in range(num_tokens):
-                    self._metrics.inter_token_latency.observe((now - last) / num_tokens)
-            elif self._first_token_seconds is None:
+            now, last = time.perf_counter(), self._last_token.get(piece.index)
+            self._last_token[piece.index] = now
+            self._metrics.tokens.came(num_tokens, None if last is None else now - last)
+            if self._first_token_seconds is None:
                 self._first_token_seconds = now - self._started
                 self._record.first_token = int(1e9 * now)
                 self._metrics.time_to_first_token.observe(self._first_token_seconds)
-            self._last_token[piece.index] = now
         if piece.finish_reason is not None:
             self._metrics.ended(piece.finish_reason.value)
 
@@ -117,6 +111,30 @@ class Observation:
             if self._generation is None or not self._generation.was_taken:
                 self._is_refused = True
                 self._metrics.refused(error_type, self._tenant_id)
+
+
+class WatchedSink:
+    """Passes pieces on to a sink, and `saw` each of them before."""
+
+    __slots__ = ("_put", "_saw", "_sink", "drain")
+
+    def __init__(self, sink: Sink, saw: Callable[[Piece], None]) -> None:
+        self._sink = sink
+        self._put, self.drain = sink.put, sink.drain
+        self._saw = saw
+
+    @property
+    def is_ready(self) -> bool:
+        return self._sink.is_ready
+
+    def put(self, added: list[Piece]) -> None:
+        for piece in added:
+            self._saw(piece)
+        self._put(added)
+
+
+def _saw_nothing(_piece: Piece) -> None:
+    """The pieces of a replay were seen when they were made."""
 
 
 class Observer:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -14,9 +14,9 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.auth import CALL_TENANT
 from services.gateway.adapters.call_records import CallRecords
 from services.gateway.adapters.generate_requests import GenerateRequests, to_response
+from services.gateway.adapters.message_stream import MessageStream
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import ClientSession
@@ -107,16 +107,19 @@ class SessionCalls:
                         asked, record.trace_headers, deadline
                     )
                     await allowance.reserve(generation)
-                    pieces = observation.watch(
-                        generation, self._inference.run(generation), stream=True
-                    )
-                    source = await work.enter_async_context(aclosing(pieces))
-                    arrival.end()
                     with StreamReaderTimeout(
                         work, self._reader_timeout_seconds, self._reader_timed_out
                     ) as reader:
-                        async for added in source:
-                            await _write(added, generation, reader, record, context)
+                        stream = MessageStream(
+                            lambda piece: _message(piece, generation), context, reader, record
+                        )
+                        watching = observation.watching(generation, stream, stream=True)
+                        delivery = self._inference.delivery(
+                            generation, work.enter_context(watching), stream=True
+                        )
+                        work.callback(delivery.close)
+                        arrival.end()
+                        await delivery.run()
             except StepwellError as error:
                 refused = was_refused(error)
                 raise
@@ -128,21 +131,9 @@ class SessionCalls:
         logger.warning("a gRPC client stopped reading: its session is ended")
 
 
-async def _write(
-    added: list[Piece],
-    generation: Generation,
-    reader: StreamReaderTimeout,
-    record: RequestRecord,
-    context: Context,
-) -> None:
-    for piece in added:
-        if not piece.is_empty:
-            reader.sending()
-            message = to_response(piece, generation)
-            await context.write(
-                gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
-            )
-            record.write_nanos += reader.sent()
+def _message(piece: Piece, generation: Generation) -> gateway_pb2.GenerateSessionResponse:
+    message = to_response(piece, generation)
+    return gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
 
 
 async def _next(

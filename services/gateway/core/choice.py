@@ -40,6 +40,16 @@ class Piece:
         """Whether it holds nothing that is sent to clients."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it adds text and its tokens, and nothing else."""
+        return bool(self.text) and (
+            self.finish_reason is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and self.events is None
+        )
+
 
 class Choice:
     """Turns deltas of one sequence into pieces, and finds its stop strings.
@@ -85,6 +95,15 @@ class Choice:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
             return self._accept_prompt_only(delta)
+        if delta.finish is None and not self._counts_each:
+            text = self._plain_text(delta.token_ids)
+            return Piece(
+                self.index,
+                text,
+                delta.token_ids,
+                prompt_logprobs=delta.prompt_logprobs,
+                pooled=delta.pooled,
+            )
         events: list[OutputEvent] | None = None if self._parser is None else []
         if not self._counts_each:
             text, num_tokens, offsets, stop = self._plain_text(delta.token_ids), None, None, None

@@ -1,21 +1,17 @@
 """The life of one client request: its sequences at the engine, its answers as they grow."""
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.core.choice import Choice, Piece
 from services.gateway.core.client_session import tokens_after
-from services.gateway.core.delta import Delta, parts_of
+from services.gateway.core.delta import Delta
 from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.parsing.events import ParsedMessage
 from services.gateway.core.ports import DeltaSource, KeptSource, Source, Tokenizer
 from services.gateway.core.request import ClientRequest, EngineRequest
 from services.gateway.core.stop_strings import StopPatterns
-
-# So many tokens are turned into text before anything else happens on the event loop.
-TOKENS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ class Generation:
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
-        """Its sequences at the engine; None before `pieces` began."""
+        """Its sequences at the engine; None before `start`."""
         self.source: KeptSource | None = None
         """What has its answer; None if an engine is to make it."""
         self.is_replay = False
@@ -62,37 +58,48 @@ class Generation:
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
         ]
+        self.num_open = len(self.choices)
+        """Answers that have not ended."""
+        self._is_in_turn = False
 
-    async def pieces(self, engine: Source) -> AsyncGenerator[list[Piece], None]:
-        """Runs the request; each item is what was added to its answers, empty when a sequence left
-        the queue.
-
-        Many tokens, as after a pause of the reader, come as several items, between which the event
-        loop turns. Raises StepwellError when the engine refuses or gives up. Closing the
-        iterator aborts what has not ended.
+    def start(self, engine: Source) -> DeltaSource:
+        """Starts its sequences at an engine, or goes on where they were started before; a turn of a
+        session begins.
         """
         session = self.request.session
         if session is not None:
             session.begin_turn(self.request.turn)
-        mailbox = self.mailbox = engine.start(self.sequences)
-        try:
-            num_open = len(self.choices)
-            while num_open:
-                deltas = await mailbox.receive()
-                for number, part in enumerate(parts_of(deltas, TOKENS_AT_A_TIME)):
-                    if number:
-                        await asyncio.sleep(0)
-                    added = [
-                        self._accept(index, delta, mailbox)
-                        for index, delta in part
-                        if self.choices[index].finish_reason is None
-                    ]
-                    num_open -= sum([piece.finish_reason is not None for piece in added])
-                    yield added
-        finally:
-            mailbox.close()
-            if session is not None:
-                session.end_turn(self._tokens_after_turn())
+            self._is_in_turn = True
+        self.mailbox = engine.start(self.sequences)
+        return self.mailbox
+
+    def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
+        """What deltas add to its answers; nothing of an answer that has ended. Raises StepwellError
+        where the engine refused or gave up.
+        """
+        choices = self.choices
+        added = [
+            self._accept(index, delta)
+            for index, delta in deltas
+            if choices[index].finish_reason is None
+        ]
+        for piece in added:
+            if piece.finish_reason is not None:
+                self.num_open -= 1
+        return added
+
+    def close(self) -> None:
+        """Aborts what has not ended, and ends the turn of its session. Idempotent. Tokens that were
+        generated for it and not read count as used.
+        """
+        if self.mailbox is not None:
+            if self.source is None:
+                for index, delta in self.mailbox.take():
+                    self.choices[index].num_output_tokens += len(delta.token_ids)
+            self.mailbox.close()
+        if self._is_in_turn and self.request.session is not None:
+            self._is_in_turn = False
+            self.request.session.end_turn(self._tokens_after_turn())
 
     def _tokens_after_turn(self) -> list[int] | None:
         """The tokens of the session after this turn; None if it was not completed."""
@@ -102,15 +109,16 @@ class Generation:
         by_token = not isinstance(last.stop_reason, str)
         return tokens_after(self.sequences[0], self._turn.token_ids, reason, by_token=by_token)
 
-    def _accept(self, index: int, delta: Delta, mailbox: DeltaSource) -> Piece:
-        self.was_taken |= delta.num_cached_tokens is not None or bool(
-            delta.token_ids or delta.pooled
-        )
+    def _accept(self, index: int, delta: Delta) -> Piece:
+        if not self.was_taken:
+            self.was_taken = delta.num_cached_tokens is not None or bool(
+                delta.token_ids or delta.pooled
+            )
         if delta.error is not None:
             raise delta.take_error()
         piece = self.choices[index].accept(delta)
-        if piece.finish_reason is not None and delta.finish is None:
-            mailbox.abort(index)
+        if piece.finish_reason is not None and delta.finish is None and self.mailbox is not None:
+            self.mailbox.abort(index)
         if self.request.session is not None:
             self._turn.add(piece)
         return piece

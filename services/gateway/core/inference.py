@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
@@ -11,8 +11,8 @@ from services.common.sampling import SamplingParams
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
-from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import in_session
+from services.gateway.core.delivery import TOKENS_AT_A_TIME, Delivery, Sink
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
 from services.gateway.core.lora_modules import LoraModules
@@ -74,6 +74,7 @@ class Inference:
         max_choices: int,
         max_items: int,
         max_logprobs: int,
+        stream_interval: int = 1,
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
@@ -88,6 +89,7 @@ class Inference:
         self._engine = engine
         self._grammars = grammars
         self._max_choices = max_choices
+        self._stream_interval = stream_interval
         self._draw_seed = draw_seed
         self._unix_nanos = unix_nanos
 
@@ -217,8 +219,13 @@ class Inference:
         if num_answers > _ANSWERS_AT_A_TIME:
             await asyncio.sleep(0)
 
-    def run(self, generation: Generation) -> AsyncGenerator[list[Piece], None]:
-        return generation.pieces(generation.source or self._engine)
+    def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
+        """The run of a generation, whose pieces go to the sink. If they are not streamed, as many
+        tokens are put at once as may be.
+        """
+        source = generation.source or self._engine
+        min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
+        return Delivery(generation, source, sink, min_tokens)
 
     def check_num_choices(self, num_prompts: int, n: int, best_of: int | None = None) -> None:
         """Raises InvalidArgument for more answers than one request may have.

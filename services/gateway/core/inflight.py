@@ -1,6 +1,5 @@
 """Sequences that have not ended, with their tokens so far, and the mailbox of their reader."""
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +30,11 @@ class Losses:
     def are_suspicious(self) -> bool:
         """Whether the sequence may be their cause: losses while it only waited count less."""
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
+
+    def forget(self) -> None:
+        """A token came."""
+        self.computing = False
+        self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
         if self.computing:
@@ -109,12 +113,13 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
+        """New tokens, in a list that is used for nothing else."""
         if not token_ids:
             return
         self.was_accepted = True
-        self.losses = Losses()
+        self.losses.forget()
         self.output_token_ids += token_ids
-        self._delta().token_ids += token_ids
+        self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
         """Its session ended. Its next wait for a replica has the whole time again."""
@@ -135,7 +140,8 @@ class Inflight:
         self.trace.left(cause)
 
     def logprobs(self, rows: LogprobRows) -> None:
-        delta = self._delta()
+        """Log-probabilities of the tokens that came last."""
+        delta = self.mailbox.open_delta(self.index)
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
@@ -226,29 +232,48 @@ class Mailbox:
         self._unfinished = set(range(len(requests)))
         self._drop = drop
         self._deltas: dict[int, Delta] = {}
-        self._reader: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] = _nothing
+        self._min_tokens = 1
+        self._begun: set[int] = set()
+        """Sequences of which tokens were taken."""
 
     def delta(self, index: int) -> Delta:
-        """The delta to add to; wakes the reader."""
+        """The delta to add to; its reader is told of it."""
+        delta = self.open_delta(index)
+        self._on_news()
+        return delta
+
+    def open_delta(self, index: int) -> Delta:
+        """The delta to add to what its reader was told of before, or is told of later."""
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta()
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
         return delta
 
-    async def receive(self) -> list[tuple[int, Delta]]:
-        """Waits for deltas: (index of the sequence, its delta), each index at most once. One call
-        at a time.
+    def add_tokens(self, index: int, token_ids: list[int]) -> None:
+        """Adds tokens to the delta, which keeps the list if they are its first."""
+        delta = self._deltas.get(index)
+        if delta is None:
+            delta = self._deltas[index] = Delta(token_ids)
+        else:
+            delta.token_ids += token_ids
+        if len(delta.token_ids) >= self._min_tokens or index not in self._begun:
+            self._on_news()
+
+    def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
+        """Calls `on_news` whenever a delta is added to; it must not take it at once. Of tokens
+        alone it is called for the first ones of a sequence, and then for so many at least.
         """
-        if not self._deltas:
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+        self._on_news, self._min_tokens = on_news, min_tokens
+
+    def take(self) -> list[tuple[int, Delta]]:
+        """What came since it was taken last: (index of the sequence, its delta), each index at most
+        once.
+        """
         deltas, self._deltas = self._deltas, {}
         for index, delta in deltas.items():
+            if delta.token_ids:
+                self._begun.add(index)
             if delta.finish is not None or delta.error is not None:
                 self._unfinished.discard(index)
         return list(deltas.items())
@@ -277,6 +302,7 @@ class Mailbox:
         for index in tuple(self._unfinished):
             self._abort(index)
         self.inflights = []
+        self._on_news = _nothing
 
     def _abort(self, index: int) -> None:
         self._unfinished.discard(index)

@@ -35,9 +35,14 @@ class DeltaSource(Protocol):
     traces: list[SequenceTrace]
     """Where each of them was; empty if they are made elsewhere."""
 
-    async def receive(self) -> list[tuple[int, Delta]]:
-        """Waits for deltas: (index of the sequence, its delta), each index at most once. One call
-        at a time.
+    def take(self) -> list[tuple[int, Delta]]:
+        """What came since it was taken last: (index of the sequence, its delta), each index at most
+        once.
+        """
+
+    def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
+        """Calls `on_news`, and nothing that was passed before, whenever something comes. Of a
+        sequence's tokens after the first ones a source may let so many come together.
         """
 
     def abort(self, index: int) -> None:

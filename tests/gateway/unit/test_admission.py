@@ -15,6 +15,7 @@ from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.places import Use
 from services.gateway.core.admission.queue_bounds import TenantQueueFull, expected_wait
 from services.gateway.core.admission.wait import WaitReason
+from services.gateway.core.delivery import received
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.tenant import ANYONE, Tenant
@@ -59,7 +60,7 @@ def moving(world: FakeFleet, seconds_per_request: float, service_seconds: float 
 
 
 async def error_of(mailbox: Mailbox) -> StepwellError:
-    [(_, delta)] = await mailbox.receive()
+    [(_, delta)] = await received(mailbox)
     assert delta.error is not None
     return delta.error
 

@@ -11,6 +11,7 @@ from services.common.errors import (
 )
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
+from services.gateway.core.delivery import received
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
@@ -29,7 +30,7 @@ DRAINING = Unavailable("draining", retry_after_seconds=0.5)
 
 async def only_delta(mailbox: Mailbox) -> Delta:
     """What came for the only sequence."""
-    [(index, delta)] = await mailbox.receive()
+    [(index, delta)] = await received(mailbox)
     assert index == 0
     return delta
 

@@ -5,6 +5,7 @@ from itertools import count
 from services.common.finish_reason import FinishReason
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
+from services.gateway.core.delivery import received
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox, ended
 from services.gateway.core.logprobs import LogprobRows
@@ -33,10 +34,10 @@ async def test_deltas_are_merged_until_they_are_read() -> None:
     inflight.admitted(2)
     inflight.tokens([7])
     inflight.tokens([8, 9])
-    ((index, delta),) = await mailbox.receive()
+    ((index, delta),) = await received(mailbox)
     assert (index, delta.token_ids, delta.num_cached_tokens) == (0, [7, 8, 9], 2)
     inflight.finished(Finish(FinishReason.LENGTH))
-    ((_, delta),) = await mailbox.receive()
+    ((_, delta),) = await received(mailbox)
     assert delta.token_ids == []
     assert delta.finish == Finish(FinishReason.LENGTH)
 
@@ -47,12 +48,12 @@ async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
     (inflight,) = mailbox.inflights
     inflight.sent(nothing, ROUTE)
     inflight.prompt_logprobs(rows(2, 3))
-    ((_, delta),) = await mailbox.receive()
+    ((_, delta),) = await received(mailbox)
     assert delta.prompt_logprobs == rows(2, 3)
     inflight.sent(nothing, ROUTE)
     inflight.prompt_logprobs(rows(2))
     inflight.prompt_logprobs(rows(3, 4, 5))
-    ((_, delta),) = await mailbox.receive()
+    ((_, delta),) = await received(mailbox)
     assert delta.prompt_logprobs == rows(4, 5)
 
 

@@ -17,11 +17,12 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from services.gateway.adapters.http.body_writer import BodyWriter
 from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.errors import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
-from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, SEND_BODY
+from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, BODY_WRITER
 from services.gateway.adapters.http.sliced_protocol import SlicedProtocol
 from services.gateway.adapters.http.without_chunks import answer_without_chunks
 from services.gateway.core.admission.arrivals import Arrival
@@ -187,7 +188,7 @@ class GuardedConnection(SlicedProtocol):
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
-            cycle.scope["state"][SEND_BODY] = cycle.send
+            cycle.scope["state"][BODY_WRITER] = BodyWriter(cycle)
 
         def start() -> None:
             if not cycle.disconnected:
@@ -319,6 +320,6 @@ async def _until_answered(
     try:
         await app(scope, receive, send)
     finally:
-        scope["state"].pop(SEND_BODY, None)
+        scope["state"].pop(BODY_WRITER, None)
         if arrival is not None:
             arrival.end()

@@ -2,13 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 
-from services.common.errors import DeadlineExceeded, InvalidArgument
-
-T = TypeVar("T")
+from services.common.errors import DeadlineExceeded, InvalidArgument, StepwellError
 
 HEADER = "X-Request-Timeout"
 MAX_SECONDS = 86_400.0
@@ -49,56 +46,17 @@ async def until(deadline: float | None) -> AsyncIterator[None]:
         raise _exceeded() from error
 
 
-async def each_until(deadline: float, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The items, each of which must come before the deadline; raises DeadlineExceeded then. What is
-    done with one between them is not cut off: an event that is being written is written whole.
-
-    One timer serves all items, since this is each token's path.
-    """
-    alarm = _Alarm(deadline)
+@contextmanager
+def ending_at(deadline: float | None, end: Callable[[StepwellError], None]) -> Iterator[None]:
+    """Calls `end` with DeadlineExceeded at the deadline, if that comes while this is entered."""
+    if deadline is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_at(deadline, lambda: end(_exceeded()))
     try:
-        async with aclosing(items):
-            while not alarm.has_rung:
-                try:
-                    yield await alarm.unless_it_rings(items)
-                except StopAsyncIteration:
-                    return
-            raise _exceeded()
+        yield
     finally:
-        alarm.stop()
-
-
-class _Alarm:
-    """Cancels the wait of the present task for an item at a given time."""
-
-    def __init__(self, when: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self.has_rung = False
-        self._task = task
-        self._num_cancels_before = task.cancelling()
-        self._is_waiting = False
-        self._timer = asyncio.get_running_loop().call_at(when, self._ring)
-
-    async def unless_it_rings(self, items: AsyncGenerator[T, None]) -> T:
-        """The next item. Raises StopAsyncIteration at the end, DeadlineExceeded at the time."""
-        self._is_waiting = True
-        try:
-            return await anext(items)
-        except asyncio.CancelledError as error:
-            if self.has_rung and self._task.uncancel() <= self._num_cancels_before:
-                raise _exceeded() from error
-            raise
-        finally:
-            self._is_waiting = False
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def _ring(self) -> None:
-        self.has_rung = True
-        if self._is_waiting:
-            self._task.cancel()
+        timer.cancel()
 
 
 def _exceeded() -> DeadlineExceeded:

@@ -16,6 +16,7 @@ from services.gateway.adapters.http.json_pieces import (
     to_json,
 )
 from services.gateway.adapters.http.logprobs import prompt_logprobs
+from services.gateway.adapters.http.text_frame import TextFrame
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.logprobs import LogprobRows
@@ -45,6 +46,12 @@ class StreamingDialect(ABC):
         """Server-sent events of what `opening` and `chunks` gave. `usage` is called if they hold
         it.
         """
+
+    def text_event(self, _piece: Piece) -> bytes | None:
+        """The event of a piece whose chunk differs from the one before it in its text alone; None
+        for one whose chunks are to be made.
+        """
+        return None
 
     @abstractmethod
     def closing(self, usage: Usage) -> bytes:
@@ -85,6 +92,8 @@ class Dialect(StreamingDialect):
         head = to_json(self._head(self.chunk_object)).encode()
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
+        self._text_frames: dict[int, TextFrame | None] = {}
+        """By the index of the answer; None after its first text, which may come with more."""
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
         """Choices of the chunks that come before any token."""
@@ -110,6 +119,21 @@ class Dialect(StreamingDialect):
     def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
         """vLLM's `prompt_logprobs`; the first token has none."""
         return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
+
+    def text_event(self, piece: Piece) -> bytes | None:
+        """See StreamingDialect."""
+        if not piece.is_text or self._usage_in_every_chunk:
+            return None
+        index = piece.index
+        frame = self._text_frames.get(index)
+        if frame is None:
+            if index not in self._text_frames:
+                self._text_frames[index] = None
+                return None
+            head, tail = self._frame_without_usage
+            (chunk,) = self.chunks(TextFrame.marked(index))
+            frame = self._text_frames[index] = TextFrame(head.decode(), chunk, tail.decode())
+        return frame.event(piece)
 
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]

@@ -1,10 +1,8 @@
 """Runs one generation inside one HTTP exchange, and ends it when the client goes away."""
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,22 +11,21 @@ from starlette.types import Message, Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.bodies import PooledBody, SamplingBody
-from services.gateway.adapters.http.client_probe import BETWEEN_EVENTS
-from services.gateway.adapters.http.deadline import each_until, until
+from services.gateway.adapters.http.deadline import ending_at, until
 from services.gateway.adapters.http.dialect import StreamingDialect
 from services.gateway.adapters.http.errors import error_response
+from services.gateway.adapters.http.event_stream import EventStream
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.http.messages.bodies import MessagesBody
-from services.gateway.adapters.http.request_state import SEND_BODY
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.best_of import best_answers
-from services.gateway.core.choice import Piece
+from services.gateway.core.delivery import Answers
 from services.gateway.core.gate import Gate
-from services.gateway.core.generation import Answer, Generation, Usage
+from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.idempotency.key import IdempotencyKey
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
@@ -39,14 +36,6 @@ from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 
 logger = logging.getLogger(__name__)
-
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    # Proxies that buffer would hold tokens back.
-    (b"x-accel-buffering", b"no"),
-]
-
 
 AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody
 """What asks for something that a model computes."""
@@ -162,15 +151,21 @@ class GenerationReply(Response):
             inference.model_name if adapter is None else adapter.name,
             inference.tokenizer,
         )
-        pieces = observation.watch(generation, inference.run(generation), stream=is_stream)
-        if exchange.deadline is not None:
-            pieces = each_until(exchange.deadline, pieces)
-        exchange.arrival.end()
-        async with aclosing(pieces) as source:
-            if is_stream and isinstance(dialect, StreamingDialect):
-                await _stream(source, generation, dialect, state, send, record)
-            else:
-                await _whole(source, generation, dialect, send)
+        sink = (
+            EventStream(generation, dialect, state, send, record)
+            if is_stream and isinstance(dialect, StreamingDialect)
+            else Answers(generation)
+        )
+        with observation.watching(generation, sink, stream=is_stream) as watched:
+            exchange.arrival.end()
+            delivery = inference.delivery(generation, watched, stream=is_stream)
+            with ending_at(exchange.deadline, delivery.end):
+                await delivery.run()
+        if isinstance(sink, EventStream):
+            await sink.close()
+        else:
+            returned = best_answers(sink.answers, generation.request)
+            await send_json(dialect.whole(returned, generation.usage()), send)
 
     async def _refuse(
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send
@@ -181,48 +176,3 @@ class GenerationReply(Response):
             await send({"type": "http.response.body", "body": body})
         else:
             await error_response(error, scope)(scope, receive, send)
-
-
-async def _stream(
-    pieces: AsyncIterator[list[Piece]],
-    generation: Generation,
-    dialect: StreamingDialect,
-    state: dict[str, Any],
-    send: Send,
-    record: RequestRecord,
-) -> None:
-    send_body = state.get(SEND_BODY, send)
-    opened = False
-    async for added in pieces:
-        choices = [] if opened else dialect.opening(generation.usage())
-        for piece in added:
-            choices += dialect.chunks(piece)
-        if not opened:
-            opened = True
-            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-            await send(start)
-        if choices:
-            state[BETWEEN_EVENTS] = False
-            for number, events in enumerate(dialect.encode_chunks(choices, generation.usage)):
-                if number:
-                    await asyncio.sleep(0)
-                began = time.perf_counter_ns()
-                await send_body({"type": "http.response.body", "body": events, "more_body": True})
-                record.write_nanos += time.perf_counter_ns() - began
-            state[BETWEEN_EVENTS] = True
-    last = dialect.closing(generation.usage())
-    await send({"type": "http.response.body", "body": last})
-
-
-async def _whole(
-    pieces: AsyncIterator[list[Piece]],
-    generation: Generation,
-    dialect: WholeDialect,
-    send: Send,
-) -> None:
-    answers = [Answer() for _ in generation.choices]
-    async for added in pieces:
-        for piece in added:
-            answers[piece.index].add(piece)
-    returned = best_answers(answers, generation.request)
-    await send_json(dialect.whole(returned, generation.usage()), send)

@@ -1,9 +1,11 @@
 """Makes the answer of a request with a key, whether a client reads it or not."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
+from services.gateway.core.choice import Piece
+from services.gateway.core.delivery import Delivery, received
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.generation import Generation
 from services.gateway.core.idempotency.keyed_request import KeyedRequest
@@ -23,8 +25,7 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
     tap = Tap(engine, request)
     if generation.request.stop:
         try:
-            async for _ in generation.pieces(tap):
-                pass
+            await Delivery(generation, tap, _NoReader()).run()
         except StepwellError as error:
             recording.fail(error)
         return
@@ -59,13 +60,20 @@ class Tap:
     async def pump(self) -> None:
         """Waits for deltas of the engine, and records them."""
         assert self._source is not None
-        self._recording.add(await self._source.receive())
+        self._recording.add(await received(self._source))
 
-    async def receive(self) -> list[tuple[int, Delta]]:
-        """What was recorded from the beginning on, first what had come before."""
-        while not (deltas := self._reader.take()):
-            await self.pump()
-        return deltas
+    def take(self) -> list[tuple[int, Delta]]:
+        """What was recorded since it was taken last, with what the engine delivered meanwhile;
+        first what was recorded before.
+        """
+        assert self._source is not None
+        self._recording.add(self._source.take())
+        return self._reader.take()
+
+    def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
+        """Calls `on_news` whenever the engine delivers something."""
+        assert self._source is not None
+        self._source.listen(on_news, min_tokens)
 
     def abort(self, index: int) -> None:
         """A stop string ended a sequence."""
@@ -77,3 +85,13 @@ class Tap:
         self._reader.close()
         if self._source is not None:
             self._source.close()
+
+
+class _NoReader:
+    """A sink for text that is made for its stop strings alone."""
+
+    is_ready = True
+
+    def put(self, _added: list[Piece]) -> None: ...
+
+    async def drain(self) -> None: ...

@@ -1,6 +1,5 @@
 """One client's way through a recording."""
 
-import asyncio
 from collections.abc import Callable
 
 from services.common.errors import StepwellError
@@ -32,18 +31,12 @@ class Reader:
         self._on_close = on_close
         self._aborted: set[int] = set()
         self._cut_by: StepwellError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
         self._is_closed = False
 
-    async def receive(self) -> list[tuple[int, Delta]]:
-        """Waits for deltas: (index of the sequence, its delta), each index at most once."""
-        while not (deltas := self.take()):
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return deltas
+    def listen(self, on_news: Callable[[], None], _min_tokens: int = 1) -> None:
+        """Calls `on_news` whenever there may be more to take."""
+        self._on_news = on_news
 
     def abort(self, index: int) -> None:
         """This reader wants no more of a sequence."""
@@ -58,6 +51,7 @@ class Reader:
         """Idempotent."""
         if not self._is_closed:
             self._is_closed = True
+            self._on_news = None
             self._cursor.close()
             self._on_close(self)
 
@@ -76,5 +70,5 @@ class Reader:
         ]
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._on_news is not None:
+            self._on_news()
