@@ -59,6 +59,9 @@ class UpSettings:
         "gateway",
         doc="how one of several replicas is chosen, such as cache-aware or least-loaded",
     )
+    stream_interval: int | None = passed_to(
+        "gateway", doc="tokens of an answer that are sent together in a stream", check=at_least(1)
+    )
     served_model_name: str | None = passed_to(
         "gateway", "worker", doc="name that clients use (default: the directory's)"
     )

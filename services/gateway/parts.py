@@ -179,6 +179,7 @@ def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fl
         max_choices=settings.max_choices_per_request,
         max_items=settings.max_items_per_request,
         max_logprobs=settings.max_logprobs_per_request,
+        stream_interval=settings.stream_interval,
         draw_seed=lambda: secrets.randbits(64),
         unix_nanos=time.time_ns,
     )

@@ -286,6 +286,12 @@ class GatewaySettings(ServiceSettings):
         doc="a scheduler that sends nothing for so long hangs: its requests go elsewhere",
         check=at_least(0.1),
     )
+    stream_interval: int = setting(
+        1,
+        doc="tokens of an answer that are sent together in a stream, after the first; fewer at its "
+        "end, and one where stop strings are sought",
+        check=at_least(1),
+    )
     reader_timeout_seconds: float = setting(
         30.0,
         doc="a connection or stream whose client reads nothing of its answer for so long is ended",

@@ -36,6 +36,7 @@ EVERYTHING = {
     "tool_call_parser": "hermes",
     "enable_auto_tool_choice": True,
     "routing_policy": "round-robin",
+    "stream_interval": 4,
     "api_keys": ("one", "two"),
     "admin_key": "operator",
     "api_key_file": Path("/etc/stepwell/keys.json"),

@@ -1,6 +1,8 @@
 """Completions over HTTP: whole, streamed, many at once."""
 
 import json
+from itertools import chain
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +57,17 @@ async def test_a_stream_says_the_same_in_pieces(served: Serving) -> None:
     # A cut character at the very end is dropped.
     assert expected.startswith(whole["choices"][0]["text"])
     assert len(expected) - len(whole["choices"][0]["text"]) <= 1
+
+
+async def test_later_tokens_of_a_stream_are_sent_so_many_together(model: Path) -> None:
+    """The first ones are sent at once; steps that come while events are written go together."""
+    async with serving(model, FakeScheduler(), stream_interval=3) as served:
+        body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 7, "return_token_ids": True}
+        chunks = await events(served, "/v1/completions", {**body, "ignore_eos": True})
+    sent = [chunk["choices"][0]["token_ids"] for chunk in chunks]
+    assert [*chain(*sent)] == [formula([5, 6, 7], 7, position) for position in range(20)]
+    assert len(sent) <= 8
+    assert all(len(token_ids) >= 3 for token_ids in sent[1:-1])
 
 
 async def test_many_prompts_in_every_form(served: Serving) -> None:
