@@ -1,7 +1,7 @@
 """What speculation gains and costs on the CPU: with it and without, in turns.
 
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
-    python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --rounds 3
+    python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
 Runner, scheduler and pool in one process, twice over the same weights: once with speculation, once
 without. A model of random weights writes nothing that could be guessed, so it is told what to
@@ -42,7 +42,6 @@ from benchmarks.common.models import find_model, vocab_size
 from benchmarks.worker.texts import Text, texts
 from benchmarks.worker.told_engine import MAX_NUM_SEQS, ToldEngine
 
-NUM_TOKENS = 256
 NUM_AT_ONCE, NUM_TOKENS_EACH = MAX_NUM_SEQS, 64
 """Requests of the loads of n-grams that are not of one, and tokens of each."""
 NGRAM = {
@@ -51,8 +50,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 5,
 }
-NUM_DRAFTS, NUM_TOKENS_DRAFTED = 5, 128
-"""Of a draft model: drafts of a request in a step, and tokens of each."""
+NUM_DRAFTS = 5
 SHARES_RIGHT = (0.95, 0.8, 0.6, 0.3)
 FEW_AT_ONCE = 4
 
@@ -91,13 +89,16 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
+    parser.add_argument("--num-tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--quick", action="store_true", help="a few tokens of each text, once")
     arguments = parser.parse_args()
     size, draft = arguments.model, arguments.draft_model
     title = f"worker.speculation --model {size}"
     show(machine_text(machine(), title if draft is None else f"{title} --draft-model {draft}"))
     model = find_model(size)
-    num_tokens, num_rounds = (24, 1) if arguments.quick else (NUM_TOKENS, arguments.rounds)
+    num_tokens, num_rounds = arguments.num_tokens, arguments.rounds
+    if arguments.quick:
+        num_tokens, num_rounds = 24, 1
     if draft is None:
         table = measure_ngrams(model, arguments.threads, num_rounds, num_tokens)
     else:
@@ -201,7 +202,7 @@ def draft_model_loads(num_tokens: int) -> list[Load]:
     """A continuation of prose, by one request and by a few, with drafts that are right more and
     less often.
     """
-    prose = texts(min(num_tokens, NUM_TOKENS_DRAFTED))[2]
+    prose = texts(num_tokens)[2]
     return [Load(prose, count, share) for count in (1, FEW_AT_ONCE) for share in SHARES_RIGHT]
 
 

@@ -1,6 +1,7 @@
 """What a draft model computes in each step, and which pairs of models are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from services.worker.core.errors import NoSpeculation
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from services.worker.core.worker import WorkerDescription
+from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.errors import ModelError
 from services.worker.models.model import Model
+from services.worker.parts.model import load_parts
+from services.worker.parts.rank_setup import set_up_rank
+from services.worker.parts.refusals import refuse_draft_model
+from services.worker.platforms.cuda import CudaPlatform
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import edit_config, save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
@@ -170,6 +176,14 @@ def test_models_that_do_not_go_together(
     save_tiny_model(tmp_path / "draft", draft, **changes)
     with pytest.raises(NoSpeculation, match=f"^speculative_config: .*{problem}"):
         describe(tmp_path / "model", tmp_path / "draft")
+
+
+def test_on_cuda_there_are_no_draft_models(directory: Path) -> None:
+    setup = set_up_rank(WorkerSettings(model=directory), lambda: None, None)
+    parts, _ = load_parts(setup, open_checkpoint(directory), None)
+    refuse_draft_model(setup, parts, directory)
+    with pytest.raises(NoSpeculation, match="only workers on the CPU run a draft model"):
+        refuse_draft_model(replace(setup, platform=CudaPlatform), parts, directory)
 
 
 def test_a_wrong_configuration_of_a_draft_model_is_named(directory: Path, tmp_path: Path) -> None:
