@@ -1,12 +1,13 @@
 """Transfers of keys and values that are under way, and which blocks they hold."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.failed_loads import scheduled_tokens, set_back
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.kv_connector import (
     KVConnector,
@@ -267,14 +268,11 @@ class KVTransfers:
         if not invalid or len(self._config.all_groups) > 1:
             return failed
         loading = [request for request in waiting if request.key in self._loading]
-        failed_loads, _ = self._set_back(loading, invalid, {})
-        scheduled = Counter[Request]()
-        for plan in plans:
-            scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
-        failed_running, stale = self._set_back(running, invalid, scheduled)
+        size, tables = self._config.block_size, self._block_tables
+        failed_loads, _ = set_back(loading, tables, size, invalid, {})
+        failed_running, stale = set_back(running, tables, size, invalid, scheduled_tokens(plans))
         if recomputes:
             self._failed_recving |= failed_loads
-            size = self._config.block_size
             for request in failed_running:
                 self._first_invalid[request] = request.num_computed_tokens // size
             return failed_running
@@ -355,35 +353,3 @@ class KVTransfers:
     def _release_leaving(self, key: RequestKey) -> None:
         if self._leaving.pop(key, None) is not None:
             self._kv_cache_manager.release_key(key)
-
-    def _set_back(
-        self,
-        requests: Iterable[Request],
-        invalid: Collection[BlockId],
-        scheduled: Mapping[Request, int],
-    ) -> tuple[set[Request], list[BlockId]]:
-        """Sets requests back to before their first invalid block; of several that share one, only
-        the first computes it again, and the others count it as computed. Returns those that have
-        one, and the blocks from there on.
-        """
-        affected = set[Request]()
-        recomputed = set[BlockId]()
-        stale: list[BlockId] = []
-        size = self._config.block_size
-        for request in requests:
-            (blocks,) = self._block_tables[request]
-            num_computed = request.num_computed_tokens - scheduled.get(request, 0)
-            own = blocks[: -(-num_computed // size)]
-            bad = [index for index, block in enumerate(own) if block in invalid]
-            if not bad:
-                continue
-            affected.add(request)
-            request.draft_token_ids = []
-            first = next((index for index in bad if own[index] not in recomputed), None)
-            recomputed.update(own[index] for index in bad)
-            if first is None:
-                request.num_computed_tokens = num_computed
-            else:
-                request.num_computed_tokens = first * size
-                stale += blocks[first:]
-        return affected, stale

@@ -1,0 +1,51 @@
+"""What a load that failed undoes: requests are set back to before the first invalid block."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from services.common.ids import BlockId
+from services.common.pool_operations import BlockTables
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
+
+
+def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
+    """The tokens of each request in these steps."""
+    scheduled = Counter[Request]()
+    for plan in plans:
+        scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
+    return scheduled
+
+
+def set_back(
+    requests: Iterable[Request],
+    block_tables: Mapping[Request, BlockTables],
+    block_size: int,
+    invalid: Collection[BlockId],
+    scheduled: Mapping[Request, int],
+) -> tuple[set[Request], list[BlockId]]:
+    """Sets requests with one group of layers back to before their first invalid block; of several
+    that share one, only the first computes it again, and the others count it as computed, as in
+    vLLM. `scheduled` are tokens that count as computed and are not. Returns the requests that have
+    an invalid block, and the blocks from there on.
+    """
+    affected = set[Request]()
+    recomputed = set[BlockId]()
+    stale: list[BlockId] = []
+    for request in requests:
+        (blocks,) = block_tables[request]
+        num_computed = request.num_computed_tokens - scheduled.get(request, 0)
+        own = blocks[: -(-num_computed // block_size)]
+        bad = [index for index, block in enumerate(own) if block in invalid]
+        if not bad:
+            continue
+        affected.add(request)
+        request.draft_token_ids = []
+        first = next((index for index in bad if own[index] not in recomputed), None)
+        recomputed.update(own[index] for index in bad)
+        if first is None:
+            request.num_computed_tokens = num_computed
+        else:
+            request.num_computed_tokens = first * block_size
+            stale += blocks[first:]
+    return affected, stale
