@@ -34,8 +34,9 @@ class Delivery:
     """One run of a generation: its sequences at an engine, and the sink for what comes of them.
 
     Pieces are made and put in callbacks of the event loop. To wake a task for each of them, with
-    what it awaits, would cost several times what the piece does; the task that runs the delivery
-    is woken where the sink has to be drained, and at the end. What comes meanwhile is merged.
+    what it awaits, would cost several times what the piece does. Where the sink had to be drained
+    after the last one, and at the beginning, the task that runs the delivery puts the next one, so
+    that it is drained in the same turn. What comes meanwhile is merged.
 
     Many tokens, as after a pause of the sink, are put in several parts, between which the event
     loop turns.
@@ -56,6 +57,8 @@ class Delivery:
         self._source: DeltaSource | None = None
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
+        self._is_for_task = True
+        """Whether the task puts what comes next."""
         self._wanted: asyncio.Future[None] | None = None
         """What the task waits for; None while it does something else."""
         self._error: Exception | None = None
@@ -97,12 +100,14 @@ class Delivery:
         self._generation.close()
 
     def _deliver_soon(self) -> None:
-        if not self._is_due:
+        if self._is_for_task:
+            self._wake()
+        elif not self._is_due:
             self._is_due = True
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """Puts what is there, unless the task is at work."""
+        """Puts what is there, unless the task is at work; wakes it if it is to go on."""
         self._is_due = False
         if self._wanted is None or self._wanted.done():
             return
@@ -129,7 +134,8 @@ class Delivery:
         else:
             return False
         self._sink.put(self._generation.accept(part))
-        return not self._generation.num_open or not self._sink.is_ready
+        self._is_for_task = not self._sink.is_ready
+        return self._is_for_task or not self._generation.num_open
 
     def _wake(self) -> None:
         if self._wanted is not None and not self._wanted.done():

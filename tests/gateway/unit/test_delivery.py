@@ -103,6 +103,38 @@ async def test_what_comes_in_one_turn_is_one_item_and_wakes_no_task(tokenizer) -
     assert (sink.token_ids[4:], sink.num_drained, engine.dropped) == ([[30]], 0, [])
 
 
+async def test_an_answer_begins_before_what_others_are_given_in_the_same_turn(tokenizer) -> None:
+    events: list[str] = []
+
+    class Beginning(Pieces):
+        async def drain(self) -> None:
+            events.append("drained")
+            self.has_room.set()
+
+    running, sinks = [], [Pieces(lambda: events.append("other")) for _ in range(3)]
+    engines = []
+    for sink in sinks:
+        engine, delivery = make(tokenizer, sink)
+        engines.append(engine)
+        running.append(asyncio.create_task(delivery.run()))
+    await turns()
+    for engine in engines:
+        engine.inflights[0].tokens([7])
+    await turns()
+    events.clear()
+    new, delivery = make(tokenizer, Beginning(lambda: events.append("new"), one_at_a_time=True))
+    running.append(asyncio.create_task(delivery.run()))
+    await turns()
+    new.inflights[0].tokens([7])
+    for engine in engines:
+        engine.inflights[0].tokens([8])
+    await turns()
+    assert events == ["new", "drained", *["other"] * 3]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
 async def test_while_the_sink_is_full_what_comes_is_merged(tokenizer) -> None:
     sink = Pieces(one_at_a_time=True)
     engine, delivery = make(tokenizer, sink)
