@@ -58,22 +58,22 @@ class DraftModel:
         self._group = group
         self._block_size = limits.block_size
         self._max_model_len = max_model_len
-        self._all = limits.max_model_len
+        self._longest = limits.max_model_len
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens
-        self._num_computed = np.full(rows, self._all, np.int32)
-        """By row, tokens whose keys and values are there. The model has never computed fewer, which
-        `_settle` sees to: so of a request that enters they are those of its prefix hit.
+        self._num_computed = np.full(rows, self._longest, np.int32)
+        """By row, tokens whose keys and values are there; of a request that enters more than the
+        model has computed, until `_settle` lowers it to the blocks that are full.
         """
         self._guesses = np.zeros((rows, most), np.int32)
         """By row, drafts that were computed behind these tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def forget(self, rows: Int32Array) -> None:
-        self._num_computed[rows] = self._all
+        self._num_computed[rows] = self._longest
         self._num_guesses[rows] = 0
 
     def clear(self) -> None:
-        self._num_computed[:] = self._all
+        self._num_computed[:] = self._longest
         self._num_guesses[:] = 0
 
     def propose(
@@ -84,8 +84,8 @@ class DraftModel:
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
+        # Drafts of each request behind those that are forced.
         num_own = np.zeros(len(rows), np.int32)
-        """Drafts of each request behind those that are forced."""
         for want in wanted:
             known = batch.num_tokens[rows[want.index]]
             first = known + len(want.forced)
@@ -105,14 +105,15 @@ class DraftModel:
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
         """Counts what was computed of drafts that stood, and forgets the others. The model has
-        computed `num_computed` tokens.
+        computed `num_computed` tokens; those in full blocks are computed here too.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
         stand = batch.token_ids[rows[:, None], at] == self._guesses[rows]
         stand &= places < self._num_guesses[rows, None]
         own += np.logical_and.accumulate(stand, axis=1).sum(axis=1, dtype=np.int32)
-        self._num_computed[rows] = np.minimum(own, num_computed)
+        in_full_blocks = num_computed // self._block_size * self._block_size
+        self._num_computed[rows] = np.where(own > num_computed, in_full_blocks, own)
         self._num_guesses[rows] = 0
 
     def _compute_due(

@@ -141,6 +141,15 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
     assert model.take() == [[4, 5], [6], [7], [8]]
 
 
+def test_of_a_request_that_enters_inside_a_block_the_block_is_computed_again(
+    directory: Path,
+) -> None:
+    # As a session between two turns, whose last block may lack what filled no block.
+    runner, model = watched(directory, directory)
+    enter(runner, computed=3)
+    assert model.take() == [[0, 1, 2, 3, 4]]
+
+
 def describe(model: Path, draft: Path | None, **changes: Any) -> WorkerDescription:
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
     settings = WorkerSettings(
