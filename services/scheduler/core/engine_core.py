@@ -345,7 +345,7 @@ class EngineCore:
                 self._recovery.steps_failed(failed)
             self._recovery.begin_trial()
             self._turns.notify_all()
-        self._lost = None
+        self._lost, self._awaits_sessions = None, False
         await self._recovery.reopen()
         self._observer.recovered()
         self.state_reason = ""

@@ -12,6 +12,7 @@ from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.engine_core import EngineState
 from services.scheduler.core.kv_connector import ExternalMatch
+from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.paged_model import continuation
@@ -377,6 +378,22 @@ async def test_a_turn_and_its_next_input_wake_the_engine(bench: Bench) -> None:
     assert bench.inbox.tokens["s"] == expected
     bench.engine.add_chunk(session, chunk)
     await bench.until_idle()
+
+
+async def test_a_session_that_ends_in_a_recovery_leaves_its_place_to_others() -> None:
+    async with running(Bench(max_num_seqs=1)) as bench:
+        session = bench.add("s", prompt(6), max_tokens=1, resumable=True)
+        await eventually(lambda: session.status is RequestStatus.WAITING_FOR_CHUNK)
+        bench.add("other", prompt(6, 500), max_tokens=2)
+        await eventually(lambda: bench.engine.scheduler.num_waiting == 2)
+        await eventually(lambda: bench.engine.state is EngineState.IDLE)
+        bench.replica.there.clear()
+        bench.engine.lost(WorkersLost("a worker says so"))
+        await eventually(lambda: bench.engine.state is EngineState.RECOVERING)
+        bench.engine.add_chunk(session, None)
+        await bench.until_ended("s")
+        bench.replica.there.set()
+        await bench.until_ended("other")
 
 
 async def test_an_engine_sleeps_while_sessions_hold_every_place(bench: Bench) -> None:
