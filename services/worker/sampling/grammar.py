@@ -125,6 +125,7 @@ class GrammarMask:
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
         self._packed = np.zeros(-(-vocab_size // 32), np.int32)
+        self._address = self._packed.ctypes.data
         self._is_current = False
         self._matcher: LLMatcher | None = self._made(grammars.matcher)
 
@@ -171,7 +172,7 @@ class GrammarMask:
 
     def _fill(self, matcher: "LLMatcher") -> bool:
         """Whether the matcher made a mask, in `_packed`."""
-        matcher.unsafe_compute_mask_ptr(self._packed.ctypes.data, self._packed.nbytes)
+        matcher.unsafe_compute_mask_ptr(self._address, self._packed.nbytes)
         return not matcher.is_error()
 
     def _made(self, make: "Callable[[StructuredOutputs], LLMatcher | None]") -> "LLMatcher | None":

@@ -94,11 +94,21 @@ inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t
   return !any_nan && most - most == 0;
 }
 
-// Calls work(index) for each of the rows, in several threads if that pays.
+// The work of sampling a row for each byte of its logits, in the unit of threads.h.
+inline double work_per_byte(const LogitRows& rows, std::int64_t index,
+                            const RowParameters& parameters) {
+  constexpr double GREEDY = 1, DRAWN = 3, FILTERED = 8;
+  const double* values = parameters.values + index;
+  if (float(values[0]) == 0) return GREEDY;
+  return Filters::from(values + rows.count, rows.count).any() ? FILTERED : DRAWN;
+}
+
+// Calls work(index) for each of the rows, in several threads if that pays: `per_byte` is the work
+// of all rows for each byte of one.
 template <class Work>
-inline void for_each_row(const LogitRows& rows, Work&& work) {
-  const double bytes = double(rows.count) * double(rows.size) * sizeof(float);
-  in_team(rows.count > 1 ? threads_for(bytes) : 1, [&](Team team) {
+inline void for_each_row(const LogitRows& rows, double per_byte, Work&& work) {
+  const double all = per_byte * double(rows.size) * sizeof(float);
+  in_team(rows.count > 1 ? threads_for(all) : 1, [&](Team team) {
     WorkItems items(team, rows.count);
     for (std::int64_t index; (index = items.next()) >= 0;) work(index);
   });
