@@ -13,7 +13,8 @@ from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.step_log import header
-from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.log_entry import Entry
+from services.scheduler.core.recorder import RecordingScheduler
 from tests.scheduler.fake_worker import FakeWorker
 
 BLOCK_SIZE = 4

@@ -15,7 +15,8 @@ from services.cli.replay.scenario import read_scenario
 from services.cli.replay.scenario_run import ScenarioRun
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
-from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.log_entry import Entry
+from services.scheduler.core.recorder import RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import RECORDINGS, Recording
 

@@ -24,15 +24,9 @@ from services.common.errors import InvalidArgument
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_connector import KVConnector
+from services.scheduler.core.log_entry import SCHEMA, VERSION, Entry, config_entry, group_entry
 from services.scheduler.core.ports import KVPool
-from services.scheduler.core.recorder import (
-    SCHEMA,
-    VERSION,
-    Entry,
-    RecordingScheduler,
-    config_entry,
-    group_entry,
-)
+from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

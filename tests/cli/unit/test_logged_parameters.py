@@ -5,7 +5,7 @@ from pathlib import Path
 
 SERVICES = Path(__file__).parents[3] / "services"
 CORE = SERVICES / "scheduler" / "core"
-RECORDER, REPLAY = CORE / "recorder.py", SERVICES / "cli" / "replay" / "log_replay.py"
+RECORDER, REPLAY = CORE / "log_entry.py", SERVICES / "cli" / "replay" / "log_replay.py"
 
 
 def nodes(path: Path) -> list[ast.AST]:

@@ -30,10 +30,11 @@ from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ports import PoolLost
-from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
 from tests.cli.recorded_logs import crowded, record
 

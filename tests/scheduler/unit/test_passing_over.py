@@ -12,8 +12,9 @@ from services.cli.replay.log_replay import LogReplay
 from services.common.finish_reason import FinishReason
 from services.scheduler.adapters.own_waits import MAX_WAITS, OwnWait, OwnWaits, overlay
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
-from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import Bench, running
 from tests.scheduler.paged_model import continuation

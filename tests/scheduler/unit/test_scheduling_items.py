@@ -10,8 +10,9 @@ from services.cli.replay.log_replay import LogReplay
 from services.common.encoder_input import EncoderInput
 from services.common.finish_reason import FinishReason
 from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
+from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import SchedulerOutput, WaitReason
-from services.scheduler.core.recorder import Entry, RecordingScheduler
+from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
 
