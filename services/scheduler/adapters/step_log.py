@@ -7,7 +7,7 @@
     {"call": "end"}
 
 It holds prompts and answers as tokens, so only the owner of the file may read it.
-`services.scheduler.core.recorder` makes the entries, `stepwell replay` reads them.
+`services.scheduler.core.log_entry` has their form, `stepwell replay` reads them.
 """
 
 import json
