@@ -108,6 +108,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         kv_cache_sizing="as set",
         dtype="none",
+        kv_cache_dtype="none",
     )
 
 

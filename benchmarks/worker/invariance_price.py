@@ -18,7 +18,7 @@ import torch
 from benchmarks.common.arguments import make_parser
 from benchmarks.common.console import show
 from benchmarks.common.models import find_model
-from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
+from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
 from services.worker.build import build_worker
 from services.worker.core.worker import StepRunner
 from services.worker.models.config import DtypeSetting
@@ -63,20 +63,11 @@ def table(timers: list[StepTimer], num_rounds: int) -> str:
         "| --- | ---: | ---: | ---: |",
     ]
     for load in LOADS:
-        turns = [rounds(timers, load, number) for number in range(num_rounds + 1)][1:]
+        turns = [turn_of_each(timers, load, number) for number in range(num_rounds + 1)][1:]
         without, invariant = (statistics.median(times) for times in zip(*turns, strict=True))
         price = statistics.median(pair[1] / pair[0] for pair in turns) - 1
         rows.append(f"| {load.name} | {without:.2f} | {invariant:.2f} | {price:+.1%} |")
     return "\n".join(rows)
-
-
-def rounds(timers: list[StepTimer], load: StepsLoad, number: int) -> tuple[float, float]:
-    """A turn of each mode, the other one first in every second round."""
-    if number % 2:
-        invariant, without = timers[1].turn(load), timers[0].turn(load)
-    else:
-        without, invariant = (timer.turn(load) for timer in timers)
-    return without, invariant
 
 
 def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> StepRunner:

@@ -100,5 +100,14 @@ class StepTimer:
         )
 
 
+def turn_of_each(timers: Sequence[StepTimer], load: StepsLoad, number: int) -> tuple[float, float]:
+    """A turn of each of two timers, the second one first in every second round."""
+    if number % 2:
+        second, first = timers[1].turn(load), timers[0].turn(load)
+    else:
+        first, second = (timer.turn(load) for timer in timers)
+    return first, second
+
+
 def _median_millis(seconds: list[float]) -> float:
     return 1000 * statistics.median(seconds)

@@ -137,6 +137,11 @@ class UpSettings:
         "worker",
         doc="weights in memory: auto as they are stored, or int8, quantized at load; on the CPU",
     )
+    kv_cache_dtype: str | None = passed_to(
+        "worker",
+        doc="keys and values in the KV cache: auto as the model computes them, or "
+        "int8_per_token_head, in 8 bits; on the CPU",
+    )
     runner: str | None = passed_to(
         "worker",
         doc="what the model is run for: auto, generate, or pooling, which answers a prompt with a "

@@ -78,7 +78,9 @@ class Parts:
             self.engine, self.sessions, counts, incarnation, description.model_name
         )
         self.collectors = (
-            EngineCollector(self.engine, self.sessions, counts, self.watch, description.dtype),
+            EngineCollector(
+                self.engine, self.sessions, counts, self.watch, description.kv_cache_dtype
+            ),
             ClientSessionsCollector(client_sessions),
             requests,
             speculation,

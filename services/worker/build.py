@@ -92,6 +92,7 @@ def _build_cached(
         *(checkpoint, block_size, dtype_name(loaded.dtype), loaded.rope_length, groups, pooling),
         settings.quantization,
         b"" if parts.draft_model is None else parts.draft_model.fingerprint,
+        settings.kv_cache_dtype,
     )
     parts = with_tier(setup, with_group(setup, parts, fingerprint))
     adapters = make_adapters(setup, loaded)

@@ -7,6 +7,7 @@ import torch
 
 from services.worker.backends.attention import CPU
 from services.worker.backends.device import DeviceSetting, UnsuitableDevice
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.models.config import DtypeSetting
 from services.worker.models.quantization import QuantizationSetting
@@ -25,6 +26,11 @@ _STAGES_ON_THE_CPU = (
 
 _QUANTIZED_ON_THE_CPU = (
     "weights are quantized at load on the CPU alone; set --device cpu, or --quantization auto"
+)
+
+_KV_CODES_ON_THE_CPU = (
+    "keys and values are kept in 8 bits on the CPU alone; set --device cpu, or --kv-cache-dtype "
+    "auto"
 )
 
 
@@ -69,6 +75,7 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
     asked = {
         _STAGES_ON_THE_CPU: settings.pipeline_parallel_size > 1,
         _QUANTIZED_ON_THE_CPU: settings.quantization is not QuantizationSetting.AUTO,
+        _KV_CODES_ON_THE_CPU: settings.kv_cache_dtype is not KVCacheDtype.AUTO,
     }
     return [reason for reason, is_asked_for in asked.items() if is_asked_for]
 

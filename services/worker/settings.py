@@ -14,6 +14,7 @@ from services.common.settings import (
     with_default,
 )
 from services.worker.backends.device import DeviceSetting
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.quantization import QuantizationSetting
@@ -46,13 +47,18 @@ class WorkerSettings(ServiceSettings):
     )
     dtype: DtypeSetting = setting(
         DtypeSetting.AUTO,
-        doc="data type of weights and KV cache; auto is the checkpoint's where the processor "
-        "computes in it, else float32, and on CUDA bfloat16",
+        doc="data type of weights, and of the KV cache by default; auto is the checkpoint's where "
+        "the processor computes in it, else float32, and on CUDA bfloat16",
     )
     quantization: QuantizationSetting = setting(
         QuantizationSetting.AUTO,
         doc="weights of projections in memory: auto as they are stored; int8 with 8 bits and a "
         "scale for each output, quantized at load; on the CPU, for native models",
+    )
+    kv_cache_dtype: KVCacheDtype = setting(
+        KVCacheDtype.AUTO,
+        doc="what keys and values are kept as in the KV cache: auto as the model computes them; "
+        "int8_per_token_head in 8 bits, with a scale for each token and key head; on the CPU",
     )
     runner: RunnerSetting = setting(
         RunnerSetting.AUTO,

@@ -18,6 +18,7 @@ from services.worker.backends.attention import (
     PagedAttention,
     StepLayout,
 )
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.lora import LoraRows
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
@@ -106,13 +107,15 @@ class ExactModel:
     kernels_setting: KernelsSetting
     ranks: Ranks = ALONE
     quantization: QuantizationSetting = QuantizationSetting.AUTO
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    block_size: int = BLOCK_SIZE
     recorder: Recorder = field(default_factory=Recorder)
     references: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.runner: ModelRunner = build_runner(
             self.directory,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             num_blocks=NUM_BLOCKS,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
@@ -121,6 +124,7 @@ class ExactModel:
             ranks=self.ranks,
             around=self.recorder.around,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
@@ -131,7 +135,11 @@ class ExactModel:
         return ExactServing(
             self,
             Driver(
-                self.runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, seed=seed, keeps=keeps
+                self.runner,
+                block_size=self.block_size,
+                num_blocks=NUM_BLOCKS,
+                seed=seed,
+                keeps=keeps,
             ),
         )
 

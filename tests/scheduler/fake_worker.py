@@ -57,6 +57,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             drop_last_hit_block=drop_last_hit_block,
             num_blocks=num_blocks,
             bytes_per_block=1024,
+            dtype="bfloat16",
+            kv_cache_dtype="int8_per_token_head",
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             rank=rank,

@@ -16,6 +16,7 @@ from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.device import CpuDevice
 from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.kernels import Kernels
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.draft_model import DraftModel
@@ -68,6 +69,7 @@ def build_runner(
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
     adapters: Sequence[Path] = (),
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
     proposer: Proposer | None = None,
     draft_model: Path | None = None,
 ) -> ModelRunner:
@@ -100,6 +102,7 @@ def build_runner(
         groups=tuple(loaded.own_layers(group.layers) for group in groups if not group.holds_states),
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
+        kv_cache_dtype=kv_cache_dtype,
     )
     limits = BatchLimits(
         max_num_seqs=max_num_seqs,

@@ -7,7 +7,7 @@ implementation.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Protocol
@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from services.worker.backends.kv_codes import KVCacheDtype, bytes_of_head
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -167,6 +169,9 @@ class AttentionShape:
 
     `states`: recurrent layers, which are counted apart from those that attend; `state_groups`:
     theirs, which follow the others. A block of such a group holds one state of each layer.
+
+    `dtype`: of queries, keys, values and outputs; `kv_cache_dtype`: what keys and values are kept
+    as.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -177,6 +182,22 @@ class AttentionShape:
     groups: tuple[tuple[int, ...], ...] = ()
     states: tuple[StateLayer, ...] = ()
     state_groups: tuple[tuple[int, ...], ...] = ()
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether keys and values are kept in 8 bits."""
+        return self.kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
+
+    @property
+    def page_dtype(self) -> torch.dtype:
+        """Data type of the elements of pages."""
+        return torch.int8 if self.has_codes else self.dtype
+
+    def page_shape(self, layer: AttentionLayer) -> tuple[int, ...]:
+        """Of all pages of keys and values of such a layer, and of each token and head in them."""
+        head = bytes_of_head(layer.head_dim) if self.has_codes else layer.head_dim
+        return 2, self.num_blocks, self.block_size, layer.num_kv_heads, head
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -203,10 +224,9 @@ class AttentionShape:
     @property
     def page_bytes(self) -> tuple[int, ...]:
         """Bytes of the keys and values of each page."""
-        return tuple(
-            2 * self.block_size * layer.num_kv_heads * layer.head_dim * self.dtype.itemsize
-            for layer in self.page_layers
-        )
+        shape = replace(self, num_blocks=1)
+        size = self.page_dtype.itemsize
+        return tuple(size * math.prod(shape.page_shape(layer)) for layer in self.page_layers)
 
     @property
     def state_bytes(self) -> tuple[int, ...]:

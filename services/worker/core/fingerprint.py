@@ -13,6 +13,7 @@ from pathlib import Path
 
 from services.common.block_hash import HASH_VERSION
 from services.common.tokenizer_files import TOKENIZER_FILES
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.json_file import read_json_object
@@ -36,6 +37,7 @@ def model_fingerprint(
     pooling: PoolingConfig | None = None,
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
     draft_model: bytes = b"",
+    kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
 ) -> bytes:
     """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
@@ -43,7 +45,9 @@ def model_fingerprint(
     `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
     how prompts are pooled, since workers that pool otherwise answer otherwise.
     `quantization`: of weights that are stored unquantized. `draft_model`: the fingerprint of the
-    draft model whose keys and values lie in the same blocks; empty if there is none.
+    draft model whose keys and values lie in the same blocks; empty if there is none. `kv_dtype`:
+    the data type of keys and values before they are cached, `kv_cache_dtype`: what they are kept
+    as.
     """
     digest = sha256()
 
@@ -76,6 +80,8 @@ def model_fingerprint(
         add("quantization", quantization.value.encode())
     if draft_model:
         add("draft model", draft_model)
+    if kv_cache_dtype is not KVCacheDtype.AUTO:
+        add("kv_cache_dtype", kv_cache_dtype.value.encode())
     return digest.digest()
 
 

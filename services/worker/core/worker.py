@@ -39,7 +39,7 @@ class WorkerDescription:
     adapters that the requests of a step may have, 0 if none are served; `max_cpu_loras`: adapters
     that may be loaded. `num_speculative_tokens`: most drafts of a request in a step, 0 if none are
     proposed; `num_speculative_rows`: that decoding requests and their drafts are to fill in a step,
-    at most, 0 if any number.
+    at most, 0 if any number. `kv_cache_dtype`: what keys and values are kept as.
     """
 
     incarnation: str
@@ -58,6 +58,7 @@ class WorkerDescription:
     max_num_batched_tokens: int
     kv_cache_sizing: str
     dtype: str
+    kv_cache_dtype: str
     rank: int = 0
     world_size: int = 1
     pipeline_parallel_size: int = 1

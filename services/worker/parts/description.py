@@ -37,6 +37,9 @@ def describe(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_sizing=sizing.explanation,
         dtype=dtype_name(loaded.dtype),
+        kv_cache_dtype=settings.kv_cache_dtype.value
+        if shape.has_codes
+        else dtype_name(loaded.dtype),
         rank=own.rank,
         world_size=own.size,
         pipeline_parallel_size=own.pipeline_parallel_size,

@@ -40,6 +40,7 @@ def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftMo
         num_blocks=0,
         dtype=loaded.dtype,
         device=setup.platform.torch_device,
+        kv_cache_dtype=parts.shape.kv_cache_dtype,
     )
     fingerprint = model_fingerprint(
         checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length

@@ -29,6 +29,7 @@ def _in_common(setup: RankSetup, parts: Parts, fingerprint: bytes) -> dict[str, 
     """Values, by name, that must be the same on all ranks."""
     settings = setup.settings
     return {
+        "kv_cache_dtype": settings.kv_cache_dtype.value,
         "the model": fingerprint.hex()[:16],
         "dtype": dtype_name(parts.loaded.dtype),
         "max_model_len": str(parts.loaded.max_model_len),

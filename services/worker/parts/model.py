@@ -71,6 +71,7 @@ def _cache_shape(
         groups=tuple(loaded.own_layers(group.layers) for group in groups if not group.holds_states),
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
+        kv_cache_dtype=setup.settings.kv_cache_dtype,
     )
     return replace(shape, block_size=setup.settings.block_size or shape.block_size_for_states)
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from services.common.kv_cache_groups import MambaCacheMode
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.models.config import read_architecture, read_model_config
 from services.worker.models.errors import UnsupportedModel
@@ -23,6 +24,10 @@ def refuse_for_whole_prompts(setup: RankSetup) -> None:
     if settings.quantization is not QuantizationSetting.AUTO:
         raise UnsupportedModel(
             config, f"quantization {settings.quantization.value}: an encoder has no native code"
+        )
+    if settings.kv_cache_dtype is not KVCacheDtype.AUTO:
+        raise UnsupportedModel(
+            config, f"kv_cache_dtype {settings.kv_cache_dtype.value}: an encoder caches nothing"
         )
     if settings.enable_lora:
         raise UnsupportedModel(config, "enable_lora: an encoder takes no adapters here")

@@ -70,6 +70,7 @@ def _build(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         kv_cache_sizing="no cache: prompts are computed whole",
         dtype=dtype,
+        kv_cache_dtype=dtype,
         pooler=end.pooler,
     )
     return Worker(runner, description)

@@ -51,6 +51,7 @@ EVERYTHING = {
     "dtype": "float32",
     "runner": "pooling",
     "quantization": "int8",
+    "kv_cache_dtype": "int8_per_token_head",
     "gpu_memory_utilization": 0.5,
     "num_threads": 3,
     "kv_cache_memory_bytes": 1_000_000,

@@ -343,6 +343,7 @@ async def test_metrics_are_read_over_http(free_port: int) -> None:
     (shape,) = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]
     assert 'block_size="4"' in shape
     assert 'num_gpu_blocks="64"' in shape
+    assert 'cache_dtype="int8_per_token_head"' in shape
     assert "vllm:num_preemptions_total" in text
     assert "vllm:prefix_cache_queries_total{" in text, "the pool's are on the same port"
 

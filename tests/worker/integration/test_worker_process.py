@@ -1,6 +1,7 @@
 """The worker as a process: it serves until SIGTERM, and a bad start ends with one sentence."""
 
 import asyncio
+import json
 import signal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
+from services.worker.backends.kv_codes import bytes_of_head
 from tests.tiny_models import edit_config, save_tiny_model
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
 
@@ -46,6 +48,38 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
     assert "kernels: torch, not batch-invariant, which is slower: there is no C++" in shown
     assert "computing with 1 thread (as asked for" in shown
     assert "Traceback" not in shown
+
+
+async def test_serves_with_keys_and_values_in_8_bits(directory: Path, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'worker.sock'}"
+    process = await start(
+        *("--model", str(directory), "--address", address, "--num-blocks", "50"),
+        *("--kv-cache-dtype", "int8_per_token_head"),
+    )
+    try:
+        await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
+        async with open_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert (await outcome(process))[0] == 0
+    assert (description.dtype, description.kv_cache_dtype) == ("float32", "int8_per_token_head")
+    config = json.loads((directory / "config.json").read_text())
+    heads = config["num_hidden_layers"] * config["num_key_value_heads"]
+    dim = config["hidden_size"] // config["num_attention_heads"]
+    assert description.bytes_per_block == 16 * 2 * heads * bytes_of_head(dim)
+
+
+async def test_another_kv_cache_dtype_ends_the_start_with_one_sentence(directory: Path) -> None:
+    status, lines = await outcome(
+        await start("--model", str(directory), "--kv-cache-dtype", "fp8_e4m3")
+    )
+    assert status == 2
+    [sentence] = lines
+    assert sentence == (
+        "stepwell worker: --kv-cache-dtype must be one of auto|int8_per_token_head, not 'fp8_e4m3'"
+    )
 
 
 async def test_a_damaged_model_ends_the_start_with_one_sentence(directory: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.build import build_worker
 from services.worker.core.draft_model import DraftModel
 from services.worker.core.errors import NoSpeculation
@@ -160,13 +161,21 @@ def describe(model: Path, draft: Path | None, **changes: Any) -> WorkerDescripti
     return build_worker(settings, "incarnation", lambda: None).description
 
 
-def test_blocks_are_those_of_both_models(directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
+def test_blocks_are_those_of_both_models(
+    directory: Path, tmp_path: Path, kept: KVCacheDtype
+) -> None:
     save_tiny_model(tmp_path, "llama", num_hidden_layers=1)
-    alone, draft = describe(directory, None), describe(tmp_path, None)
-    both, same = describe(directory, tmp_path), describe(directory, directory)
+    alone, draft, both, same = (
+        describe(*models, kv_cache_dtype=kept)
+        for models in (
+            *((directory, None), (tmp_path, None)),
+            *((directory, tmp_path), (directory, directory)),
+        )
+    )
     assert both.bytes_per_block == alone.bytes_per_block + draft.bytes_per_block
     assert len({of.fingerprint for of in (alone, both, same)}) == 3
-    assert both.fingerprint == describe(directory, tmp_path).fingerprint
+    assert both.fingerprint == describe(directory, tmp_path, kv_cache_dtype=kept).fingerprint
 
 
 @pytest.mark.parametrize(

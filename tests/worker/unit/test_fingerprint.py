@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import open_checkpoint
@@ -55,6 +56,17 @@ def test_how_weights_are_quantized_at_load_counts(directory: Path) -> None:
         for quantization in QuantizationSetting
     }
     assert len(found) == len(QuantizationSetting)
+    assert fingerprint(directory) in found
+
+
+def test_what_keys_and_values_are_kept_as_counts(directory: Path) -> None:
+    checkpoint = open_checkpoint(directory)
+    found = {
+        model_fingerprint(checkpoint, 16, dtype, kv_cache_dtype=kv_cache_dtype)
+        for dtype in ("float32", "bfloat16")
+        for kv_cache_dtype in KVCacheDtype
+    }
+    assert len(found) == 2 * len(KVCacheDtype)
     assert fingerprint(directory) in found
 
 

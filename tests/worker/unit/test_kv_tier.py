@@ -7,26 +7,38 @@ import pytest
 import torch
 
 from services.worker.backends.attention import AttentionLayer, AttentionShape, PagedAttention
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
 from services.worker.core.kv_tier import KVTier, tier_memory
 from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 from tests.worker.conftest import Native
 from tests.worker.runner_driver import ints
 
-SHAPE = AttentionShape(
-    layers=(AttentionLayer(4, 2, 8, 1.0), AttentionLayer(4, 2, 16, 1.0)),
-    block_size=4,
-    num_blocks=9,
-    dtype=torch.float32,
-)
+SHAPES = {
+    kv_cache_dtype: AttentionShape(
+        layers=(AttentionLayer(4, 2, 8, 1.0), AttentionLayer(4, 2, 16, 1.0)),
+        block_size=4,
+        num_blocks=9,
+        dtype=torch.float32,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    for kv_cache_dtype in KVCacheDtype
+}
+
+
+@pytest.fixture(params=SHAPES, ids=lambda kv_cache_dtype: kv_cache_dtype.value)
+def shape(request: pytest.FixtureRequest) -> AttentionShape:
+    return SHAPES[request.param]
 
 
 @pytest.fixture(params=["torch", "native"])
-def attention(request: pytest.FixtureRequest, native: Native) -> PagedAttention:
+def attention(
+    request: pytest.FixtureRequest, native: Native, shape: AttentionShape
+) -> PagedAttention:
     """A cache with other numbers in each block."""
     made: dict[str, Callable[[], PagedAttention]] = {
-        "torch": lambda: TorchPagedAttention(SHAPE),
-        "native": lambda: native.kernels.paged_attention(SHAPE),
+        "torch": lambda: TorchPagedAttention(shape),
+        "native": lambda: native.kernels.paged_attention(shape),
     }
     attention = made[request.param]()
     fill(attention, seed=1)
@@ -36,7 +48,7 @@ def attention(request: pytest.FixtureRequest, native: Native) -> PagedAttention:
 def fill(attention: PagedAttention, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for pages in attention.pages:
-        pages.copy_(torch.rand(pages.shape, generator=generator))
+        pages.copy_(100 * torch.rand(pages.shape, generator=generator))
 
 
 def contents(attention: PagedAttention, *blocks: int) -> list[torch.Tensor]:
@@ -61,7 +73,8 @@ def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks
 
 
 def make_tier(attention: PagedAttention) -> KVTier:
-    return KVTier(tier_memory(6, SHAPE.bytes_per_block), attention.pages)
+    size = sum(pages[:, 0].nbytes for pages in attention.pages)
+    return KVTier(tier_memory(6, size), attention.pages)
 
 
 def load(tier: KVTier, wanted: TierBlocks) -> EndedTierLoad:
@@ -84,7 +97,7 @@ def test_blocks_come_back_into_any_other_blocks(attention: PagedAttention) -> No
     assert same(contents(attention, 1, 2, 3, 4), untouched)
 
 
-@pytest.mark.parametrize("byte", [0, 1500])
+@pytest.mark.parametrize("byte", [0, -36])
 def test_a_flipped_bit_is_found_and_the_other_blocks_are_loaded(
     attention: PagedAttention, byte: int
 ) -> None:
@@ -129,7 +142,11 @@ def test_a_reset_waits_for_loads_and_forgets_that_they_ended(attention: PagedAtt
     assert not len(load(tier, blocks((6, 0))).invalid_block_ids), "what was stored is still there"
 
 
-def test_the_memory_is_as_large_as_the_blocks() -> None:
-    memory = tier_memory(6, SHAPE.bytes_per_block)
-    assert memory.shape == (6, 4 * 2 * 2 * (8 + 16) * 4)
+def test_the_memory_is_as_large_as_the_blocks(
+    shape: AttentionShape, attention: PagedAttention
+) -> None:
+    memory = tier_memory(6, shape.bytes_per_block)
+    size = (16 + 4) + (16 + 4) if shape.has_codes else (8 + 16) * 4
+    assert memory.shape == (6, 4 * 2 * 2 * size)
+    assert size * 4 * 2 * 2 == sum(pages[:, 0].nbytes for pages in attention.pages)
     assert memory.dtype == np.uint8

@@ -12,6 +12,7 @@ from services.worker.backends.attention import (
     Rotation,
     StepLayout,
 )
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 
@@ -38,11 +39,14 @@ WAYS = {
 class Inputs:
     """What attention is given for every token of the sequence, and another's beside it."""
 
-    def __init__(self, case: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, case: str, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    ) -> None:
         heads, kv_heads, dim, half, window, softcap = CASES[case]
         torch.manual_seed(12)
         self.layer = AttentionLayer(heads, kv_heads, dim, dim**-0.5, window, softcap)
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
         fused = 1.5 * torch.randn(LENGTH, heads + 2 * kv_heads, dim)
         self.heads = fused.to(dtype).tensor_split((heads, heads + kv_heads), dim=1)
         angles = torch.rand(LENGTH, half) * 6
@@ -55,7 +59,13 @@ class Inputs:
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages
-        shape = AttentionShape((self.layer,), block_size, num_blocks, self.dtype)
+        shape = AttentionShape(
+            (self.layer,),
+            block_size,
+            num_blocks,
+            self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
         attention = NativePagedAttention(native.functions, LargePages(), shape)
         table = np.random.default_rng(beside).permutation(num_blocks - 1).astype(np.int32) + 1
         found, begin, sequences = [], 0, 1 + beside
@@ -81,9 +91,10 @@ class Inputs:
         return torch.cat(found)
 
 
+@pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
 @pytest.mark.parametrize("case", CASES)
-def test_a_sequence_may_be_cut_anyhow(native, case: str) -> None:
-    inputs = Inputs(case, native.dtype)
+def test_a_sequence_may_be_cut_anyhow(native, case: str, kept: KVCacheDtype) -> None:
+    inputs = Inputs(case, native.dtype, kept)
     whole = inputs.outputs(native, [], threads=1)
     assert whole.isfinite().all()
     for way, counts in WAYS.items():
@@ -97,8 +108,9 @@ def test_a_sequence_may_be_cut_anyhow(native, case: str) -> None:
 
 @pytest.mark.parametrize("case", list(CASES)[:4])
 @pytest.mark.parametrize("block_size", [1, 3, 32, 256])
-def test_pages_may_have_any_size(native, case: str, block_size: int) -> None:
-    inputs = Inputs(case, native.dtype)
+@pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
+def test_pages_may_have_any_size(native, case: str, block_size: int, kept: KVCacheDtype) -> None:
+    inputs = Inputs(case, native.dtype, kept)
     whole = inputs.outputs(native, [], threads=1)
     for counts in ([], WAYS["in two, then token by token"]):
         others = inputs.outputs(native, counts, threads=2, block_size=block_size)

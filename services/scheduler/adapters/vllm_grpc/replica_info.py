@@ -79,7 +79,7 @@ class ReplicaInfo:
             uptime_seconds=time.monotonic() - self._started,
             server_type=_SERVER_TYPE,
             data_parallel_size=1,
-            kv_cache_dtype=self._shape.description.dtype,
+            kv_cache_dtype=self._shape.description.kv_cache_dtype,
             model_dtype=self._shape.description.dtype,
             block_size=self._config.block_size,
             max_num_seqs=self._config.max_running,

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import torch
 
 from services.worker.backends.kernels import Activation, GatedMlp, LayerWeights, Linear, Mlp
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
@@ -21,6 +22,8 @@ FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
 """The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, and for one
 with codes of a data type and so many bits.
 """
+CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
+"""The numbers of CacheFormat in cpp/heads.h."""
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ADDRESS, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -86,9 +89,9 @@ class Heads(ctypes.Structure):
 
 
 class Pages(ctypes.Structure):
-    """One layer's part of the cache."""
+    """One layer's part of the cache; for `format` see CACHE_FORMATS."""
 
-    _fields_ = _fields({"keys values": _ADDRESS, "block_size": _INT})
+    _fields_ = _fields({"keys values": _ADDRESS, "block_size format": _INT})
 
 
 def fields_of(weights: type) -> _Fields:

@@ -1,8 +1,8 @@
 """Paged attention in C++: see cpp/attention.h.
 
-Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads *
-head_dim elements; see cpp/key_block.h for their order. A step's layouts are passed as they are, and
-every layer is one call.
+Per layer of a group there are pages of keys and of values, each of block_size * num_kv_heads
+heads; see cpp/key_block.h for the order of their elements, and cpp/codes.h for those in 8 bits. A
+step's layouts are passed as they are, and every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,14 @@ import torch
 from services.worker.backends import attention
 from services.worker.backends.attention import AttentionShape, Int32Array, Rotation, StepLayout
 from services.worker.backends.native.large_pages import LargePages
-from services.worker.backends.native.library import AttentionLayer, Functions, Heads, Layout, Pages
+from services.worker.backends.native.library import (
+    CACHE_FORMATS,
+    AttentionLayer,
+    Functions,
+    Heads,
+    Layout,
+    Pages,
+)
 
 _BYTES_PER_THREAD = 2**22
 """Upper bound of a thread's scratch memory."""
@@ -51,15 +58,12 @@ class NativePagedAttention:
     def __init__(self, functions: Functions, memory: LargePages, shape: AttentionShape) -> None:
         self._functions = functions
         self.pages = [
-            memory.take(
-                (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim),
-                shape.dtype,
-            )
-            for layer in shape.page_layers
+            memory.take(shape.page_shape(layer), shape.page_dtype) for layer in shape.page_layers
         ]
         """Keys and values, see PagesOfKeys."""
+        cache_format = CACHE_FORMATS[shape.kv_cache_dtype]
         pages = [
-            Pages(keys.data_ptr(), values.data_ptr(), shape.block_size)
+            Pages(keys.data_ptr(), values.data_ptr(), shape.block_size, cache_format)
             for keys, values in self.pages
         ]
         self._layers = [

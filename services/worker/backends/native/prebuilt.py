@@ -47,7 +47,11 @@ class Kind:
 
 
 KINDS = (
-    Kind("avx512-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
+    Kind(
+        "avx512-bf16",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+        _V4 | {"avx512_bf16", "avx512_vnni"},
+    ),
     Kind("avx512", ("-march=x86-64-v4",), _V4),
     Kind("avx2", ("-march=x86-64-v3",), _V3),
 )

@@ -4,6 +4,9 @@ Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] per laye
 that gathering a sequence's pages gives its keys in order, and one strided view of them feeds the
 attention kernel. New keys are written first, and read from the pages like all others.
 
+Keys and values in 8 bits (kv_codes.py) are stored and gathered as such, and multiplied with the
+scales, in the model's data type, before they are attended to.
+
 With `batch_invariant`, on the CPU, a query's result is the same bit for bit whatever else is in the
 step, however its prompt is cut, and wherever its pages lie: its keys, and the blocks in which they
 are summed, are a function of its position (key_ranges.py), and the number of rows of a call is one
@@ -37,6 +40,7 @@ from services.worker.backends.attention import (
     StepLayout,
 )
 from services.worker.backends.device import CpuDevice, Device
+from services.worker.backends.kv_codes import coded, decoded
 from services.worker.backends.torch.attend import MOST_ROWS, attend, row_multiple
 from services.worker.backends.torch.key_ranges import BLOCK, FixedRanges, KeyRanges, TightRanges
 from services.worker.backends.torch.rotary import rotate
@@ -50,7 +54,9 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate of the memory of gathered pages and masks."""
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
     per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
-    return 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK) * per_token * shape.dtype.itemsize
+    num_tokens = 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK)
+    decoded = num_tokens * 2 * widest * torch.float32.itemsize if shape.has_codes else 0
+    return num_tokens * per_token * shape.dtype.itemsize + decoded
 
 
 class TorchPagedAttention:
@@ -81,12 +87,10 @@ class TorchPagedAttention:
         self._row_multiples = [
             row_multiple(layer, shape.dtype) if batch_invariant else 1 for layer in shape.layers
         ]
-        self._page_elements = max(
-            shape.block_size * layer.num_kv_heads * layer.head_dim for layer in shape.layers
-        )
+        self._page_elements = max(math.prod(shape.page_shape(x)[2:]) for x in shape.layers)
         self.pages = [_allocate(shape, layer) for layer in shape.page_layers]
         """Keys and values, see PagesOfKeys."""
-        self._workspace = torch.empty(2, 0, dtype=shape.dtype, device=shape.device)
+        self._workspace = torch.empty(2, 0, dtype=shape.page_dtype, device=shape.device)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
 
@@ -125,7 +129,7 @@ class TorchPagedAttention:
         if len(opened_blocks):
             own.index_fill_(1, opened_blocks, 0)
         for pages, heads in zip(own.flatten(1, 2), (key, value), strict=True):
-            pages.index_copy_(0, slots, heads)
+            pages.index_copy_(0, slots, coded(heads) if self._shape.has_codes else heads)
 
     def attend_group(self, layer: int, query: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         """Queries [n, num_heads, head_dim], one per sequence -> [n, num_heads * head_dim]."""
@@ -164,13 +168,18 @@ class TorchPagedAttention:
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Pages of keys and values in the workspace, [len(block_ids), block_size, ...] each."""
+        """Pages of keys and values, [len(block_ids), block_size, num_kv_heads, head_dim] each, in
+        the workspace or decoded from there.
+        """
         own = self.pages[self._pages_of[layer]]
         shape = (2, len(block_ids), *own.shape[2:])
         gathered = self._workspace[:, : math.prod(shape[1:])].view(shape)
         for pages, target in zip(own, gathered, strict=True):
             torch.index_select(pages, 0, block_ids, out=target)
-        return gathered.unbind()
+        if not self._shape.has_codes:
+            return gathered.unbind()
+        head_dim = self._shape.layers[layer].head_dim
+        return tuple(decoded(pages, head_dim, self._shape.dtype) for pages in gathered)
 
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
@@ -215,8 +224,8 @@ def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
     """Pages of keys and of values, which take memory when they are first written. Only the null
     block, which is read as padding, is cleared here.
     """
-    pages = (2, shape.num_blocks, shape.block_size, layer.num_kv_heads, layer.head_dim)
-    allocated = torch.empty(pages, dtype=shape.dtype, device=shape.device)
+    pages = shape.page_shape(layer)
+    allocated = torch.empty(pages, dtype=shape.page_dtype, device=shape.device)
     allocated[:, 0].zero_()
     return allocated
 

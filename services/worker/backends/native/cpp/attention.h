@@ -3,9 +3,8 @@
 // First every token's key is rotated and stored with its value. Then the tasks are computed in
 // parallel. A task is some consecutive queries of one request with all query heads that share a key
 // head, so that its keys and values are read once for all of them. It goes through its keys in
-// blocks and keeps the running sums of softmax_sums.h. Scores and sums are float32; weights are
-// rounded to the cache's type before they are multiplied with the values. A single query reads keys
-// and values straight from the pages; for a chunk they are packed first.
+// blocks and keeps the running sums of softmax_sums.h. Scores and sums are float32. How keys and
+// values lie in the cache and are multiplied is in plain_products.h and code_products.h.
 //
 // A row's output is a function of its position alone, bit for bit: blocks and parts begin at
 // multiples of their sizes; a row takes the blocks in which it sees a key, adds products in order
@@ -22,10 +21,10 @@
 #include <cmath>
 
 #include "attention_plan.h"
+#include "code_products.h"
 #include "heads.h"
-#include "packed_keys.h"
+#include "plain_products.h"
 #include "scratch.h"
-#include "single_query.h"
 #include "softmax_sums.h"
 #include "threads.h"
 #include "vector_math.h"
@@ -34,23 +33,20 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Most query heads of a key head for which one token's keys are read unpacked.
-constexpr int MAX_UNPACKED_HEADS = 8;
-
-template <class T>
+// `Products`: PlainProducts<T> or CodeProducts<T>.
+template <class T, class Products>
 class Attention {
  public:
-  Attention(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages, T* output)
+  Attention(AttentionPlan& plan, const Heads<T>& heads, const Pages& pages, T* output)
       : layer_(plan.layer),
         layout_(plan.layout),
         heads_(heads),
-        pages_(pages),
         output_(output),
         group_(plan.group),
         padded_dim_(plan.padded_dim),
+        block_size_(pages.block_size),
         scale_((plan.layer.softcap > 0 ? plan.layer.softcap : plan.layer.scale) * LOG2_E),
-        token_stride_(std::int64_t{plan.layer.num_kv_heads} * plan.layer.head_dim),
-        has_panels_(has_panels(pages.block_size)),
+        products_(plan, pages),
         plan_(plan) {}
 
   void run(std::atomic<int>& next, Team team) {
@@ -77,26 +73,29 @@ class Attention {
   }
 
  private:
-  void store_token(std::int64_t token, int head) const {
-    store_in_pages(heads_, layer_, token, head, plan_.slots[token], pages_);
+  void store_token(std::int64_t token, int head) {
+    const int dim = layer_.head_dim;
+    const T* key = heads_.key + token * heads_.key_stride + head * dim;
+    const T* value = heads_.value + token * heads_.value_stride + head * dim;
+    products_.store(heads_.rotated(key, token, dim), value, head, plan_.slots[token]);
   }
 
-  // The rows of one key head: for each query the query heads of its group, rotated and padded with
-  // zeros.
-  void rotate_queries(const AttentionTask& task, int kv_head, T* query) const {
+  // The rows of one key head, from `first` on: for each query the query heads of its group,
+  // rotated.
+  void set_queries(const AttentionTask& task, int kv_head, int first) {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
-    for (int row = 0; row < task.count * group_; ++row, query += padded_dim_) {
+    for (int row = 0; row < task.count * group_; ++row) {
       const std::int64_t token = begin + row / group_;
       const T* head = heads_.query + token * heads_.query_stride;
-      heads_.rotate(head + (kv_head * group_ + row % group_) * dim, token, dim, query);
-      std::fill(query + dim, query + padded_dim_, T{});
+      head += (kv_head * group_ + row % group_) * dim;
+      products_.set_query(first + row, heads_.rotated(head, token, dim));
     }
   }
 
   // The block of the task's keys that begins at position `begin`.
   void locate(const AttentionTask& task, int begin, KeyBlock& block) const {
-    locate_block(layout_.blocks(task.request), pages_.block_size, token_stride_, begin,
+    locate_block(layout_.blocks(task.request), block_size_, products_.token_stride(), begin,
                  task.key_begin, task.key_end, block);
   }
 
@@ -105,12 +104,8 @@ class Attention {
     const int rows = task.count * group_, all = task.heads * rows;
     const std::int64_t size = plan_.sums_size(all);
     Scratch& scratch = Scratch::own();
-    scratch.reserve((all * padded_dim_ + rows * BLOCK_KEYS + BLOCK_KEYS * padded_dim_) * sizeof(T) +
-                    (rows * BLOCK_KEYS + 2 * size) * sizeof(float) + 1024);
-    T* query = scratch.take<T>(all * padded_dim_);
-    T* weights = scratch.take<T>(rows * BLOCK_KEYS);
-    T* packed = scratch.take<T>(BLOCK_KEYS * padded_dim_);
-    float* scores = scratch.take<float>(rows * BLOCK_KEYS);
+    scratch.reserve(products_.bytes(all, rows) + 2 * size * sizeof(float) + 256);
+    products_.take(scratch, all, rows);
     const bool is_part = task.partial >= 0;
     const SoftmaxSums sums(
         is_part ? plan_.partial_sums.data() + task.partial : scratch.take<float>(size), all,
@@ -120,7 +115,7 @@ class Attention {
     for (int h = 0; h < task.heads; ++h) {
       if (!plan_.stores_keys_first)
         store_token(layout_.query_starts[task.request], task.kv_head + h);
-      rotate_queries(task, task.kv_head + h, query + h * rows * padded_dim_);
+      set_queries(task, task.kv_head + h, h * rows);
     }
     sums.clear(all);
     if (located_ != &task) locate(task, first_block(task), block_);
@@ -131,7 +126,7 @@ class Attention {
       if (!is_first) own.clear(all);
       for (; begin < end; begin += BLOCK_KEYS) {
         locate_next_block(task, begin + BLOCK_KEYS, following);
-        attend_block(task, query, weights, packed, scores, own);
+        attend_block(task, own);
         std::swap(block_, next_block_);
       }
       if (!is_first) merge(sums, own, all);
@@ -147,45 +142,16 @@ class Attention {
   }
 
   // Adds the block's keys that the task's rows see to their sums.
-  void attend_block(const AttentionTask& task, const T* query, T* weights, T* packed, float* scores,
-                    const SoftmaxSums& sums) const {
-    const int rows = task.count * group_, dim = layer_.head_dim;
-    const bool is_single = task.count == 1 && group_ <= MAX_UNPACKED_HEADS;
+  void attend_block(const AttentionTask& task, const SoftmaxSums& sums) {
+    const int rows = task.count * group_;
     const Range seeing = rows_that_see(task, rows);
     const int first = int(seeing.begin), count = int(seeing.end - seeing.begin);
     for (int h = 0; h < task.heads; ++h) {
-      const int head = task.kv_head + h;
-      const T* own = query + h * rows * padded_dim_;
-      const TokenRows<T> values{pages_.values + head * dim, block_, next_block_};
       const SoftmaxSums to = sums.from(h * rows + first);
-      if (is_single) {
-        score_queries(own, padded_dim_, group_, panels_of(head, packed), block_.num_panels(), dim,
-                      scores);
-      } else {
-        pack_keys(head, packed);
-        score_rows(own + first * padded_dim_, padded_dim_, packed, count, dim, scores);
-      }
-      softmax_block(task, seeing, scores, weights, to);
-      if (is_single) {
-        add_weighted_values(weights, group_, values, dim, to.values, padded_dim_);
-      } else {
-        values.prefetch_rest(0, dim);
-        pack_values(values, dim, packed);
-        add_rows(weights, packed, block_.end, count, dim, to.values, padded_dim_);
-      }
-    }
-  }
-
-  // Packs one head's keys of the block.
-  void pack_keys(int head, T* packed) const {
-    const int dim = layer_.head_dim;
-    if (has_panels_) {
-      const T* keys = pages_.keys + head * dim * LANES;
-      pack_panels(panels_in_pages(keys, block_, next_block_), block_.num_panels(), dim, packed);
-    } else {
-      const TokenRows<T> keys{pages_.keys + head * dim, block_, next_block_};
-      keys.prefetch_rest(0, dim);
-      pack_token_rows(keys, dim, packed);
+      products_.score({task.kv_head + h, h * rows + first, count, task.count == 1}, block_,
+                      next_block_);
+      softmax_block(task, seeing, to);
+      products_.add_values(to);
     }
   }
 
@@ -208,20 +174,10 @@ class Attention {
     }
   }
 
-  // A head's keys of the block as panels: those in the pages, or, if the pages have none, packed
-  // ones.
-  KeyPanels<T> panels_of(int head, T* packed) const {
-    const int dim = layer_.head_dim;
-    if (has_panels_) return panels_in_pages(pages_.keys + head * dim * LANES, block_, next_block_);
-    pack_keys(head, packed);
-    return packed_panels(packed, dim);
-  }
-
   // Turns the scores of a block into weights, adds the weights to their sums, and scales the
   // earlier sums to the new maximum. `seeing`: the task's rows that see the block, to which the
-  // other arguments belong.
-  void softmax_block(const AttentionTask& task, Range seeing, const float* scores, T* weights,
-                     const SoftmaxSums& sums) const {
+  // sums belong.
+  void softmax_block(const AttentionTask& task, Range seeing, const SoftmaxSums& sums) {
     const int begin = block_.begin, count = block_.end;
     float* maxima = sums.maxima;
     const int context = layout_.context(task.request) + task.first;
@@ -229,27 +185,26 @@ class Attention {
       const int position = context + int(seeing.begin + row) / group_;
       const int last = std::min(count, position + 1 - begin);
       const int first = layer_.window > 0 ? std::max(position + 1 - layer_.window - begin, 0) : 0;
-      const float* line = scores + row * BLOCK_KEYS;
       Vector values[BLOCK_KEYS / LANES];
       Vector highest = splat(LOWEST);
       for (int v = 0; v < BLOCK_KEYS / LANES; ++v) {
-        values[v] = scaled_scores(load(line + v * LANES));
+        values[v] = scaled_scores(products_.scores(row, v));
         if (v * LANES < first || (v + 1) * LANES > last) {
           values[v] = keep_lanes(values[v], first - v * LANES, last - v * LANES, LOWEST);
         }
         highest = larger(values[v], highest);
       }
-      const float maximum = std::max(maxima[row], largest(highest));
+      const float in_block = largest(highest), maximum = std::max(maxima[row], in_block);
       if (maximum == LOWEST) {
-        std::memset(weights + row * BLOCK_KEYS, 0, BLOCK_KEYS * sizeof(T));
+        products_.clear_weights(row);
         continue;
       }
       Vector added = {};
-      for (int v = 0; v < BLOCK_KEYS / LANES; ++v) {
-        const Vector weight = power_of_two(values[v] - maximum);
-        added += weight;
-        store(weights + row * BLOCK_KEYS + v * LANES, weight);
+      for (Vector& value : values) {
+        value = power_of_two(value - maximum);
+        added += value;
       }
+      products_.set_weights(row, values, in_block - maximum, first, last);
       float* weight_sums = sums.weights + row * LANES;
       if (maximum > maxima[row]) {
         const float factor = std::exp2(maxima[row] - maximum);
@@ -302,13 +257,12 @@ class Attention {
   const AttentionLayer& layer_;
   const Layout& layout_;
   const Heads<T>& heads_;
-  const Pages<T>& pages_;
   T* output_;
   int group_;
   int padded_dim_;
+  int block_size_;
   float scale_;  // Of scores, or of capped scores, to base 2.
-  std::int64_t token_stride_;
-  bool has_panels_;
+  Products products_;
   AttentionPlan& plan_;
   KeyBlock block_;
   KeyBlock next_block_;
@@ -321,9 +275,13 @@ class Attention {
 // head_dim]. Every thread of the team calls it. `next`, 0 at first, is the counter from which the
 // team takes its tasks. The team must pass a barrier before it begins another layer.
 template <class T>
-[[gnu::noinline]] void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages<T>& pages,
+[[gnu::noinline]] void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages& pages,
                               T* output, std::atomic<int>& next, Team team) {
-  Attention<T>(plan, heads, pages, output).run(next, team);
+  if (pages.format == CacheFormat::INT8) {
+    Attention<T, CodeProducts<T>>(plan, heads, pages, output).run(next, team);
+  } else {
+    Attention<T, PlainProducts<T>>(plan, heads, pages, output).run(next, team);
+  }
 }
 
 }  // namespace stepwell

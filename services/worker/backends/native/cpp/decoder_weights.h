@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "attention_plan.h"
 #include "heads.h"
 #include "linear.h"
 
@@ -28,7 +29,7 @@ struct LayerWeights {
 template <class T>
 struct DecoderLayer : LayerWeights<T> {
   AttentionLayer attention;
-  Pages<T> pages;
+  Pages pages;
   int group;     // Index of its layout.
   int rotation;  // Index of its rotation.
 };

@@ -25,7 +25,7 @@ void norm_rows(T* input, std::int64_t group, std::int64_t stride, const T* updat
 
 template <class T>
 void attend_in_team(const AttentionLayer& layer, const Layout& layout, const Heads<T>& heads,
-                    const Pages<T>& pages, T* output) {
+                    const Pages& pages, T* output) {
   const int threads = threads_for(attention_work(layer, layout));
   AttentionPlan plan(layer, layout, pages.block_size, threads);
   std::atomic<int> next{0};

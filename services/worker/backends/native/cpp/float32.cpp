@@ -18,7 +18,7 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "AttentionLayer") return sizeof(AttentionLayer);
   if (wanted == "Layout") return sizeof(Layout);
   if (wanted == "Heads") return sizeof(Heads<float>);
-  if (wanted == "Pages") return sizeof(Pages<float>);
+  if (wanted == "Pages") return sizeof(Pages);
   if (wanted == "LayerWeights") return sizeof(LayerWeights<float>);
   if (wanted == "DecoderLayer") return sizeof(DecoderLayer<float>);
   if (wanted == "Rotation") return sizeof(Rotation<float>);

@@ -7,8 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "attention_plan.h"
-#include "key_block.h"
+#include "vector.h"
 
 namespace stepwell {
 
@@ -46,40 +45,25 @@ struct Heads {
     }
     std::memcpy(output + 2 * half, head + 2 * half, (head_dim - 2 * half) * sizeof(T));
   }
-};
 
-// One layer's part of the KV cache. Pages of values are [num_blocks, block_size, num_kv_heads,
-// head_dim]; for those of keys see key_block.h.
-template <class T>
-struct Pages {
-  T* keys;
-  T* values;
-  int block_size;
-};
-
-// Stores a token's rotated key and its value, of one key head, in a slot of the pages.
-template <class T>
-void store_in_pages(const Heads<T>& heads, const AttentionLayer& layer, std::int64_t token,
-                    int head, std::int64_t slot, const Pages<T>& pages) {
-  const int dim = layer.head_dim;
-  const std::int64_t token_stride = std::int64_t{layer.num_kv_heads} * dim;
-  const std::int64_t offset = slot * token_stride + head * dim;
-  const T* key = heads.key + token * heads.key_stride + head * dim;
-  if (has_panels(pages.block_size)) {
-    static thread_local std::vector<T> rotated;
-    if (int(rotated.size()) < dim) rotated.resize(dim);
-    heads.rotate(key, token, dim, rotated.data());
-    constexpr int DEPTH = PanelOps<T>::DEPTH;
-    const int lane = int(slot % LANES);
-    T* cell = pages.keys + (slot - lane) * token_stride + head * dim * LANES + lane * DEPTH;
-    for (int d = 0; d < dim; d += DEPTH) {
-      std::memcpy(cell + d * LANES, rotated.data() + d, DEPTH * sizeof(T));
-    }
-  } else {
-    heads.rotate(key, token, dim, pages.keys + offset);
+  // A rotated head, in memory of this thread that the next call overwrites.
+  const T* rotated(const T* head, std::int64_t token, int head_dim) const {
+    static thread_local std::vector<T> memory;
+    if (int(memory.size()) < head_dim) memory.resize(head_dim);
+    rotate(head, token, head_dim, memory.data());
+    return memory.data();
   }
-  const T* value = heads.value + token * heads.value_stride + head * dim;
-  std::memcpy(pages.values + offset, value, dim * sizeof(T));
-}
+};
+
+// How a cache holds keys and values: as elements of the model's data type, or as in codes.h.
+enum class CacheFormat : int { PLAIN, INT8 };
+
+// One layer's part of the KV cache.
+struct Pages {
+  void* keys;
+  void* values;
+  int block_size;
+  CacheFormat format;
+};
 
 }  // namespace stepwell

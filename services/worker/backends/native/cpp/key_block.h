@@ -1,10 +1,11 @@
 // A block of a context's keys and values, and where they lie in the pages.
 //
 // Blocks begin at multiples of BLOCK_KEYS, counted from the sequence's first token, so that a
-// token's keys are taken in the same groups whatever is computed with it. Values lie token by
-// token, [num_kv_heads, head_dim] each. If the pages hold multiples of LANES tokens, keys lie in
-// panels: of LANES consecutive tokens [num_kv_heads, head_dim / DEPTH, LANES, DEPTH], so that a
-// vector holds one step of the depth of LANES keys. In other pages keys lie as values do.
+// token's keys are taken in the same groups whatever is computed with it. In pages of elements (see
+// codes.h for those of codes) values lie token by token, [num_kv_heads, head_dim] each. If the
+// pages hold multiples of LANES tokens, keys lie in panels: of LANES consecutive tokens
+// [num_kv_heads, head_dim / DEPTH, LANES, DEPTH], so that a vector holds one step of the depth of
+// LANES keys. In other pages keys lie as values do.
 
 #pragma once
 

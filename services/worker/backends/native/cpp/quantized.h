@@ -41,8 +41,6 @@ constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
-typedef std::int8_t Codes __attribute__((vector_size(REGISTER_BYTES / 4)));
-
 template <>
 struct Unpacker<float, WeightFormat::INT8> {
   static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
@@ -51,7 +49,7 @@ struct Unpacker<float, WeightFormat::INT8> {
     float numbers[LANES];
 #pragma GCC unroll 2
     for (int i = 0; i < LANES; i += COUNT) {
-      Codes some;
+      Bytes some;
       std::memcpy(&some, codes + i, sizeof some);
       const Register converted = __builtin_convertvector(some, Register);
       std::memcpy(numbers + i, &converted, sizeof converted);

@@ -36,7 +36,7 @@ void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int fi
       current[p] += panels.step;
       __builtin_prefetch(next[p] + d * LANES, 0, 2);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int g = 0; g < HEADS; ++g) {
       const Vector value = Ops::broadcast(query + g * stride + d);
 #pragma GCC unroll 4

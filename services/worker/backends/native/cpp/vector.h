@@ -25,6 +25,7 @@ constexpr int REGISTER_BYTES = 32;
 // One vector register of the processor, in the compiler's vector extension.
 typedef float Register __attribute__((vector_size(REGISTER_BYTES)));
 typedef std::int32_t IntRegister __attribute__((vector_size(REGISTER_BYTES)));
+typedef std::int8_t Bytes __attribute__((vector_size(REGISTER_BYTES / 4)));  // One for each float.
 
 #ifdef __AVX512F__
 typedef Register Vector;

@@ -1,0 +1,107 @@
+"""What keys and values in 8 bits gain: steps with them and with those as computed, in turns.
+
+    python -m benchmarks.worker.kv_cache --model 135m --threads 2 --rounds 7
+
+Two workers over the same model, with --kv-cache-dtype auto and int8_per_token_head, run the same
+steps, one after the other: decodes of one and of many requests behind short and long contexts, and
+a part of a prompt. A turn is a few steps, of which the median counts; the ratio is the median over
+rounds of one turn's tokens per second to the other's. The bytes of a token are those of all layers.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.arguments import make_parser
+from benchmarks.common.console import show
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model
+from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
+from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
+from services.worker.models.config import DtypeSetting
+from services.worker.settings import WorkerSettings
+
+LOADS = (
+    StepsLoad("decode, 1 behind 2,000 tokens", 1, 2000),
+    StepsLoad("decode, 8 behind 2,000 tokens", 8, 2000),
+    StepsLoad("decode, 32 behind 2,000 tokens", 32, 2000),
+    StepsLoad("decode, 1 behind 128 tokens", 1, 128),
+    StepsLoad("decode, 32 behind 128 tokens", 32, 128),
+    StepsLoad("512 tokens of a prompt behind 1,024", 1, 1024, 512),
+)
+
+
+def main() -> None:
+    """Prints the machine and a table."""
+    parser = make_parser("worker.kv_cache", (__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", default="135m", help="a directory, or the size of a random model"
+    )
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each worker")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
+    arguments = parser.parse_args()
+    show(machine_text(machine(), "python -m benchmarks.worker.kv_cache"))
+    torch.set_num_threads(arguments.threads)
+    model, dtype = find_model(arguments.model), DtypeSetting(arguments.dtype)
+    workers = [build(model, dtype, kept, arguments.steps) for kept in KVCacheDtype]
+    show(sizes(workers))
+    show(table(workers, LOADS, arguments.rounds, arguments.steps))
+
+
+def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) -> Worker:
+    """A worker whose cache can hold every load."""
+    most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
+    settings = WorkerSettings(
+        model=model,
+        dtype=dtype,
+        kv_cache_dtype=kept,
+        block_size=BLOCK_SIZE,
+        max_model_len=2048,
+        max_num_seqs=32,
+        max_num_batched_tokens=1024,
+        num_blocks=1 + most,
+    )
+    return build_worker(settings, "benchmark", lambda: None)
+
+
+def sizes(workers: Sequence[Worker]) -> str:
+    """The bytes of a token with each worker, and their ratio."""
+    plain, coded = (worker.description.bytes_per_block / BLOCK_SIZE for worker in workers)
+    names = [worker.description.kv_cache_dtype for worker in workers]
+    return (
+        f"{plain:,.0f} bytes a token in {names[0]}, {coded:,.0f} in {names[1]}: "
+        f"{coded / plain:.3f} of them"
+    )
+
+
+def table(
+    workers: Sequence[Worker], loads: Sequence[StepsLoad], num_rounds: int, num_steps: int
+) -> str:
+    """Measures every load, after a round that does not count."""
+    timers = [StepTimer(worker.runner, num_steps) for worker in workers]
+    names = [worker.description.kv_cache_dtype for worker in workers]
+    rows = [
+        f"| load | {names[0]}, ms | {names[1]}, ms | tokens/s, ratio | least, most |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for load in loads:
+        turns = [turn_of_each(timers, load, number) for number in range(num_rounds + 1)][1:]
+        plain, coded = (statistics.median(times) for times in zip(*turns, strict=True))
+        ratios = [first / second for first, second in turns]
+        rows.append(
+            f"| {load.name} | {plain:.1f} | {coded:.1f} | {statistics.median(ratios):.2f} "
+            f"| {min(ratios):.2f}, {max(ratios):.2f} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Keys and values in 8 bits, with a scale for each token and key head.
+
+A head of a token is whole numbers from -127 to 127, its codes, times a scale in float32: the
+largest magnitude of its elements over 127. So an element is off by at most half the scale, and
+codes and scale follow from that token's head alone. vLLM has the same under the same name.
+"""
+
+import enum
+
+import torch
+
+MOST = 127
+_SCALE_BYTES = 4
+_VECTOR = 16
+_SMALLEST_SCALED = 1e-30
+"""A head whose elements are all below this magnitude is zeros."""
+
+
+class KVCacheDtype(enum.Enum):
+    """What keys and values are kept as: by default as the model computes them."""
+
+    AUTO = "auto"
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
+
+
+def bytes_of_head(head_dim: int) -> int:
+    """Bytes of a token's codes of one head, filled up to whole vectors, and of their scale."""
+    return -(-head_dim // _VECTOR) * _VECTOR + _SCALE_BYTES
+
+
+def coded(heads: torch.Tensor) -> torch.Tensor:
+    """Heads [..., head_dim] as int8 [..., bytes_of_head]: codes, zeros, then the scale's bytes. A
+    head that is not finite gets the scale NaN.
+    """
+    exact = heads.float()
+    most = exact.abs().amax(-1, keepdim=True) + (exact * 0).sum(-1, keepdim=True)
+    is_zero = most < _SMALLEST_SCALED
+    inverse = torch.full_like(most, MOST) / most  # `MOST / most` would be rounded twice.
+    codes = exact * inverse.masked_fill_(is_zero, 0)
+    scales = (most / MOST).masked_fill_(is_zero, 0)
+    dim = heads.shape[-1]
+    stored = torch.zeros(*heads.shape[:-1], bytes_of_head(dim), dtype=torch.int8)
+    stored[..., :dim] = codes.round_()
+    stored[..., -_SCALE_BYTES:] = scales.view(torch.int8)
+    return stored
+
+
+def decoded(stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `coded` stored, [..., bytes_of_head] -> [..., head_dim]."""
+    scales = stored[..., -_SCALE_BYTES:].view(torch.float32)
+    return (stored[..., :head_dim] * scales).to(dtype)

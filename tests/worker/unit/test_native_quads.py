@@ -1,0 +1,64 @@
+"""Sums of products of bytes are exact with every instruction set that has a way of its own."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.worker.backends.native.compiled import processor_features
+from services.worker.backends.native.prebuilt import FLAGS, SOURCES
+
+LANES = 16
+WAYS = {
+    "avx2": (("-march=x86-64-v3",), {"avx2", "fma"}),
+    "avx_vnni": (("-march=x86-64-v3", "-mavxvnni"), {"avx2", "fma", "avx_vnni"}),
+    "avx512": (("-march=x86-64-v4",), {"avx512f", "avx512bw"}),
+    "avx512_vnni": (("-march=x86-64-v4", "-mavx512vnni"), {"avx512bw", "avx512_vnni"}),
+}
+"""Flags of the compiler, and what the processor must have."""
+PROGRAM = """
+#include "quads.h"
+using namespace stepwell;
+
+extern "C" void sums(const KeyByte* keys, const KeyByte* query, const ValueByte* values,
+                     const ValueByte* weights, int steps, float* scores, float* weighted) {
+  Vector total[1][1] = {}, added[1][1] = {};
+  multiply<KeyByte, 1, 1, false, LANES>(total, query, 0, keys, steps);
+  multiply<ValueByte, 1, 1, false, LANES>(added, weights, 0, values, steps);
+  store(scores, to_floats(total[0][0]));
+  store(weighted, to_floats(added[0][0]));
+}
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_are_exact(way: str, tmp_path: Path) -> None:
+    flags, needed = WAYS[way]
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    if not needed <= processor_features():
+        pytest.skip(f"the processor has no {way}")
+    source, library = tmp_path / "sums.cpp", tmp_path / "sums.so"
+    source.write_text(PROGRAM)
+    command = [compiler, *FLAGS, *flags, "-I", str(SOURCES), "-shared", "-fPIC", str(source)]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    sums = ctypes.CDLL(str(library)).sums
+    random = np.random.default_rng(1)
+    for steps in (1, 16, 64):
+        keys = random.integers(0, 256, (steps, LANES, 4), np.uint8)
+        query = random.integers(-128, 128, (steps, 4), np.int8)
+        values = random.integers(-128, 128, (steps, LANES, 4), np.int8)
+        weights = random.integers(0, 256, (steps, 4), np.uint8)
+        keys[:, 0], query[:, :2] = 255, -128
+        values[:, 0], weights[:, :2] = -128, 255
+        scores, weighted = np.zeros((2, LANES), np.float32)
+        given = (keys, query, values, weights)
+        pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in (*given, scores, weighted)]
+        sums(*pointers[:4], steps, *pointers[4:])
+        for found, panel, row in ((scores, keys, query), (weighted, values, weights)):
+            expected = np.einsum("slk,sk->l", panel.astype(np.int64), row.astype(np.int64))
+            assert np.array_equal(found, expected)
