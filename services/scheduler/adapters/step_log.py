@@ -1,6 +1,6 @@
 """The step log: a JSON object in each line, of the scheduler's calls and its decisions.
 
-    {"schema": "stepwell.step_log", "version": 3, "config": {...}, "pool": {...}, ...}
+    {"schema": "stepwell.step_log", "version": 4, "config": {...}, "pool": {...}, ...}
     {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
     {"call": "schedule", "step": 0, "keys": [1], "num_scheduled_tokens": [64], ...}
     {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}
