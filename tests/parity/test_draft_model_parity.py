@@ -34,6 +34,7 @@ from tests.parity.situations import (
 )
 from tests.parity.test_services_parity import Outputs, generate, serving
 from tests.parity.test_speculation_parity import DEMO, EDITED
+from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model
 
 NUM_DRAFTS = 4
@@ -113,6 +114,11 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return Drafting(kind, draft, build(directory / "model", draft), outputs)
 
 
+always_right = pytest.mark.parametrize(
+    "drafting", [("llama", "itself"), ("gemma3", "itself")], indirect=True, ids=" by ".join
+)
+
+
 def assert_share(kind: str, recorded: Recorded) -> None:
     """As many drafts stood as they do of such a draft model, where tokens are the most probable."""
     assert recorded.num_drafts > 100
@@ -150,11 +156,10 @@ async def test_drafts_change_no_token(
         assert stats.num_preemptions >= 1
 
 
+@always_right
 async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_one_token(
     drafting: Drafting,
 ) -> None:
-    if drafting.kind != "itself":
-        pytest.skip("not always right")
     async with serving(drafting.worker, SITUATIONS["alone"], async_scheduling=False) as (
         replica,
         gateway,
@@ -217,6 +222,27 @@ async def test_offloaded_blocks_hold_what_the_draft_model_computed(tmp_path: Pat
         cached = [gateway.heard[handle].num_cached_tokens for handle in range(first, first + 16)]
         assert cached == [(len(of) - 1) // BLOCK_SIZE * BLOCK_SIZE for of in prompts()]
     assert_share("itself", recorded)
+
+
+@always_right
+@pytest.mark.parametrize("num_tokens", range(5, 10))
+async def test_a_session_goes_on_inside_the_block_of_its_last_turn(
+    drafting: Drafting, num_tokens: int
+) -> None:
+    recorded = record_drafts(drafting.worker)
+    first, more = prompts()[5], prompts()[7]
+    params = sampling(**{**GREEDY, "max_tokens": num_tokens})
+    async with serving(drafting.worker, TOGETHER, async_scheduling=False) as (_, gateway):
+        await gateway.add(0, first, sampling=params, resumable=True)
+        held = first + (await gateway.until_turn(0))[:-1]
+        await gateway.add_chunk(0, len(held), more, sampling=sampling(**GREEDY))
+        said = (await gateway.until_turn(0, 2))[num_tokens:]
+        assert gateway.heard[0].num_cached_tokens == len(held)
+        assert [said] == await generate(gateway, [held + more], GREEDY)
+        await gateway.abort(0)
+        await gateway.finish(0)
+    assert recorded.num_drafts > MAX_TOKENS
+    assert recorded.num_accepted == recorded.num_drafts
 
 
 async def test_a_shorter_draft_model_drafts_up_to_its_length(tmp_path: Path) -> None:
