@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.platforms.cpu_kernels import KernelsSetting
@@ -145,6 +146,14 @@ def test_a_model_that_drafts_for_itself_is_always_right(served: Served, schedule
     requests, happened = serve_tokens(runner, schedule)
     check(served, requests)
     assert happened.accepted == happened.drafts
+
+
+def test_a_model_that_drafts_for_itself_is_always_right_with_codes(served: Served) -> None:
+    schedule = Schedule(seed=0, block_size=4, max_chunk=7)
+    codes = KVCacheDtype.INT8_PER_TOKEN_HEAD
+    runner = served.runner(schedule, draft_model=served.directory, kv_cache_dtype=codes)
+    _, happened = serve_tokens(runner, schedule)
+    assert happened.accepted == happened.drafts > 20
 
 
 def serve_tokens(runner: ModelRunner, schedule: Schedule) -> tuple[list[Request], Happened]:

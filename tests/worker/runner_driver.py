@@ -122,7 +122,8 @@ def build_runner(
         model, attention = around(model, attention)
     drafter = None if proposer is None else Drafter(ProposerSource(proposer), 4)
     if draft_model is not None:
-        drafter = Drafter(_loaded_draft_model(draft_model, kernels, limits, asked, ranks), 4)
+        source = _loaded_draft_model(draft_model, kernels, limits, asked, kv_cache_dtype, ranks)
+        drafter = Drafter(source, 4)
     stage = None
     if link is not None:
         place = own.stage, own.pipeline_parallel_size
@@ -143,14 +144,25 @@ def build_runner(
 
 
 def _loaded_draft_model(
-    directory: Path, kernels: Kernels, limits: BatchLimits, dtype: DtypeSetting, ranks: Ranks
+    directory: Path,
+    kernels: Kernels,
+    limits: BatchLimits,
+    dtype: DtypeSetting,
+    kv_cache_dtype: KVCacheDtype,
+    ranks: Ranks,
 ) -> DraftModel:
     """A draft model, or this rank's part of it, that finds its blocks as the first group of full
     attention does.
     """
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
-    shape = AttentionShape(loaded.attention, limits.block_size, limits.num_blocks, loaded.dtype)
+    shape = AttentionShape(
+        loaded.attention,
+        limits.block_size,
+        limits.num_blocks,
+        loaded.dtype,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     group = limits.windows.index(None)
     attention = kernels.paged_attention(shape)
     return DraftModel(
