@@ -23,7 +23,7 @@ inline void for_registers(Vector value, Work&& work) {
 // total + the four products of bytes of each lane. `a` has unsigned bytes, `b` signed ones.
 inline Register add_quads(Register total, Register a, Register b) {
   // Written as assembly: of the intrinsic functions' integer vectors, in loops over float vectors,
-  // the compiler (GCC 13) keeps copies on the stack.
+  // the compiler (GCC 12) keeps copies on the stack.
 #if defined(__AVX512VNNI__)
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
   return total;
