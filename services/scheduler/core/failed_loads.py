@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from services.common.ids import BlockId
+from services.common.kv_cache_groups import KVCacheGroup
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -20,14 +21,15 @@ def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
 def set_back(
     requests: Iterable[Request],
     block_tables: Mapping[Request, BlockTables],
-    block_size: int,
+    group: KVCacheGroup,
     invalid: Collection[BlockId],
     scheduled: Mapping[Request, int],
 ) -> tuple[set[Request], list[BlockId]]:
     """Sets requests with one group of layers back to before their first invalid block; of several
     that share one, only the first computes it again, and the others count it as computed, as in
     vLLM. `scheduled` are tokens that count as computed and are not. Returns the requests that have
-    an invalid block, and the blocks from there on.
+    an invalid block, and the blocks from there on. What is no longer seen of a table may be another
+    request's by now.
     """
     affected = set[Request]()
     recomputed = set[BlockId]()
@@ -35,8 +37,9 @@ def set_back(
     for request in requests:
         (blocks,) = block_tables[request]
         num_computed = request.num_computed_tokens - scheduled.get(request, 0)
-        own = blocks[: -(-num_computed // block_size)]
-        bad = [index for index, block in enumerate(own) if block in invalid]
+        own = blocks[: -(-num_computed // group.block_size)]
+        seen = range(group.first_seen_block(num_computed), len(own))
+        bad = [index for index in seen if own[index] in invalid]
         if not bad:
             continue
         affected.add(request)
@@ -46,6 +49,6 @@ def set_back(
         if first is None:
             request.num_computed_tokens = num_computed
         else:
-            request.num_computed_tokens = first * block_size
+            request.num_computed_tokens = first * group.block_size
             stale += blocks[first:]
     return affected, stale

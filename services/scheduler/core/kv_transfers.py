@@ -268,13 +268,13 @@ class KVTransfers:
         if not invalid or len(self._config.all_groups) > 1:
             return failed
         loading = [request for request in waiting if request.key in self._loading]
-        size, tables = self._config.block_size, self._block_tables
-        failed_loads, _ = set_back(loading, tables, size, invalid, {})
-        failed_running, stale = set_back(running, tables, size, invalid, scheduled_tokens(plans))
+        (group,), tables = self._config.all_groups, self._block_tables
+        failed_loads, _ = set_back(loading, tables, group, invalid, {})
+        failed_running, stale = set_back(running, tables, group, invalid, scheduled_tokens(plans))
         if recomputes:
             self._failed_recving |= failed_loads
             for request in failed_running:
-                self._first_invalid[request] = request.num_computed_tokens // size
+                self._first_invalid[request] = request.num_computed_tokens // group.block_size
             return failed_running
         if stale:
             self._kv_cache_manager.evict_blocks(stale)

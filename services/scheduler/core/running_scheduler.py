@@ -50,8 +50,10 @@ class RunningScheduler:
     def preempt_waiting(self, builder: StepBuilder) -> None:
         """Where no request runs and the first that waits lacks blocks, preempts the last of those
         that hold some while they wait. Two sessions whose next turns lack what the other holds
-        would otherwise wait for each other. Sessions between two turns keep theirs, and while
-        transfers or steps in flight are about to give blocks back none is preempted.
+        would otherwise wait for each other, and one that alone holds all blocks for itself: where
+        layers keep states it gives none back before it goes on. Sessions between two turns keep
+        theirs, and while transfers or steps in flight are about to give blocks back none is
+        preempted.
         """
         state = self._state
         is_busy = state.transfers is not None and state.transfers.is_moving
@@ -61,7 +63,10 @@ class RunningScheduler:
         first, *others = (
             one for one in state.queues.queued if not (one.is_blocked or one in passed_over)
         )
-        if victims := [one for one in others if one.holds_blocks]:
+        victims = [one for one in others if one.holds_blocks]
+        if first.holds_blocks and not (victims or state.queues.between_turns):
+            victims = [first]
+        if victims:
             victim = victims[-1]
             lost = Preemption(victim, first, victim.num_computed_tokens)
             builder.plan.preemptions.append(lost)

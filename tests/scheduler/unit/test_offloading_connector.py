@@ -299,6 +299,28 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
     assert request.num_external_tokens == 8
 
 
+async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> None:
+    """The load goes into the first blocks of a running request, and fails."""
+    groups = (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),)
+    story = await Story(replace(CONFIG, groups=groups, num_blocks=6)).stored()
+    running = story.add(list(range(300, 313)), max_tokens=20)
+    plan = await story.step()
+    first, *_ = plan.block_tables[running]
+    while running.num_computed_tokens < 18:
+        await story.step()
+    story.add()
+    plan = await story.step()
+    assert plan.kv_connector_metadata is not None
+    (load,) = plan.kv_connector_metadata.loads
+    (transfer,) = load.blocks
+    assert transfer.block in first[:4]
+    story.finish_loads(transfer.block)
+    num_computed = running.num_computed_tokens
+    await story.step()
+    assert running.num_computed_tokens == num_computed + 1
+    await story.run()
+
+
 async def test_the_tier_outlives_the_pool_but_not_what_was_not_certain() -> None:
     story = Story()
     story.add()

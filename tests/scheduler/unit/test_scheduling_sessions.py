@@ -113,6 +113,22 @@ async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
     assert [session.num_tokens for session in sessions] == [26, 26]
 
 
+async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> None:
+    """Two states fill the pool, and the next turn needs a block for another before it gives one
+    back.
+    """
+    states = KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN)
+    story = Story(num_blocks=3, groups=(states,), max_model_len=40)
+    session = story.add("s", prompt(6), max_tokens=1, resumable=True)
+    while session.status is not RequestStatus.WAITING_FOR_CHUNK:
+        await story.step()
+    story.scheduler.add_chunk(session, chunk(prompt(6, first=800)))
+    story.scheduler.add_chunk(session, None)
+    assert (await story.step()).preempted == ["s"]
+    await story.run()
+    assert session.is_finished
+
+
 async def test_a_state_that_a_step_in_flight_overwrites_is_not_gone_on_from() -> None:
     """The step in flight takes the token in that the end of the turn drops."""
     groups = (
