@@ -17,15 +17,15 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from benchmarks.common.arguments import make_parser, program
-from benchmarks.common.console import show
+from benchmarks.common.arguments import counts, make_parser, program
+from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.common.quantized_model import write_int4_model
@@ -42,10 +42,10 @@ from services.worker.build import build_worker
 from services.worker.models.quantization import QuantizationSetting
 from services.worker.settings import WorkerSettings
 
-LOADS = (
-    *(StepsLoad(f"decode, {level} at once", level, DECODE_PROMPT) for level in DECODE_LEVELS),
-    StepsLoad(f"prompt of {PREFILL_TOKENS} tokens", 1, 0, PREFILL_TOKENS),
+LOADS = tuple(
+    StepsLoad(f"decode, {level} at once", level, DECODE_PROMPT) for level in DECODE_LEVELS
 )
+PROMPT = StepsLoad(f"prompt of {PREFILL_TOKENS} tokens", 1, 0, PREFILL_TOKENS)
 STORED = "stored"
 LLAMACPP_WEIGHTS = ("bf16", "q8_0", "q4_0")
 
@@ -86,7 +86,16 @@ def main() -> None:
         type=program,
         help="an interpreter that has llama-cpp-python and gguf",
     )
+    parser.add_argument(
+        "--concurrency",
+        type=counts,
+        default=DECODE_LEVELS,
+        metavar="N,N",
+        help="requests that decode at once, of 1, 8 and 32 (default: all)",
+    )
     arguments = parser.parse_args()
+    if unknown := set(arguments.concurrency) - set(DECODE_LEVELS):
+        parser.error(f"argument --concurrency: no load has {min(unknown)} requests")
     torch.set_num_threads(arguments.threads)
     model = find_model(arguments.model)
     timers: dict[str, Timer] = {**build_timers(model, arguments.steps, arguments.threads)}
@@ -94,7 +103,8 @@ def main() -> None:
         if arguments.llamacpp_python:
             timers |= start_llamacpp(running, arguments.llamacpp_python, model, arguments.threads)
         show(machine_text(machine(), "worker.quantization"))
-        show(table(timers, arguments.rounds))
+        loads = [load for load in LOADS if load.num_requests in arguments.concurrency]
+        show(table(timers, arguments.rounds, [*loads, PROMPT]))
 
 
 def start_llamacpp(
@@ -141,14 +151,15 @@ def _build_timer(
     return StepTimer(build_worker(settings, "benchmark", lambda: None).runner, num_steps)
 
 
-def table(timers: Mapping[str, Timer], num_rounds: int) -> str:
+def table(timers: Mapping[str, Timer], num_rounds: int, loads: Sequence[StepsLoad]) -> str:
     """Measures every load, after a round that does not count."""
     lines = ["| load | weights | ms | times as fast as stored |", "| --- | --- | ---: | ---: |"]
-    for load in LOADS:
-        turns = [
-            {name: timer.turn(load) for name, timer in timers.items()}
-            for _ in range(num_rounds + 1)
-        ][1:]
+    for load in loads:
+        turns = list[dict[str, float]]()
+        for number in range(num_rounds + 1):
+            turns.append({name: timer.turn(load) for name, timer in timers.items()})
+            log(f"{load.name}, round {number} of {num_rounds}")
+        del turns[0]
         for name in timers:
             millis = statistics.median(times[name] for times in turns)
             ratio = statistics.median(times[STORED] / times[name] for times in turns)

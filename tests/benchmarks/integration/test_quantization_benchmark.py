@@ -2,15 +2,16 @@
 
 from pathlib import Path
 
-from benchmarks.worker.quantization import LOADS, build_timers, table
+from benchmarks.worker.quantization import LOADS, PROMPT, build_timers, table
 
 
 def test_every_load_is_measured_with_each_kind_of_weights(random_model: Path) -> None:
     timers = build_timers(random_model, num_steps=3, num_threads=1)
+    loads = (*LOADS, PROMPT)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in table(timers, 1).splitlines()
+        for line in table(timers, 1, loads).splitlines()
     ]
     kinds = ["stored", "int8", "int4"]
-    assert [row[:2] for row in rows[2:]] == [[load.name, kind] for load in LOADS for kind in kinds]
+    assert [row[:2] for row in rows[2:]] == [[load.name, kind] for load in loads for kind in kinds]
     assert all(float(figure) > 0 for row in rows[2:] for figure in row[2:])
