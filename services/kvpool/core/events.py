@@ -1,5 +1,5 @@
-"""What enters and leaves the prefix index. Today MatchPrefix and WatchEvents are fed with it; the
-directory in Redis, by which gateways will choose replicas, is to be.
+"""What enters and leaves the prefix index: MatchPrefix, WatchEvents and the directory in Redis, by
+which gateways choose replicas, are fed with it.
 
 The vocabulary is that of vLLM's KV events. Hashes are chained, so a block's parent is not named:
 the hashes of a prompt are enough to find how deep it is cached.
