@@ -80,7 +80,6 @@ def pytest_collection_finish() -> None:
     """Exempts what is imported and collected from garbage collection: looking at it again and again
     takes a fifth of the processor time of tests that serve.
     """
-    gc.collect()
     gc.freeze()
     gc.enable()
 

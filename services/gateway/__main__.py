@@ -1,8 +1,12 @@
 """The gateway, `python -m services.gateway`: its composition root."""
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until run_service has frozen what is imported here
+
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import sys

@@ -1,5 +1,10 @@
 """The pool service, `python -m services.kvpool`: its composition root."""
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # until run_service has frozen what is imported here
+
 import asyncio
 import logging
 import time

@@ -112,6 +112,19 @@ run_service("thing", ServiceSettings, serve)
     assert errors.endswith(" info    thing: listening on 127.0.0.1:0\n")
 
 
+def test_garbage_is_collected_while_it_serves_but_not_searched_for_in_what_was_imported() -> None:
+    body = """
+import gc
+gc.disable()
+
+async def serve(settings, stop):
+    print(gc.isenabled(), gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 10_000)
+
+run_service("thing", ServiceSettings, serve)
+"""
+    assert ended(start(body)) == (0, "True True True\n", "")
+
+
 def test_a_defect_ends_it_with_a_traceback() -> None:
     status, _, errors = ended(
         start("""

@@ -13,6 +13,8 @@ PROTO, DATACLASS = "protos/stepwell/common/v1/common.proto", "services/common/sa
 BODIES, SAMPLER = "services/gateway/adapters/http/bodies.py", "services/worker/sampling/filters.py"
 DOCUMENT = "docs/sampling.md"
 COPIED = ("services", "gen", "pyproject.toml", PROTO, DOCUMENT, CHECK)
+BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
+"""Bytecode of another process that has not been renamed yet."""
 
 
 class Tree:
@@ -25,7 +27,7 @@ class Tree:
             source, target = REPOSITORY / name, root / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, target)
+                shutil.copytree(source, target, ignore=BEING_WRITTEN)
             else:
                 shutil.copy(source, target)
 
