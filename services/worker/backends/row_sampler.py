@@ -1,6 +1,5 @@
 """The draw of a token from a row of logits, which kernels may have compiled code for."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +10,8 @@ UNUSABLE = -1
 """Stands for a token that cannot be sampled: of a row with NaN, or whose largest logit is not
 finite.
 """
+REFUSED = -2
+"""Stands for a token of a row in which a mask leaves none, though without it there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,23 @@ class RowParameters:
         return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Which tokens may be drawn, of R rows.
+
+    `words`, int32 [n, V / 32, rounded up]: bit i of a row's words, from the lowest on, is 0 if
+    token i may not. `rows`, int64 [R]: indexes of `words`, -1 for a row in which all may. Both are
+    contiguous.
+    """
+
+    words: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int64]
+
+    def of(self, rows: npt.NDArray[np.int64]) -> "RowMasks":
+        """Those of some rows."""
+        return RowMasks(self.words, self.rows[rows])
+
+
 class RowSampler(Protocol):
     """Draws tokens from rows of logits float32 [n, V]: those at the indexes `rows`, int64 [R]. What
     it gives for a row depends on that row alone, and is the same for every implementation.
@@ -46,17 +64,17 @@ class RowSampler(Protocol):
         logits: npt.NDArray[np.float32],
         rows: npt.NDArray[np.int64],
         parameters: RowParameters,
+        masks: RowMasks | None = None,
     ) -> npt.NDArray[np.int64]:
-        """A token of each row, or UNUSABLE."""
+        """A token of each row, UNUSABLE, or REFUSED."""
 
     def copy(
         self,
         logits: npt.NDArray[np.float32],
         rows: npt.NDArray[np.int64],
-        masks: Sequence[npt.NDArray[np.int32] | None],
+        masks: RowMasks | None,
         copies: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.bool_]:
-        """Writes the rows to `copies` [R, V], with minus infinity for the tokens that a row's mask
-        bans: bit i of its words, from the lowest on, is 0 for token i. Returns for each row whether
-        there is a token to sample in it without the mask.
+        """Writes the rows to `copies` [R, V], with minus infinity for the tokens that may not be
+        drawn. Returns for each row whether there is a token to sample in it without the mask.
         """

@@ -15,8 +15,6 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.structured_outputs import StructuredOutputs
 from services.worker.sampling.arrays import Int32Array
@@ -119,15 +117,21 @@ class GrammarMask:
     """
 
     def __init__(
-        self, grammars: Grammars, wanted: StructuredOutputs, output: Sequence[int], vocab_size: int
+        self,
+        grammars: Grammars,
+        wanted: StructuredOutputs,
+        output: Sequence[int],
+        words: Int32Array,
     ) -> None:
-        """`output`: the tokens so far."""
+        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: always holds the
+        mask of the next token, as one of RowMasks.
+        """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
-        self._packed = np.zeros(-(-vocab_size // 32), np.int32)
-        self._address = self._packed.ctypes.data
-        self._is_current = False
+        self._words = words
+        self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self._matcher: LLMatcher | None = self._made(grammars.matcher)
+        self._update()
 
     @property
     def is_complete(self) -> bool:
@@ -142,24 +146,18 @@ class GrammarMask:
             return []
         return self._matcher.compute_ff_tokens()
 
-    @property
-    def packed(self) -> Int32Array:
-        """The mask of the next token, as RowSampler.copy takes it; valid until `append`."""
-        self._update()
-        return self._packed
-
     def append(self, token_id: int) -> None:
-        """Goes on behind the request's next token."""
+        """Goes on behind the request's next token.
+
+        The mask is made at once, while what the matcher reads is in the processor's caches.
+        """
         self._output.append(token_id)
-        self._is_current = False
         if self._matcher is not None and not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
+        self._update()
 
     def _update(self) -> None:
-        """Makes the mask of the next token, unless it is made."""
-        if self._is_current:
-            return
-        self._is_current = True
+        """Makes the mask of the next token."""
         if self._matcher is not None and not self._fill(self._matcher):
             # A shared automaton may have grown to its limit by others' outputs.
             error = self._matcher.get_error()
@@ -168,11 +166,11 @@ class GrammarMask:
                 logger.warning("an output ends unfinished: %s", error)
                 self._matcher = None
         if self._matcher is None:
-            self._packed.fill(0)
+            self._words.fill(0)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
-        """Whether the matcher made a mask, in `_packed`."""
-        matcher.unsafe_compute_mask_ptr(self._address, self._packed.nbytes)
+        """Whether the matcher made a mask, in `_words`."""
+        matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         return not matcher.is_error()
 
     def _made(self, make: "Callable[[StructuredOutputs], LLMatcher | None]") -> "LLMatcher | None":

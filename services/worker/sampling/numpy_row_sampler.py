@@ -4,12 +4,10 @@ It defines what the compiled ones give: the filters in filters.py, the draw in r
 arithmetic of both in exact_math.py.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from services.worker.backends.row_sampler import UNUSABLE, RowParameters
-from services.worker.sampling.arrays import BoolArray, Float32Array, Int32Array, Int64Array
+from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
+from services.worker.sampling.arrays import BoolArray, Float32Array, Int64Array
 from services.worker.sampling.filters import Filters, keep_only, kept_token_ids
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 from services.worker.sampling.race import Race
@@ -26,7 +24,11 @@ class NumpyRowSampler:
         self._race = Race(max_num_rows, vocab_size)
 
     def sample(
-        self, logits: Float32Array, rows: Int64Array, parameters: RowParameters
+        self,
+        logits: Float32Array,
+        rows: Int64Array,
+        parameters: RowParameters,
+        masks: RowMasks | None = None,
     ) -> Int64Array:
         token_ids = np.full(len(rows), UNUSABLE)
         race, drawing = self._race, list[int]()
@@ -35,16 +37,23 @@ class NumpyRowSampler:
         states = random_states(parameters.seeds, parameters.positions, SAMPLING_STREAM)
         with np.errstate(all="ignore"):
             for index, row in enumerate(rows.tolist()):
-                best = logits[row].argmax()
-                largest, temperature = logits[row, best], temperatures[index]
+                of_row, allowed = logits[row], _allowed(masks, index, logits.shape[1])
+                best, temperature = of_row.argmax(), temperatures[index]
+                if not np.isfinite(of_row[best]):
+                    continue
+                if allowed is not None:
+                    of_row = np.where(allowed, of_row, -np.inf)
+                    best = of_row.argmax()
+                largest = of_row[best]
                 if not np.isfinite(largest):
+                    token_ids[index] = REFUSED
                     continue
                 token_ids[index] = best
                 if temperature == 0:
                     continue
                 filters = Filters.from_values(parameters.values[1:, index].tolist())
-                np.copyto(race.next_row, logits[row])
-                kept = kept_token_ids(logits[row], largest, temperature, filters)
+                np.copyto(race.next_row, of_row)
+                kept = kept_token_ids(of_row, largest, temperature, filters)
                 if kept is not None:
                     keep_only(race.next_row, kept)
                 race.enter(largest, temperature, states[index])
@@ -60,15 +69,22 @@ class NumpyRowSampler:
         self,
         logits: Float32Array,
         rows: Int64Array,
-        masks: Sequence[Int32Array | None],
+        masks: RowMasks | None,
         copies: Float32Array,
     ) -> BoolArray:
         usable = np.empty(len(rows), np.bool_)
-        for index, (row, mask) in enumerate(zip(rows.tolist(), masks, strict=True)):
-            copy = copies[index]
+        for index, row in enumerate(rows.tolist()):
+            copy, allowed = copies[index], _allowed(masks, index, logits.shape[1])
             np.copyto(copy, logits[row])
             usable[index] = np.isfinite(copy[copy.argmax()])
-            if mask is not None:
-                bits = np.unpackbits(mask.view(np.uint8), count=len(copy), bitorder="little")
-                np.copyto(copy, -np.inf, where=bits == 0)
+            if allowed is not None:
+                np.copyto(copy, -np.inf, where=~allowed)
         return usable
+
+
+def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
+    """Of each token [V] of a row whether it may be drawn; None if all may."""
+    if masks is None or masks.rows[index] < 0:
+        return None
+    words = masks.words[masks.rows[index]]
+    return np.unpackbits(words.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)

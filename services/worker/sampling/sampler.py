@@ -1,13 +1,18 @@
 """The sampler of the input batch: one row of logits in, one token out, per request."""
 
 from dataclasses import dataclass
-from itertools import compress
 
 import numpy as np
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.backends.row_sampler import UNUSABLE, RowParameters, RowSampler
+from services.worker.backends.row_sampler import (
+    REFUSED,
+    UNUSABLE,
+    RowMasks,
+    RowParameters,
+    RowSampler,
+)
 from services.worker.sampling.arrays import (
     BoolArray,
     Float32Array,
@@ -82,8 +87,9 @@ class Sampler:
     The result of a row does not depend on other rows, bit for bit: a request samples the same
     tokens alone and in any batch, and after it was removed and added again with its output.
 
-    Rows of requests with edits are copied, with the mask of the grammar applied, and edited one by
-    one. From temperature on all rows are one call of a RowSampler, and those with edits another.
+    All rows are one call of a RowSampler, which masks of grammars are part of. Rows of requests
+    with other edits are copied, with the mask of the grammar applied, and edited one by one; from
+    temperature on they are another call.
     """
 
     def __init__(
@@ -101,7 +107,13 @@ class Sampler:
         self._requests: dict[int, _Request] = {}
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
-        self._is_edited = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
+        """Whether a request has neither edits nor a grammar."""
+        self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._masks: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
+        """Those of grammars; of other requests they are not read."""
+        self._mask_rows = np.full(max_num_seqs, -1)
+        """The row itself, -1 for a request without a grammar."""
         self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
@@ -122,7 +134,7 @@ class Sampler:
         """
         if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
-        grammar = self._grammar(params, token_ids[num_prompt_tokens:])
+        grammar = self._grammar(params, token_ids[num_prompt_tokens:], self._masks[batch_row])
         edits = logit_edits(
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders, grammar
         )
@@ -131,7 +143,9 @@ class Sampler:
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
         self._parameters[:, batch_row] = temperature, *filter_values(params)
-        self._is_edited[batch_row] = bool(edits) or grammar is not None
+        self._is_plain[batch_row] = not edits and grammar is None
+        self._has_edits[batch_row] = bool(edits)
+        self._mask_rows[batch_row] = -1 if grammar is None else batch_row
         self._wants_logprobs[batch_row] = params.logprobs is not None
 
     def remove(self, batch_row: int) -> None:
@@ -141,7 +155,7 @@ class Sampler:
 
     def is_simple(self, batch_rows: np.ndarray) -> bool:
         """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
-        return not self._is_edited[batch_rows].any()
+        return bool(self._is_plain[batch_rows].all())
 
     def forced_tokens(self, batch_row: int) -> list[int]:
         """The tokens that a request's grammar leaves no choice about; none without a grammar."""
@@ -184,8 +198,9 @@ class Sampler:
         """
         on_host: Float32Array = logits.numpy(force=True)
         rows = np.arange(len(on_host)) if at is None else at
-        token_ids, refused = self._draw(on_host, rows, batch_rows, drawn)
-        usable = token_ids != UNUSABLE
+        token_ids = self._draw(on_host, rows, batch_rows, drawn)
+        unusable, refused = token_ids == UNUSABLE, token_ids == REFUSED
+        usable = ~(unusable | refused)
         token_ids[~usable] = 0
         logprobs = {
             row: logprob_rows(
@@ -197,12 +212,11 @@ class Sampler:
             if usable[row]
         }
         self._append(batch_rows, token_ids)
-        usable[refused] = True
         return SamplerOutput(
             token_ids=token_ids.astype(np.int32),
             logprobs=logprobs,
-            nan_rows=np.flatnonzero(~usable).astype(np.int32),
-            refused_rows=np.array(refused, np.int32),
+            nan_rows=unusable.nonzero()[0].astype(np.int32),
+            refused_rows=refused.nonzero()[0].astype(np.int32),
         )
 
     def draw_ahead(
@@ -212,7 +226,7 @@ class Sampler:
         behind its request's next one, or UNUSABLE, as for requests with edits: their tokens depend
         on those before. No token becomes part of a request. None if it is not worth it.
         """
-        plain = np.flatnonzero(~self._is_edited[batch_rows])
+        plain = np.flatnonzero(self._is_plain[batch_rows])
         if not (self._row_sampler.draws_ahead and len(plain)):
             return None
         token_ids = np.full(len(ahead), UNUSABLE)
@@ -220,23 +234,24 @@ class Sampler:
         token_ids[plain] = self._row_sampler.sample(logits.numpy(force=True), plain, parameters)
         return token_ids
 
-    def _grammar(self, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
-        """What holds a request to its `structured_outputs`, after the output so far."""
+    def _grammar(
+        self, params: SamplingParams, output: np.ndarray, words: Int32Array
+    ) -> GrammarMask | None:
+        """What holds a request to its `structured_outputs`, after the output so far, with its mask
+        in `words`.
+        """
         if params.structured_outputs is None:
             return None
         if self._grammars is None:
             raise ValueError("this sampler cannot constrain outputs")
-        return GrammarMask(
-            self._grammars, params.structured_outputs, output.tolist(), self._vocab_size
-        )
+        return GrammarMask(self._grammars, params.structured_outputs, output.tolist(), words)
 
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
         """The logits [1, V] of which log-probabilities are reported, of a row [1]."""
-        grammar = self._requests[batch_row].grammar
-        if grammar is None:
+        if self._requests[batch_row].grammar is None:
             return logits[row]
         copies = self._copies[:1]
-        self._row_sampler.copy(logits, row, [grammar.packed], copies)
+        self._row_sampler.copy(logits, row, self._row_masks(np.array([batch_row])), copies)
         return copies
 
     def _draw(
@@ -245,44 +260,49 @@ class Sampler:
         rows: Int64Array,
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
-    ) -> tuple[Int64Array, list[int]]:
-        """A token for each of these rows of the logits, or UNUSABLE; and those, by their index in
-        `rows`, in which a grammar and other parameters leave none.
+    ) -> Int64Array:
+        """A token for each of these rows of the logits, UNUSABLE, or REFUSED if a grammar and other
+        parameters leave none.
         """
-        parameters = self._row_parameters(batch_rows)
-        is_edited = self._is_edited[batch_rows]
-        if drawn is None and not is_edited.any():
-            return self._row_sampler.sample(logits, rows, parameters), []
+        parameters, masks = self._row_parameters(batch_rows), self._row_masks(batch_rows)
+        has_edits = self._has_edits[batch_rows]
+        if drawn is None and not has_edits.any():
+            return self._row_sampler.sample(logits, rows, parameters, masks)
+        unedited = ~has_edits if drawn is None else ~(has_edits | self._is_plain[batch_rows])
         token_ids = np.empty(len(rows), np.int64) if drawn is None else drawn.copy()
-        plain, edited = np.flatnonzero(~is_edited), np.flatnonzero(is_edited)
-        if drawn is None and len(plain):
-            token_ids[plain] = self._row_sampler.sample(logits, rows[plain], parameters.of(plain))
-        refused = list[int]()
+        some = unedited.nonzero()[0]
+        if len(some):
+            token_ids[some] = self._row_sampler.sample(
+                logits, rows[some], parameters.of(some), None if masks is None else masks.of(some)
+            )
+        edited = has_edits.nonzero()[0]
         for start in range(0, len(edited), len(self._copies)):
             some = edited[start : start + len(self._copies)]
-            copies, usable = self._edited(logits, rows[some], batch_rows[some].tolist())
+            copies, usable = self._edited(logits, rows[some], batch_rows[some])
             found = self._row_sampler.sample(copies, np.arange(len(some)), parameters.of(some))
+            found[(found == UNUSABLE) & (self._mask_rows[batch_rows[some]] >= 0)] = REFUSED
             found[~usable] = UNUSABLE
             token_ids[some] = found
-            refused += some[usable & (found == UNUSABLE)].tolist()
-        of_grammar = [self._requests[batch_rows[row]].grammar is not None for row in refused]
-        return token_ids, list(compress(refused, of_grammar))
+        return token_ids
 
     def _edited(
-        self, logits: Float32Array, rows: Int64Array, batch_rows: list[int]
+        self, logits: Float32Array, rows: Int64Array, batch_rows: np.ndarray
     ) -> tuple[Float32Array, BoolArray]:
         """Copies of these rows with the edits of their requests, and whether there was a token to
         sample in each before.
         """
-        requests = [self._requests[row] for row in batch_rows]
-        masks = [None if one.grammar is None else one.grammar.packed for one in requests]
         copies = self._copies[: len(rows)]
-        usable = self._row_sampler.copy(logits, rows, masks, copies)
+        usable = self._row_sampler.copy(logits, rows, self._row_masks(batch_rows), copies)
         with np.errstate(all="ignore"):
-            for copy, request in zip(copies, requests, strict=True):
-                for edit in request.edits:
+            for copy, row in zip(copies, batch_rows.tolist(), strict=True):
+                for edit in self._requests[row].edits:
                     edit.apply(copy)
         return copies, usable
+
+    def _row_masks(self, batch_rows: np.ndarray) -> RowMasks | None:
+        """The masks of these requests; None if none has a grammar."""
+        rows = self._mask_rows[batch_rows]
+        return RowMasks(self._masks, rows) if (rows >= 0).any() else None
 
     def _row_parameters(self, batch_rows: np.ndarray, ahead: Int64Array | int = 0) -> RowParameters:
         values = self._parameters.take(batch_rows, axis=1)
@@ -293,7 +313,7 @@ class Sampler:
 
     def _append(self, batch_rows: np.ndarray, token_ids: Int64Array) -> None:
         self._num_tokens[batch_rows] += 1
-        for row in self._is_edited[batch_rows].nonzero()[0].tolist():
+        for row in (~self._is_plain[batch_rows]).nonzero()[0].tolist():
             request, token_id = self._requests[batch_rows[row]], int(token_ids[row])
             if request.grammar is not None:
                 request.grammar.append(token_id)

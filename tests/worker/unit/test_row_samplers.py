@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from services.worker.backends.native.compiled import processor_features
 from services.worker.backends.native.prebuilt import FLAGS, KINDS, SOURCES
 from services.worker.backends.native.row_sampler import NativeRowSampler
-from services.worker.backends.row_sampler import UNUSABLE, RowParameters
+from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
 from services.worker.sampling.filters import NUM_ROW_VALUES
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 
@@ -51,17 +51,33 @@ def parameters_of(rows: list[tuple[float, int, float, float]], seed: int) -> Row
 
 
 def assert_equal(
-    native: NativeRowSampler, logits: np.ndarray, parameters: RowParameters
+    native: NativeRowSampler,
+    logits: np.ndarray,
+    parameters: RowParameters,
+    masks: RowMasks | None = None,
 ) -> np.ndarray:
     """Rows in another order than in the matrix, all at once and the last one alone."""
     rows = np.arange(len(logits))[::-1].copy()
-    expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters)
-    found = native.sample(logits, rows, parameters)
+    expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
+    found = native.sample(logits, rows, parameters, masks)
     np.testing.assert_array_equal(found, expected)
     last = np.array([len(rows) - 1])
-    alone = native.sample(logits, rows[last], parameters.of(last))
+    of_last = None if masks is None else masks.of(last)
+    alone = native.sample(logits, rows[last], parameters.of(last), of_last)
     assert alone.tolist() == expected[last].tolist()
     return expected
+
+
+def drawn_masks(kinds: list[str], generator: np.random.Generator, size: int) -> RowMasks:
+    """Masks that allow all tokens, a few, about half, or none, in no order; or there is none."""
+    fractions = {"all": 1.0, "few": 0.01, "half": 0.5, "none": 0.0}
+    allowed = np.zeros((len(kinds), -(-size // 32) * 32), np.bool_)
+    rows = generator.permutation(len(kinds))
+    for row, kind in zip(rows, kinds, strict=True):
+        allowed[row] = generator.random(allowed.shape[1]) < fractions.get(kind, 1.0)
+    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
+    is_masked = np.array([kind in fractions for kind in kinds])
+    return RowMasks(words, np.where(is_masked, rows, -1))
 
 
 KIND_OF_LOGITS = st.sampled_from(
@@ -138,6 +154,44 @@ def test_draws_from_large_vocabularies_are_those_of_numpy(
     torch.set_num_threads(2)
 
 
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 31, 33, 127, 4096, 4099, 9001]),
+    rows=st.lists(
+        st.tuples(
+            KIND_OF_LOGITS, ROW, st.sampled_from(["no mask", "all", "few", "few", "half", "none"])
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    special=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9000), SPECIAL), max_size=2),
+)
+def test_masked_draws_are_those_from_rows_without_the_banned_tokens(
+    native: NativeRowSampler,
+    seed: int,
+    size: int,
+    rows: list[tuple[str, tuple[float, int, float, float], str]],
+    special: list[tuple[int, int, float]],
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits = np.stack([drawn_logits(kind, generator, size) for kind, _, _ in rows])
+    for row, token_id, value in special:
+        logits[row % len(rows), token_id % size] = value
+    masks = drawn_masks([mask for _, _, mask in rows], generator, size)
+    parameters = parameters_of([row for _, row, _ in rows], seed)
+    drawn = assert_equal(native, logits, parameters, masks)
+    order = np.arange(len(rows))[::-1].copy()
+    bits = np.unpackbits(masks.words.view(np.uint8), axis=1, count=size, bitorder="little")
+    banned = np.where((masks.rows >= 0)[:, None], bits[masks.rows] == 0, False)
+    unmasked = native.sample(logits, order, parameters)
+    left = np.where(banned, -np.inf, logits[order])
+    expected = native.sample(left, np.arange(len(rows)), parameters)
+    expected[(expected == UNUSABLE) & banned.any(axis=1)] = REFUSED
+    expected[unmasked == UNUSABLE] = UNUSABLE
+    np.testing.assert_array_equal(drawn, expected)
+
+
 def test_rows_without_a_distribution_are_told_and_change_no_other(native: NativeRowSampler) -> None:
     generator = np.random.default_rng(4)
     logits = generator.standard_normal((6, 5000)).astype(np.float32)
@@ -163,7 +217,7 @@ def test_masked_copies_are_those_of_numpy(
     for value in values:
         logits[generator.integers(4), generator.integers(size)] = value
     words = generator.integers(-(2**31), 2**31, (4, -(-size // 32)), dtype=np.int64)
-    masks = [None, *words[1:].astype(np.int32)]
+    masks = RowMasks(words.astype(np.int32), np.array([-1, 1, 2, 3]))
     rows = np.array([3, 0, 2, 2])
     found, expected = np.empty((2, 4, size), np.float32)
     usable = native.copy(logits, rows, masks, found)
@@ -171,7 +225,7 @@ def test_masked_copies_are_those_of_numpy(
         usable, NumpyRowSampler(4, size).copy(logits, rows, masks, expected)
     )
     np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32))
-    bits = np.unpackbits(masks[1].view(np.uint8), bitorder="little")[:size]
+    bits = np.unpackbits(masks.words[1].view(np.uint8), bitorder="little")[:size]
     np.testing.assert_array_equal(found[1] == -np.inf, (bits == 0) | (logits[0] == -np.inf))
 
 

@@ -200,6 +200,12 @@ class NativeLogitRows(ctypes.Structure):
     )
 
 
+class NativeRowMasks(ctypes.Structure):
+    """See RowMasks; `rows` is None where no row has a mask."""
+
+    _fields_ = _fields({"words": _ADDRESS, "width": _COUNT, "rows": _ADDRESS})
+
+
 class NativeRowParameters(ctypes.Structure):
     """See RowParameters."""
 
@@ -210,12 +216,14 @@ class SamplingFunctions:
     """The library's functions for sampling, whatever the model's data type is."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        rows, parameters = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowParameters)
+        rows, masks = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowMasks)
+        parameters = ctypes.POINTER(NativeRowParameters)
         self.num_row_values: int = library.num_row_values()
         self.sample_rows = library.sample_rows
-        self.sample_rows.argtypes, self.sample_rows.restype = (rows, parameters, _ADDRESS), None
+        self.sample_rows.argtypes = (rows, masks, parameters, _ADDRESS)
+        self.sample_rows.restype = None
         self.copy_rows = library.copy_rows
-        self.copy_rows.argtypes, self.copy_rows.restype = (rows, *3 * (_ADDRESS,)), None
+        self.copy_rows.argtypes, self.copy_rows.restype = (rows, masks, *2 * (_ADDRESS,)), None
 
 
 class Functions:
@@ -265,6 +273,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "StepLora": StepLora,
     "LoraDelta": LoraDelta,
     "LogitRows": NativeLogitRows,
+    "RowMasks": NativeRowMasks,
     "RowParameters": NativeRowParameters,
 }
 """By their names in C++."""

@@ -1,17 +1,17 @@
 """Draws from rows of logits in the compiled library: see cpp/sampling.h."""
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from services.worker.backends.native.library import (
     NativeLogitRows,
+    NativeRowMasks,
     NativeRowParameters,
     SamplingFunctions,
 )
-from services.worker.backends.row_sampler import RowParameters
+from services.worker.backends.row_sampler import RowMasks, RowParameters
 
 
 class NativeRowSampler:
@@ -27,6 +27,7 @@ class NativeRowSampler:
         logits: npt.NDArray[np.float32],
         rows: npt.NDArray[np.int64],
         parameters: RowParameters,
+        masks: RowMasks | None = None,
     ) -> npt.NDArray[np.int64]:
         num_values, num_known = len(parameters.values), self._functions.num_row_values
         if num_values != num_known:
@@ -35,22 +36,21 @@ class NativeRowSampler:
         drawn = NativeRowParameters(
             *map(_address, (parameters.values, parameters.seeds, parameters.positions))
         )
-        self._functions.sample_rows(_logit_rows(logits, rows), drawn, _address(token_ids))
+        self._functions.sample_rows(
+            _logit_rows(logits, rows), _row_masks(masks), drawn, _address(token_ids)
+        )
         return token_ids
 
     def copy(
         self,
         logits: npt.NDArray[np.float32],
         rows: npt.NDArray[np.int64],
-        masks: Sequence[npt.NDArray[np.int32] | None],
+        masks: RowMasks | None,
         copies: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.bool_]:
         usable = np.empty(len(rows), np.bool_)
-        addresses = (ctypes.c_void_p * len(masks))(
-            *(None if mask is None else _address(mask) for mask in masks)
-        )
         self._functions.copy_rows(
-            _logit_rows(logits, rows), addresses, _address(copies), _address(usable)
+            _logit_rows(logits, rows), _row_masks(masks), _address(copies), _address(usable)
         )
         return usable
 
@@ -58,6 +58,12 @@ class NativeRowSampler:
 def _logit_rows(logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> NativeLogitRows:
     stride, size = logits.strides[0] // logits.itemsize, logits.shape[1]
     return NativeLogitRows(_address(logits), stride, size, _address(rows), len(rows))
+
+
+def _row_masks(masks: RowMasks | None) -> NativeRowMasks:
+    if masks is None:
+        return NativeRowMasks(None, 0, None)
+    return NativeRowMasks(_address(masks.words), masks.words.shape[1], _address(masks.rows))
 
 
 def _address(array: np.ndarray) -> int:

@@ -28,6 +28,7 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "StepLora") return sizeof(StepLora<float>);
   if (wanted == "LoraDelta") return sizeof(LoraDelta<float>);
   if (wanted == "LogitRows") return sizeof(LogitRows);
+  if (wanted == "RowMasks") return sizeof(RowMasks);
   if (wanted == "RowParameters") return sizeof(RowParameters);
   return 0;
 }

@@ -7,21 +7,22 @@ namespace stepwell {
 // How many values RowParameters has of each row.
 extern "C" std::int64_t num_row_values() { return NUM_ROW_VALUES; }
 
-// A token for each of the rows, or UNUSABLE.
-extern "C" void sample_rows(const LogitRows& rows, const RowParameters& parameters,
-                            std::int64_t* token_ids) {
+// A token for each of the rows, UNUSABLE, or REFUSED.
+extern "C" void sample_rows(const LogitRows& rows, const RowMasks& masks,
+                            const RowParameters& parameters, std::int64_t* token_ids) {
   double per_byte = 0;
   for (std::int64_t i = 0; i < rows.count; ++i) per_byte += work_per_byte(rows, i, parameters);
-  for_each_row(rows, per_byte,
-               [&](std::int64_t index) { token_ids[index] = sample_row(rows, index, parameters); });
+  for_each_row(rows, per_byte, [&](std::int64_t index) {
+    token_ids[index] = sample_row(rows, masks, index, parameters);
+  });
 }
 
-// Copies of the rows, one behind the other, see copy_row. `masks`: of each row, or null.
-extern "C" void copy_rows(const LogitRows& rows, const std::uint32_t* const* masks, float* copies,
+// Copies of the rows, one behind the other, see copy_row.
+extern "C" void copy_rows(const LogitRows& rows, const RowMasks& masks, float* copies,
                           bool* usable) {
   for_each_row(rows, double(rows.count), [&](std::int64_t index) {
     float* copy = copies + index * rows.size;
-    usable[index] = copy_row(rows.of(index), rows.size, masks[index], copy);
+    usable[index] = copy_row(rows.of(index), rows.size, masks.of(index), copy);
   });
 }
 

@@ -10,6 +10,7 @@
 namespace stepwell {
 
 constexpr std::int64_t UNUSABLE = -1;  // In place of a token, where there is none to sample.
+constexpr std::int64_t REFUSED = -2;   // The same where only a mask leaves none.
 constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The temperature is the first.
 
 // Some rows of a matrix of logits. `rows`: their indexes.
@@ -23,38 +24,24 @@ struct LogitRows {
   const float* of(std::int64_t index) const { return logits + rows[index] * stride; }
 };
 
+// Which tokens may be drawn from each row: see RowMasks in row_sampler.py. `rows`: null where no
+// row has a mask.
+struct RowMasks {
+  const std::uint32_t* words;
+  std::int64_t width;
+  const std::int64_t* rows;
+
+  const std::uint32_t* of(std::int64_t index) const {
+    return rows == nullptr || rows[index] < 0 ? nullptr : words + rows[index] * width;
+  }
+};
+
 // How a token is drawn from each row: see RowParameters in row_sampler.py.
 struct RowParameters {
   const double* values;  // [NUM_ROW_VALUES, count]
   const std::uint64_t* seeds;
   const std::int64_t* positions;
 };
-
-// A token of the row at an index, or UNUSABLE.
-inline std::int64_t sample_row(const LogitRows& rows, std::int64_t index,
-                               const RowParameters& parameters) {
-  const std::int64_t size = rows.size;
-  const std::int64_t num_blocks = LogitRow::blocks_of(size);
-  const std::int64_t num_floats = TokenFilters::scratch_floats(size);
-  Scratch& scratch = Scratch::own();
-  scratch.reserve(num_blocks * (sizeof(float) + 2 * sizeof(double)) +
-                  2 * num_floats * sizeof(float) + 5 * 64);
-  LogitRow row{rows.of(index), size, scratch.take<float>(num_blocks), NO_LOGIT};
-  if (!find_maxima(row)) return UNUSABLE;
-  const double* values = parameters.values + index;
-  const float temperature = float(values[0]);
-  if (temperature == 0) return first_of_largest(row);
-  const Filters filters = Filters::from(values + rows.count, rows.count);
-  KeptTokens kept;
-  if (filters.any()) {
-    float* found = scratch.take<float>(num_floats);
-    kept = TokenFilters(row, filters, temperature, found, scratch.take<float>(num_floats)).kept();
-  }
-  std::uint64_t states[2];
-  random_states(parameters.seeds[index], parameters.positions[index], states);
-  double* bounds = scratch.take<double>(num_blocks);
-  return TokenRace(row, kept, temperature, states, bounds, scratch.take<double>(num_blocks)).run();
-}
 
 // Copies a row, with minus infinity where a bit of the mask is 0; without a mask all of it. Returns
 // whether there is a token to sample in the row, whatever the mask leaves.
@@ -92,6 +79,39 @@ inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t
     any_nan |= nan[i];
   }
   return !any_nan && most - most == 0;
+}
+
+// A token of the row at an index, UNUSABLE, or REFUSED.
+inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std::int64_t index,
+                               const RowParameters& parameters) {
+  const std::int64_t size = rows.size;
+  const std::uint32_t* mask = masks.of(index);
+  const std::int64_t num_blocks = LogitRow::blocks_of(size);
+  const std::int64_t num_floats = TokenFilters::scratch_floats(size);
+  Scratch& scratch = Scratch::own();
+  scratch.reserve(num_blocks * (sizeof(float) + 2 * sizeof(double)) +
+                  (2 * num_floats + (mask == nullptr ? 0 : size)) * sizeof(float) + 6 * 64);
+  const float* logits = rows.of(index);
+  if (mask != nullptr) {
+    float* copy = scratch.take<float>(size);
+    if (!copy_row(logits, size, mask, copy)) return UNUSABLE;
+    logits = copy;
+  }
+  LogitRow row{logits, size, scratch.take<float>(num_blocks), NO_LOGIT};
+  if (!find_maxima(row)) return mask == nullptr ? UNUSABLE : REFUSED;
+  const double* values = parameters.values + index;
+  const float temperature = float(values[0]);
+  if (temperature == 0) return first_of_largest(row);
+  const Filters filters = Filters::from(values + rows.count, rows.count);
+  KeptTokens kept;
+  if (filters.any()) {
+    float* found = scratch.take<float>(num_floats);
+    kept = TokenFilters(row, filters, temperature, found, scratch.take<float>(num_floats)).kept();
+  }
+  std::uint64_t states[2];
+  random_states(parameters.seeds[index], parameters.positions[index], states);
+  double* bounds = scratch.take<double>(num_blocks);
+  return TokenRace(row, kept, temperature, states, bounds, scratch.take<double>(num_blocks)).run();
 }
 
 // The work of sampling a row for each byte of its logits, in the unit of threads.h.
