@@ -3,8 +3,8 @@
 import asyncio
 import gc
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -90,11 +90,14 @@ class BenchRun:
         progress = Progress(settings.num_expected)
         load = LoadRun(server, self._clock, budget, progress, is_chat=settings.api == CHAT)
         sending = self._sending(load)
-        with _collected():
-            async with progress, LoopLag() as lag:
-                started_at = datetime.now(UTC)
-                self._clock.start()
-                is_interrupted = await _until_interrupted(sending)
+        # A full collection that visits what the start built would hold up the load. What is frozen
+        # stays so: the process ends after the run.
+        gc.collect()
+        gc.freeze()
+        async with progress, LoopLag() as lag:
+            started_at = datetime.now(UTC)
+            self._clock.start()
+            is_interrupted = await _until_interrupted(sending)
         return Outcome(
             settings=settings,
             url=self._address.url,
@@ -144,17 +147,6 @@ class BenchRun:
         if settings.trace is not None:
             return trace_load(settings, trace_lines(settings.trace), self._vocabulary)
         return synthetic_load(settings, self._vocabulary)
-
-
-@contextmanager
-def _collected() -> Iterator[None]:
-    """Garbage is collected before; objects of the start are not looked at again meanwhile."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def _until_interrupted(sending: Coroutine[Any, Any, None]) -> bool:
