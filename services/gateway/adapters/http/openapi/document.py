@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -35,7 +36,7 @@ def openapi_document(
         "info": {"title": title, "description": description, "version": version("stepwell")},
         "paths": paths,
         "components": {
-            "schemas": _schemas(routes),
+            "schemas": _schemas(_models(routes)),
             "responses": {error.name: _error(status) for status, error in ERRORS.items()},
             "headers": HEADERS,
         },
@@ -176,11 +177,19 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _SCHEMAS + model.__name__}
 
 
-def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
+def _models(routes: Sequence[Route]) -> tuple[type[BaseModel], ...]:
     models: dict[type[BaseModel], None] = {Error: None}
     for route in routes:
         used = (route.answer, route.events, route.body, route.error, *route.other_answers.values())
         models |= dict.fromkeys(model for model in used if isinstance(model, type))
+    return tuple(models)
+
+
+@cache
+def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    """The schemas of these models and of those that they refer to. They are nearly all of the time
+    that a document takes, and are the same for all gateways of a process.
+    """
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
     )
