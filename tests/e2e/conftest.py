@@ -1,6 +1,9 @@
-"""Stacks that several tests share: each kind starts when it is first wanted."""
+"""Stacks that several tests share: each kind starts when it is first wanted, and all end with the
+last test of this package.
+"""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,21 +11,32 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.e2e.stack import Stack
+from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import save_servable_model
 
 # A cache that is soon all written to, so that memory can be seen to stay; a pool that holds about
-# four of the sequences that the tests run sixteen of; steps that cut prompts into chunks of seven.
+# four of the sequences that the tests run sixteen of; steps that cut prompts into chunks of seven,
+# in the order of priorities.
 FLAGS = {
     "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
-    "chunks of 7": ("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+    "chunks of 7": (
+        *("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
+        *("--policy", "priority"),
+    ),
     "speculating": (
         *("--num-blocks", "1000", "--speculative-config"),
         '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}',
     ),
     "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
+DEMO = ROOT / "models" / "demo"
+# All that clients of other projects ask for: tool calls, and vllm.grpc.engine.
+DEMO_FLAGS = (
+    *("--num-blocks", "2000", "--max-num-seqs", "16"),
+    *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
+    *("--vllm-grpc-port", "0", "--vllm-grpc-client-stops"),
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return TinyModel(directory, save_servable_model(directory))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
     """The running stack of a kind."""
     running: dict[str, Stack] = {}
@@ -58,13 +72,27 @@ def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
         stack.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(stack_of: Callable[[str], Stack]) -> Stack:
     """The plain stack."""
     return stack_of("plain")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def vllm_stack(stack_of: Callable[[str], Stack]) -> Stack:
     """A stack whose scheduler serves vllm.grpc.engine, too."""
     return stack_of("vllm.grpc")
+
+
+@pytest.fixture(scope="package")
+def demo_stack() -> Iterator[Stack]:
+    """A stack that serves the demo model, whose text is text."""
+    with closing(Stack(DEMO, *DEMO_FLAGS)) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="package")
+def demo_replicas() -> Iterator[Stack]:
+    """The same with two replicas."""
+    with closing(Stack(DEMO, *DEMO_FLAGS, "--replicas", "2")) as stack:
+        yield stack

@@ -130,8 +130,11 @@ class Stack:
         wait_for(back, seconds)
 
     def healthy(self) -> bool:
-        """Whether the gateway can serve."""
-        return http_get(f"{self.url}/health").status_code == httpx.codes.OK
+        """Whether the gateway answers, and can serve."""
+        try:
+            return http_get(f"{self.url}/health").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
 
     def terminate(self) -> None:
         """Asks it to stop."""

@@ -1,20 +1,12 @@
 """`stepwell bench` against all four services with the demo model."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.cli.__main__ import main
-from tests.e2e.stack import ROOT, Stack
-
-
-@pytest.fixture(scope="module")
-def demo_stack() -> Iterator[Stack]:
-    stack = Stack(ROOT / "models" / "demo", "--num-blocks", "2000")
-    yield stack
-    stack.close()
+from tests.e2e.stack import Stack
 
 
 @pytest.mark.parametrize("api", ["completions", "chat"])

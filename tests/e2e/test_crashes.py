@@ -66,17 +66,7 @@ async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
     with pytest.raises(Exception):  # noqa: B017, PT011 - Whatever the transport calls it.
         await answers(stack, tiny_model.model, victim="gateway")
 
-    wait_for(lambda: stack.pids().get("gateway", pid) != pid)
-    wait_for(lambda: _serves(stack))
+    stack.wait_until_back("gateway", pid)
     wait_for(lambda: stack.status()["num_running"] == 0)
     status = stack.status()
     assert status["num_free_blocks"] == status["num_usable_blocks"]
-
-
-def _serves(stack: Stack) -> bool:
-    try:
-        return stack.healthy()
-    except OSError:
-        return False
-    except Exception as error:
-        return type(error).__module__.startswith("httpx") and False

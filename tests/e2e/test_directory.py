@@ -1,15 +1,9 @@
-"""The gateway's index of what the pool caches: with Redis, through its loss, and without it."""
+"""The gateway's index of what the pool caches: with Redis, and through its loss."""
 
-import asyncio
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from benchmarks.soak.replicas import Replicas
-from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack, wait_for
 from tests.plain_http import http_get, http_post
@@ -80,37 +74,3 @@ def test_requests_go_on_while_redis_is_lost_and_the_index_is_right_again(
         finally:
             stack.close()
             print(*stack.output, sep="\n")
-
-
-@pytest.mark.slow
-async def test_without_redis_the_gateway_follows_the_pools_themselves(
-    tiny_model: TinyModel,
-) -> None:
-    settings = UpSettings(
-        model=tiny_model.directory,
-        dtype="float32",
-        num_threads=1,
-        num_blocks=200,
-        block_size=4,
-        replicas=2,
-    )
-    with tempfile.TemporaryDirectory(prefix="stepwell-two-") as directory:
-        async with Replicas(settings, Path(directory), RestartPolicy()) as replicas:
-            url = f"http://{replicas.http}"
-            body = {"model": "tiny", "prompt": "one two three four five six", "max_tokens": 16}
-            answer = await asyncio.to_thread(
-                http_post, f"{url}/v1/completions", json=body, timeout=60
-            )
-            assert answer.status_code == 200, answer.text
-            await asyncio.to_thread(wait_for, lambda: _follows_two(url))
-
-
-def _follows_two(url: str) -> bool:
-    metrics = http_get(f"{url}/metrics").text
-    exact = re.findall(
-        r'^stepwell_prefix_index_node_state\{node="replica-\d-\w+",state="exact"\} 1\.0$',
-        metrics,
-        re.M,
-    )
-    keys = re.findall(r"^stepwell_prefix_index_keys (\S+)$", metrics, re.M)
-    return len(exact) == 2 and float(keys[0]) > 0

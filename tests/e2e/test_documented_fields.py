@@ -1,7 +1,7 @@
 """docs/fields.md: every field of every request has an example there, and each is answered."""
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -58,9 +58,9 @@ POOLED = ("POST /v1/embeddings", "POST /score", "Embed")
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: TinyModel) -> Iterator[Stack]:
-    with closing(Stack(tiny_model.directory, *FLAGS)) as stack:
-        yield stack
+def server(stack_of: Callable[[str], Stack]) -> Stack:
+    """One whose requests may have priorities."""
+    return stack_of("chunks of 7")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import Stack
 from tests.plain_http import http_post
 from tests.redis_servers import needs_redis, redis_server
 
@@ -26,13 +26,6 @@ def ask(stack: Stack, *, key: bool, seed: int | None = None) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     whole: dict[str, Any] = answer.json()
     return whole
-
-
-def is_back(stack: Stack) -> bool:
-    try:
-        return stack.healthy()
-    except httpx.TransportError:
-        return False
 
 
 def stream_until_the_gateway_dies(stack: Stack) -> str:
@@ -60,8 +53,7 @@ def test_a_killed_gateways_stream_is_found_again(tiny_model: TinyModel, tmp_path
         stack = Stack(tiny_model.directory, "--num-blocks", "200", "--redis", server.url)
         try:
             killed, name = stack.pids()["gateway"], stream_until_the_gateway_dies(stack)
-            wait_for(lambda: stack.pids().get("gateway", killed) != killed)
-            wait_for(lambda: is_back(stack))
+            stack.wait_until_back("gateway", killed)
             again = ask(stack, key=True, seed=21)
             undisturbed = ask(stack, key=False, seed=21)
             assert again["choices"] == undisturbed["choices"]

@@ -7,30 +7,22 @@ is the same for longer.
 """
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import schemathesis
 
 from benchmarks.soak.openapi import command, environment
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import Stack
 from tests.plain_http import http_get
 
 SECONDS = 12
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Stack]:
-    stack = Stack(ROOT / "models" / "demo", "--max-num-seqs", "16")
-    yield stack
-    stack.close()
-
-
-def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path) -> None:
+def test_no_answer_is_a_server_error_or_undocumented(demo_stack: Stack, tmp_path: Path) -> None:
     options = ("--phases", "coverage,fuzzing", "--max-time", str(SECONDS))
     done = subprocess.run(
-        command(demo.url, 1, *options),
+        command(demo_stack.url, 1, *options),
         env=environment(),
         cwd=tmp_path,
         capture_output=True,
@@ -40,8 +32,8 @@ def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "Operations:       37 selected / 37 total" in done.stdout
-    assert not [line for line in demo.output if "defect" in line or "Traceback" in line]
-    assert http_get(f"{demo.url}/health").status_code == 200
+    assert not [line for line in demo_stack.output if "defect" in line or "Traceback" in line]
+    assert http_get(f"{demo_stack.url}/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -55,10 +47,10 @@ def test_no_answer_is_a_server_error_or_undocumented(demo: Stack, tmp_path: Path
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_pass_every_check_of_schemathesis(
-    demo: Stack, path: str, body: dict[str, object], stream: bool
+    demo_stack: Stack, path: str, body: dict[str, object], stream: bool
 ) -> None:
     """Generated requests are seldom answered with text; these are."""
-    schema = schemathesis.openapi.from_url(f"{demo.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{demo_stack.url}/openapi.json")
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     case = schema[path]["POST"].Case(
         body={**body, most: 3, "stream": stream}, media_type="application/json"

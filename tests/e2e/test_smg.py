@@ -14,23 +14,12 @@ import openai
 import pytest
 
 from services.cli.ports import claim_port
-from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.e2e.stack import Stack, wait_for
 
 if find_spec("smg") is None:
     pytest.skip("smg is not installed: pip install smg", allow_module_level=True)
 
 MESSAGES = [{"role": "user", "content": "Write a class for a point."}]
-
-
-@contextmanager
-def running_stack(*flags: str) -> Iterator[Stack]:
-    """A stack that serves the demo model: text that is text, which smg and we cut alike."""
-    common = ("--num-blocks", "1000", "--vllm-grpc-port", "0", "--vllm-grpc-client-stops")
-    stack = Stack(ROOT / "models" / "demo", *common, *flags)
-    try:
-        yield stack
-    finally:
-        stack.close()
 
 
 @contextmanager
@@ -57,12 +46,6 @@ def running_smg(stack: Stack) -> Iterator[str]:
         finally:
             process.kill()
             process.wait()
-
-
-@pytest.fixture(scope="module")
-def demo_stack() -> Iterator[Stack]:
-    with running_stack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -236,19 +219,17 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
         )
 
 
-def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached() -> None:
+def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_replicas: Stack) -> None:
     """It knows by SubscribeKvEvents. By chance, the twelve continuations of a round would all meet
     their prefixes in one of 4096 rounds.
     """
-    with (
-        running_stack("--replicas", "2") as stack,
-        running_smg(stack) as url,
-        client_of(url) as client,
-    ):
+    with running_smg(demo_replicas) as url, client_of(url) as client:
         rounds = count()
 
         def num_cached(prompt: str) -> int:
-            answer = client.completions.create(model=stack.model, prompt=prompt, max_tokens=1)
+            answer = client.completions.create(
+                model=demo_replicas.model, prompt=prompt, max_tokens=1
+            )
             assert answer.usage is not None
             details = answer.usage.prompt_tokens_details
             return 0 if details is None else details.cached_tokens or 0

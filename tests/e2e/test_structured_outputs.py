@@ -4,25 +4,19 @@ a batch with others, preempted, after a kill, and on two ranks.
 
 import asyncio
 import json
-import os
 import re
 import signal
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from benchmarks.soak.replicas import Replicas
-from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
+from tests.e2e.conftest import DEMO
 from tests.e2e.stack import ROOT, Stack
 from tests.structured_forms import FORMS, PERSON
 
-MODEL = ROOT / "models" / "demo"
 PROMPT = "class Point:"
 MAX_TOKENS = 400
 PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILINE)
@@ -31,7 +25,7 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILIN
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
     """A pool that holds about a third of what the tests ask at once."""
-    stack = Stack(MODEL, "--num-blocks", "64", "--max-model-len", "512")
+    stack = Stack(DEMO, "--num-blocks", "64", "--max-model-len", "512")
     yield stack
     stack.close()
 
@@ -139,25 +133,20 @@ async def test_answers_go_on_when_a_service_is_killed(
     demo.wait_until_back(service, pid)
 
 
-async def test_answers_go_on_at_another_replica() -> None:
-    settings = UpSettings(model=MODEL, num_threads=1, num_blocks=200, replicas=2)
+async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
     wanted = [body(seed, structured_outputs=FORMS["person"].sent) for seed in range(6)]
-    # Sockets lie in the directory: its path must be short.
-    with tempfile.TemporaryDirectory(prefix="stepwell-forms-") as directory:
-        async with (
-            Replicas(settings, Path(directory), RestartPolicy()) as replicas,
-            httpx.AsyncClient(base_url=f"http://{replicas.http}", timeout=100) as http,
-        ):
-            alone = [await ask(http, one) for one in wanted]
-            hit = False
+    pid, hit = demo_replicas.pids()["scheduler-0"], False
 
-            def on_piece(number: int) -> None:
-                nonlocal hit
-                if number == 8 and not hit:
-                    hit = True
-                    os.kill(replicas.pid("scheduler-0"), signal.SIGKILL)
+    def on_piece(number: int) -> None:
+        nonlocal hit
+        if number == 8 and not hit:
+            hit = True
+            demo_replicas.hit("scheduler-0")
 
-            after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
+    async with httpx.AsyncClient(base_url=demo_replicas.url, timeout=100) as http:
+        alone = [await ask(http, one) for one in wanted]
+        after = await asyncio.gather(*(stream(http, one, on_piece) for one in wanted))
+    demo_replicas.wait_until_back("scheduler-0", pid)
     assert hit
     assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
     for answer in after:
@@ -169,9 +158,7 @@ async def test_two_ranks_agree_at_every_step() -> None:
     wanted = [body(seed, structured_outputs=FORMS[name].sent) for seed, name in enumerate(FORMS)]
     texts = []
     for more in ((), ("--tensor-parallel-size", "2")):
-        stack = Stack(
-            MODEL, *flags, *more, environ={"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"}
-        )
+        stack = Stack(DEMO, *flags, *more, environ={"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"})
         try:
             async with httpx.AsyncClient(base_url=stack.url, timeout=100) as http:
                 answers = await asyncio.gather(*(ask(http, one) for one in wanted))

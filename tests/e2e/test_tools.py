@@ -3,7 +3,7 @@ use, unchanged.
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import Stack
 
 
 class Unit(StrEnum):
@@ -32,20 +32,12 @@ class Weather(BaseModel):
 
 ASK: list[Any] = [{"role": "user", "content": "The weather in Rome?"}]
 TOOL = openai.pydantic_function_tool(Weather)
-FLAGS = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--num-blocks", "200")
-
-
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Stack]:
-    stack = Stack(ROOT / "models" / "demo", *FLAGS)
-    yield stack
-    stack.close()
 
 
 @pytest.fixture
-async def client(demo: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+async def client(demo_stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{demo.url}/v1",
+        base_url=f"{demo_stack.url}/v1",
         api_key="unused",
         max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(verify=False),
@@ -55,11 +47,11 @@ async def client(demo: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
 
 @pytest.mark.parametrize("choice", ["required", "named"])
 async def test_the_typed_helpers_of_openai(
-    client: openai.AsyncOpenAI, demo: Stack, choice: str
+    client: openai.AsyncOpenAI, demo_stack: Stack, choice: str
 ) -> None:
     named = {"type": "function", "function": {"name": "Weather"}}
     ask: dict[str, Any] = {
-        "model": demo.model,
+        "model": demo_stack.model,
         "messages": ASK,
         "tools": [TOOL],
         "tool_choice": named if choice == "named" else choice,
@@ -81,10 +73,10 @@ async def test_the_typed_helpers_of_openai(
 
 
 async def test_strict_calls_that_the_model_may_make(
-    client: openai.AsyncOpenAI, demo: Stack
+    client: openai.AsyncOpenAI, demo_stack: Stack
 ) -> None:
     answer = await client.chat.completions.create(
-        model=demo.model, messages=ASK, tools=[TOOL], max_tokens=60, seed=3
+        model=demo_stack.model, messages=ASK, tools=[TOOL], max_tokens=60, seed=3
     )
     message = answer.choices[0].message
     assert message.content or message.tool_calls
@@ -94,10 +86,10 @@ async def test_strict_calls_that_the_model_may_make(
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "Weather"}])
 async def test_responses_call_tools_in_turns_of_a_conversation(
-    client: openai.AsyncOpenAI, demo: Stack, choice: str | dict[str, Any]
+    client: openai.AsyncOpenAI, demo_stack: Stack, choice: str | dict[str, Any]
 ) -> None:
     ask: dict[str, Any] = {
-        "model": demo.model,
+        "model": demo_stack.model,
         "instructions": "Say what the weather is, and nothing besides.",
         "input": ASK,
         "tools": [TOOL],
@@ -126,15 +118,15 @@ async def test_responses_call_tools_in_turns_of_a_conversation(
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "Weather"}])
-async def test_the_client_of_anthropic(demo: Stack, choice: dict[str, Any]) -> None:
+async def test_the_client_of_anthropic(demo_stack: Stack, choice: dict[str, Any]) -> None:
     async with anthropic.AsyncAnthropic(
-        base_url=demo.url,
+        base_url=demo_stack.url,
         api_key="unused",
         max_retries=0,
         http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
     ) as client:
         conversation: dict[str, Any] = {
-            "model": demo.model,
+            "model": demo_stack.model,
             "system": "Be brief.",
             "messages": ASK,
             "tools": [{"name": "Weather", "input_schema": Weather.model_json_schema()}],
@@ -165,27 +157,27 @@ async def test_the_client_of_anthropic(demo: Stack, choice: dict[str, Any]) -> N
 
 
 async def test_pydantic_ai_gets_an_object_of_its_output_type(
-    client: openai.AsyncOpenAI, demo: Stack
+    client: openai.AsyncOpenAI, demo_stack: Stack
 ) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
     provider = providers.OpenAIProvider(openai_client=client)
     agent = pydantic_ai.Agent(
-        models.OpenAIChatModel(demo.model, provider=provider),
+        models.OpenAIChatModel(demo_stack.model, provider=provider),
         output_type=Weather,
         model_settings={"max_tokens": 200, "parallel_tool_calls": False},
     )
     assert isinstance((await agent.run("The weather in Rome?")).output, Weather)
 
 
-async def test_langchain_gets_an_object_of_its_schema(demo: Stack) -> None:
+async def test_langchain_gets_an_object_of_its_schema(demo_stack: Stack) -> None:
     langchain_openai = pytest.importorskip("langchain_openai")
     with openai.DefaultHttpxClient(verify=False) as plain:
         async with openai.DefaultAsyncHttpxClient(verify=False) as http:
             model = langchain_openai.ChatOpenAI(
-                model=demo.model,
-                base_url=f"{demo.url}/v1",
+                model=demo_stack.model,
+                base_url=f"{demo_stack.url}/v1",
                 api_key="none",
                 max_tokens=200,
                 http_client=plain,

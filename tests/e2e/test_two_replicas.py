@@ -1,22 +1,22 @@
-"""Two replicas behind one gateway: what hangs or cannot run steps costs its streams seconds."""
+"""Two replicas behind one gateway: what hangs or cannot run steps costs its streams seconds, and
+the gateway follows what each one caches.
+"""
 
 import asyncio
 import os
+import re
 import signal
-import tempfile
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from benchmarks.soak.replicas import Replicas
-from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, connect, generate, request
 from tests.e2e.prompts import PROMPTS, random_tokens
-from tests.plain_http import http_get
+from tests.e2e.stack import Stack, wait_for
+from tests.plain_http import http_get, http_post
 
 NUM_STREAMS = 6
 NUM_TOKENS = 300
@@ -25,21 +25,38 @@ HIT_AT = 40
 LONGEST_GAP_SECONDS = 10.0
 
 
-@pytest.fixture
-async def replicas(tiny_model: TinyModel) -> AsyncIterator[Replicas]:
-    settings = UpSettings(
-        model=tiny_model.directory, dtype="float32", num_threads=1, num_blocks=1000, replicas=2
+@pytest.fixture(scope="module")
+def replicas(tiny_model: TinyModel) -> Iterator[Stack]:
+    with closing(Stack(tiny_model.directory, "--num-blocks", "1000", "--replicas", "2")) as stack:
+        yield stack
+
+
+def follows_two(stack: Stack) -> bool:
+    """Whether the gateway's index is exactly what both replicas cache, which is not nothing."""
+    metrics = http_get(f"{stack.url}/metrics").text
+    nodes = re.findall(
+        r'^stepwell_prefix_index_node_state\{node="replica-\d-\w+",state="exact"\} 1\.0$',
+        metrics,
+        re.M,
     )
-    # Sockets lie in the directory: its path must be short.
-    with tempfile.TemporaryDirectory(prefix="stepwell-two-") as directory:
-        async with Replicas(settings, Path(directory), RestartPolicy()) as running:
-            yield running
+    is_exact = 'stepwell_prefix_index_state{state="exact"} 1.0' in metrics
+    keys = re.findall(r"^stepwell_prefix_index_keys (\S+)$", metrics, re.M)
+    return is_exact and len(nodes) == 2 and float(keys[0]) > 0
+
+
+def test_without_redis_the_gateway_follows_the_pools_themselves(replicas: Stack) -> None:
+    body = {"model": replicas.model, "prompt": "one two three four five six", "max_tokens": 16}
+    answer = http_post(f"{replicas.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    wait_for(lambda: follows_two(replicas))
 
 
 @pytest.mark.parametrize("victim", ["scheduler-0", "kvpool-0"])
 async def test_streams_go_on_when_a_service_of_one_replica_is_stopped(
-    victim: str, replicas: Replicas
+    victim: str, replicas: Stack
 ) -> None:
+    wait_for(lambda: follows_two(replicas))
+    pid = replicas.pids()[victim]
     gaps: list[float] = []
     was_hit = False
 
@@ -50,7 +67,7 @@ async def test_streams_go_on_when_a_service_of_one_replica_is_stopped(
             nonlocal last, was_hit
             if not was_hit and num_tokens >= HIT_AT:
                 was_hit = True
-                os.kill(replicas.pid(victim), signal.SIGSTOP)
+                os.kill(pid, signal.SIGSTOP)
             now = time.monotonic()
             gaps.append(now - last)
             last = now
@@ -68,7 +85,7 @@ async def test_streams_go_on_when_a_service_of_one_replica_is_stopped(
 
 
 async def test_a_new_gateway_sends_conversations_to_where_they_are_cached(
-    replicas: Replicas,
+    replicas: Stack,
 ) -> None:
     conversations = [random_tokens(2_000 + number, 100) for number in range(8)]
 
@@ -80,17 +97,9 @@ async def test_a_new_gateway_sends_conversations_to_where_they_are_cached(
     assert [answer.num_cached_tokens for answer in answers] == [0] * len(conversations)
     for tokens, answer in zip(conversations, answers, strict=True):
         tokens.extend(answer.token_ids)
-    before = replicas.record.num_ready["gateway"]
-    os.kill(replicas.pid("gateway"), signal.SIGKILL)
-    async with asyncio.timeout(60):
-        while replicas.record.num_ready["gateway"] == before:
-            replicas.record.changed.clear()
-            await replicas.record.changed.wait()
-    url = f"http://{replicas.http}/metrics"
-    metrics = ""
-    async with asyncio.timeout(60):
-        while metrics.count('state="exact"} 1.0') < 3:  # the index, and each replica's part of it
-            metrics = (await asyncio.to_thread(http_get, url)).text
-            await asyncio.sleep(0.05)
+    killed = replicas.pids()["gateway"]
+    replicas.hit("gateway")
+    replicas.wait_until_back("gateway", killed)
+    wait_for(lambda: follows_two(replicas))
     cached = [answer.num_cached_tokens for answer in await ask_all()]
     assert min(cached) >= 96, "all blocks of the first turn, wherever that was"
