@@ -26,6 +26,8 @@ _SCRAPE_INTERVAL = "1500ms"
 """Gateways and schedulers wait for a process that does not answer for a second; a scrape that takes
 longer than the interval is lost.
 """
+_LOOK_AGAIN_SECONDS = 0.25
+"""Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m"}
 """What ranges of the rules become. The longest stays longer than a test: it counts losses."""
@@ -53,11 +55,11 @@ class Prometheus:
 
     def until_firing(self, *names: str, seconds: float = 60) -> None:
         """Waits until these alerts fire, all at once."""
-        wait_for(lambda: set(names) <= self.firing(), seconds)
+        wait_for(lambda: set(names) <= self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def until_calm(self, *names: str, seconds: float = 60) -> None:
         """Waits until none of these alerts fires."""
-        wait_for(lambda: not set(names) & self.firing(), seconds)
+        wait_for(lambda: not set(names) & self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def is_ready(self) -> bool:
         """Whether it answers queries."""

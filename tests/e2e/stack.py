@@ -158,10 +158,12 @@ class Stack:
         self._process.stdout.close()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 60) -> float:
-    """Waits for a condition, with a deadline; returns how long it took."""
+def wait_for(condition: Callable[[], bool], seconds: float = 60, period: float = 0.02) -> float:
+    """Waits for a condition, which is tried once in a period, with a deadline; returns how long it
+    took.
+    """
     began = time.monotonic()
     while not condition():
         assert time.monotonic() < began + seconds, f"not within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(period)
     return time.monotonic() - began
