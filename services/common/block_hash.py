@@ -25,6 +25,8 @@ HASH_VERSION = 1
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
+    if not token_ids:
+        return b""
     try:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
@@ -33,10 +35,11 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
 
 def unpack_token_ids(packed: bytes) -> list[int]:
     """The inverse of `pack_token_ids`. Raises ValueError if the length is no multiple of 4."""
-    num_tokens, rest = divmod(len(packed), 4)
-    if rest:
+    if not packed:
+        return []
+    if len(packed) % 4:
         raise ValueError(f"{len(packed)} bytes are no whole number of int32")
-    return list(struct.unpack(f"<{num_tokens}i", packed))
+    return list(struct.unpack(f"<{len(packed) // 4}i", packed))
 
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:

@@ -1,7 +1,7 @@
 """Steps to the messages of stepwell.worker.v1, and their outputs back; times of requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import cast
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -22,23 +22,28 @@ from services.scheduler.core.timeline import RequestTimes
 def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
-    """The step as a difference to the workers' batch."""
+    """The step as a difference to the workers' batch. Most steps have the first fields only."""
     request = worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
-        removed_rows=pack_token_ids(plan.removed_rows),
-        new_requests=_new_requests(plan),
         rows=pack_token_ids(_rows(plan.requests)),
         num_scheduled_tokens=pack_token_ids(plan.num_scheduled_tokens),
         num_computed_tokens=pack_token_ids(plan.num_computed_tokens),
-        num_draft_tokens=_num_drafts(plan),
-        draft_token_ids=_draft_token_ids(plan),
-        appended_blocks=_appended(plan.appended_blocks),
         traceparent=traceparent,
-        block_ids_to_zero=pack_token_ids(plan.block_ids_to_zero),
-        copy_sources=pack_token_ids([copy.source for copy in plan.copies]),
-        copy_targets=pack_token_ids([copy.target for copy in plan.copies]),
     )
+    if plan.removed_rows:
+        request.removed_rows = pack_token_ids(plan.removed_rows)
+    if plan.block_tables:
+        request.new_requests.extend(_new_requests(plan))
+    if plan.appended_blocks:
+        request.appended_blocks.extend(_appended(plan.appended_blocks))
+    if plan.draft_token_ids:
+        _add_drafts(request, plan)
+    if plan.block_ids_to_zero:
+        request.block_ids_to_zero = pack_token_ids(plan.block_ids_to_zero)
+    if plan.copies:
+        request.copy_sources = pack_token_ids([copy.source for copy in plan.copies])
+        request.copy_targets = pack_token_ids([copy.target for copy in plan.copies])
     if plan.kv_connector_metadata is not None:
         add_tier_fields(request, plan.kv_connector_metadata)
     return request
@@ -66,26 +71,41 @@ def model_runner_output_from_proto(
 ) -> ModelRunnerOutput:
     """The output of a step, and what all ranks have transferred by then. Each request that it
     sampled gets so many drafts, which the workers are to propose when they begin its next step.
+    Raises ValueError for bytes that are no array, or arrays that should be parallel and are not.
     """
-    num_tokens, drafts = unpack_token_ids(response.num_tokens), list[list[int]]()
-    if num_speculative_tokens:
-        drafts = [[-1] * num_speculative_tokens if count else [] for count in num_tokens]
-    return ModelRunnerOutput(
+    num_tokens = unpack_token_ids(response.num_tokens)
+    output = ModelRunnerOutput(
         _sampled(unpack_token_ids(response.token_ids), num_tokens),
-        draft_token_ids=drafts,
         num_draft_tokens=unpack_token_ids(response.num_draft_tokens),
-        logprobs={item.index: item for item in response.logprobs},
-        nan_requests=frozenset(unpack_token_ids(response.nan_requests)),
-        refused_tokens=_refused(response),
         execute_nanos=response.execute_nanos,
-        pooled={item.index: item.values for item in response.pooled},
         kv_transfers=kv_transfers,
     )
+    if num_speculative_tokens:
+        output.draft_token_ids = [
+            [-1] * num_speculative_tokens if count else [] for count in num_tokens
+        ]
+    if response.logprobs:
+        output.logprobs = {item.index: item for item in response.logprobs}
+    if response.nan_requests:
+        output.nan_requests = frozenset(unpack_token_ids(response.nan_requests))
+    if response.refused_requests:
+        output.refused_tokens = _refused(response)
+    if response.pooled:
+        output.pooled = {item.index: item.values for item in response.pooled}
+    return output
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
     """Where the time of a request went; None where it was not measured."""
-    return None if times is None else scheduler_pb2.RequestTimes(**times._asdict())
+    if times is None:
+        return None
+    return scheduler_pb2.RequestTimes(
+        queue_nanos=times.queue_nanos,
+        prefill_nanos=times.prefill_nanos,
+        decode_nanos=times.decode_nanos,
+        interrupted_nanos=times.interrupted_nanos,
+        queued_unix_nanos=times.queued_unix_nanos,
+    )
 
 
 def _refused(response: worker_pb2.ExecuteResponse) -> dict[int, int]:
@@ -101,18 +121,10 @@ def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
     return [flat[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
 
-def _num_drafts(plan: SchedulerOutput) -> bytes:
-    if not plan.draft_token_ids:
-        return b""
-    drafts = plan.draft_token_ids
-    return pack_token_ids([len(drafts.get(request, ())) for request in plan.requests])
-
-
-def _draft_token_ids(plan: SchedulerOutput) -> bytes:
-    if not plan.draft_token_ids:
-        return b""
-    drafts = plan.draft_token_ids
-    return pack_token_ids([one for request in plan.requests for one in drafts.get(request, ())])
+def _add_drafts(request: worker_pb2.ExecuteRequest, plan: SchedulerOutput) -> None:
+    drafts = [plan.draft_token_ids.get(scheduled, []) for scheduled in plan.requests]
+    request.num_draft_tokens = pack_token_ids(list(map(len, drafts)))
+    request.draft_token_ids = pack_token_ids(list(chain.from_iterable(drafts)))
 
 
 def _rows(requests: Iterable[Request]) -> list[int]:
@@ -123,8 +135,6 @@ def _rows(requests: Iterable[Request]) -> list[int]:
 
 
 def _new_requests(plan: SchedulerOutput) -> list[worker_pb2.NewRequest]:
-    if not plan.block_tables:
-        return []
     computed = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
     return [
         _new_request(request, tables, computed[request])
@@ -150,8 +160,6 @@ def _new_request(
 
 
 def _appended(blocks: Mapping[Request, BlockTables]) -> list[worker_pb2.AppendedBlocks]:
-    if not blocks:
-        return []
     rows = pack_token_ids(_rows(blocks))
     return [
         worker_pb2.AppendedBlocks(

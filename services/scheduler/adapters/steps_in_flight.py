@@ -31,7 +31,7 @@ class SentStep:
         self.number = number
         self.size = size
         self.allowed_seconds = allowed_seconds
-        self.output: asyncio.Future[ModelRunnerOutput] = asyncio.get_running_loop().create_future()
+        self.output: asyncio.Future[ModelRunnerOutput] = steps.loop.create_future()
         self._steps = steps
         self._missing = set(steps.ranks)
         self._response: worker_pb2.ExecuteResponse | None = None
@@ -95,6 +95,14 @@ class StepsInFlight:
         self._steps: deque[SentStep] = deque()
         self._alarm = Alarm(self._overdue)
         self._began = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop in which steps are sent and answered."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
 
     def add(self, number: int, size: int, allowed_seconds: float) -> SentStep:
         """Adds a step of `size` tokens, which is about to be sent."""
@@ -107,8 +115,7 @@ class StepsInFlight:
     def done(self, step: SentStep) -> None:
         """Notes how long a step took that every rank has answered."""
         if self._steps and self._steps[0] is step:
-            took = asyncio.get_running_loop().time() - self._began
-            self._deadlines.took(step.size, took)
+            self._deadlines.took(step.size, self.loop.time() - self._began)
         self.forget(step)
 
     def forget(self, step: SentStep) -> None:
@@ -123,7 +130,7 @@ class StepsInFlight:
                 self._begin(self._steps[0])
 
     def _begin(self, step: SentStep) -> None:
-        self._began = asyncio.get_running_loop().time()
+        self._began = self.loop.time()
         self._alarm.set(step.allowed_seconds)
 
     def _overdue(self) -> None:
