@@ -1,6 +1,7 @@
 """The configuration of one replica's scheduler: limits, thresholds, policy."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from services.common.kv_cache_groups import (
     AttentionType,
@@ -11,7 +12,7 @@ from services.common.kv_cache_groups import (
 from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived of it is kept beside the fields
 class SchedulerConfig:
     """Names and meanings are vLLM's. Token counts are per step unless said otherwise."""
 
@@ -92,48 +93,48 @@ class SchedulerConfig:
     requests are likely to continue; 0: only the latter; None: all.
     """
 
-    @property
+    @cached_property
     def token_budget(self) -> int:
         """Tokens that a step hands out."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
 
-    @property
+    @cached_property
     def max_prompt_len(self) -> int:
         """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
         return self.max_model_len if self.pooling else self.max_model_len - 1
 
-    @property
+    @cached_property
     def num_steps_in_flight(self) -> int:
         """Steps that are planned before the output of the first of them is taken in."""
         return max(2 if self.async_scheduling else 1, self.pipeline_parallel_size)
 
-    @property
+    @cached_property
     def max_running(self) -> int:
         """Requests that may run at once."""
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
-    @property
+    @cached_property
     def fences_frees(self) -> bool:
         """Whether blocks that a step in flight writes must not be free before its output has come:
         a load, which is not ordered with the steps, could fill them before.
         """
         return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
-    @property
-    def full_block_sizes(self) -> list[int]:
+    @cached_property
+    def full_block_sizes(self) -> tuple[int, ...]:
         """Block sizes of the groups that hold every block of a request for as long as it runs."""
-        return [
+        return tuple(
             group.block_size
             for group in self.all_groups
             if group.attention_type is AttentionType.FULL
-        ]
+        )
 
-    @property
+    @cached_property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
         """The groups, also where there is only the one of full attention."""
         return self.groups or (KVCacheGroup(AttentionType.FULL, self.block_size),)
 
-    @property
+    @cached_property
     def only_grows(self) -> bool:
         """Whether all block tables of a request are equally long, and only grow while it runs."""
         return all(
@@ -141,12 +142,12 @@ class SchedulerConfig:
             for group in self.groups
         )
 
-    @property
+    @cached_property
     def holds_states(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
         return any(group.attention_type is AttentionType.STATE_SPACE for group in self.all_groups)
 
-    @property
+    @cached_property
     def aligns_states(self) -> bool:
         """Whether state-space layers keep states at block boundaries, by which prefixes are found.
 
@@ -154,12 +155,12 @@ class SchedulerConfig:
         """
         return any(group.aligns_states for group in self.groups)
 
-    @property
+    @cached_property
     def overwrites_states(self) -> bool:
         """Whether state-space layers keep no state but the last."""
         return any(group.overwrites_states for group in self.groups)
 
-    @property
+    @cached_property
     def hash_block_size(self) -> int:
         """Tokens that one block hash stands for."""
         return hash_block_size(
@@ -168,12 +169,12 @@ class SchedulerConfig:
             enable_prefix_caching=self.enable_prefix_caching,
         )
 
-    @property
+    @cached_property
     def hits_may_diverge(self) -> bool:
         """Whether a hit may be one of full attention alone, as a connector supplies the states."""
         return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
-    @property
+    @cached_property
     def has_partial_hits(self) -> bool:
         """Whether prefix hits may end inside a block."""
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
@@ -185,12 +186,12 @@ class SchedulerConfig:
             return most
         return min(most, max(num_rows // num_running - 1, 0))
 
-    @property
+    @cached_property
     def max_in_flight_tokens(self) -> int:
         """Most tokens of steps that were planned and whose outputs have not come."""
         return self.max_num_batched_tokens * self.num_steps_in_flight
 
-    @property
+    @cached_property
     def num_watermark_blocks(self) -> int:
         """The watermark in blocks."""
         return int(self.watermark * self.num_blocks)
