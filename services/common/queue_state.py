@@ -37,24 +37,26 @@ class QueueState:
         """Time that a request may wait to be scheduled; None: as long as it takes. Only its
         client's timeout bounds a request with output.
         """
-        bounds: list[float] = []
-        if self.max_queue_seconds and not has_output:
-            bounds.append(self.max_queue_seconds)
-        if timeout_seconds is not None:
-            bounds.append(longest_wait(timeout_seconds, self.service_seconds))
-        return min(bounds, default=None)
+        longest = None if has_output else self.max_queue_seconds or None
+        if timeout_seconds is None:
+            return longest
+        left = longest_wait(timeout_seconds, self.service_seconds)
+        return left if longest is None else min(left, longest)
 
     def refusal(
         self, timeout_seconds: float | None, *, has_output: bool = False
     ) -> ResourceExhausted | None:
         """Why a request is refused that comes now; None if it is taken."""
+        return self.refusal_within(self.longest_wait(timeout_seconds, has_output=has_output))
+
+    def refusal_within(self, longest: float | None) -> ResourceExhausted | None:
+        """The same of a request of which it is known how long it may wait: see `longest_wait`."""
         if self.num_waiting >= self.max_num_waiting:
             return ResourceExhausted(
                 f"{self.max_num_waiting} requests wait already",
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        longest = self.longest_wait(timeout_seconds, has_output=has_output)
         wait = self.num_waiting * self.seconds_per_request
         if longest is None or wait <= longest:
             return None

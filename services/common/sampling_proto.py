@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from stepwell.common.v1 import common_pb2
@@ -19,6 +20,8 @@ require_same_fields(RepetitionDetection, common_pb2.RepetitionDetection.DESCRIPT
 
 _DEFAULTS = SamplingParams()
 _NAMES = tuple(field.name for field in fields(SamplingParams))
+_values_of = attrgetter(*_NAMES)
+_DEFAULT_VALUES = _values_of(_DEFAULTS)
 
 
 def sampling_from_proto(
@@ -29,16 +32,16 @@ def sampling_from_proto(
         field.name: _READERS[field.name](value) if field.name in _READERS else value
         for field, value in message.ListFields()
     }
-    return replace(defaults, **given)
+    return SamplingParams(**given) if defaults is _DEFAULTS else replace(defaults, **given)
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """The message of the parameters; those at their default are left out."""
-    given: dict[str, Any] = {}
-    for name in _NAMES:
-        value = getattr(params, name)
-        if value != getattr(_DEFAULTS, name):
-            given[name] = _WRITERS[name](value) if name in _WRITERS else value
+    given: dict[str, Any] = {
+        name: _WRITERS[name](value) if name in _WRITERS else value
+        for name, value, default in zip(_NAMES, _values_of(params), _DEFAULT_VALUES, strict=True)
+        if value != default
+    }
     return common_pb2.SamplingParams(**given)
 
 

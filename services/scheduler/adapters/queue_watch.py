@@ -53,13 +53,13 @@ class QueueWatch:
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:
-        num_waiting = self._num_waiting
+        num_waiting, estimate = self._num_waiting, self._estimate
         return QueueState(
-            num_waiting=num_waiting,
-            max_num_waiting=self._max_num_waiting,
-            max_queue_seconds=self._max_queue_seconds,
-            seconds_per_request=self._estimate.seconds_per_request,
-            service_seconds=self._estimate.service_seconds,
+            num_waiting,
+            self._max_num_waiting,
+            self._max_queue_seconds,
+            estimate.seconds_per_request,
+            estimate.service_seconds,
             num_running=len(self._engine.scheduler.running),
             is_blocked=num_waiting > 0 and self._counts.wait_reasons.current in _MISSING,
         )

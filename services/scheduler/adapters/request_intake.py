@@ -22,6 +22,9 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import InputChunk, Request
 
+_NO_SAMPLING = SamplingParams()
+"""Of requests whose prompt is pooled."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestIntake:
@@ -51,16 +54,18 @@ class RequestIntake:
         if not prompt:
             raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
         self._check_length(len(prompt), len(output))
-        sampling = SamplingParams()
-        if pooling is None:
-            sampling = self._sampling(message.sampling, len(output))
+        sampling = (
+            _NO_SAMPLING if pooling is not None else self._sampling(message.sampling, len(output))
+        )
         if message.priority and not find_policy(self.config.policy).uses_priority:
             raise InvalidArgument(
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",
             )
+        adapter_digest, adapter_name = b"", ""
         if message.HasField("adapter"):
-            self._check_adapter(message.adapter.digest)
+            adapter_digest, adapter_name = message.adapter.digest, message.adapter.name
+            self._check_adapter(adapter_digest)
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
@@ -72,8 +77,8 @@ class RequestIntake:
             latest_start=latest_start,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
-            adapter_digest=message.adapter.digest,
-            adapter_name=message.adapter.name,
+            adapter_digest=adapter_digest,
+            adapter_name=adapter_name,
             traceparent=message.traceparent,
             tracestate=message.tracestate,
             baggage=message.baggage,
@@ -149,10 +154,10 @@ class RequestIntake:
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None
-        refusal = queue.refusal(timeout, has_output=has_output)
+        longest = queue.longest_wait(timeout, has_output=has_output)
+        refusal = queue.refusal_within(longest)
         if refusal is not None:
             raise refusal
-        longest = queue.longest_wait(timeout, has_output=has_output)
         return None if longest is None else time.monotonic() + longest
 
     def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -155,13 +155,13 @@ class Sessions:
         self._send_load()
 
     def _send_load(self) -> None:
-        self._num_sent = len(self._owners), self._num_uncomputed
-        load = ReplicaLoad(*self._num_sent, *self._speeds)
+        num_requests, num_uncomputed = self._num_sent = len(self._owners), self._num_uncomputed
         for session in self._gateways:
-            theirs = replace(load, num_other_requests=load.num_requests - len(session.requests))
-            if session.load_announced != theirs:
-                session.load_announced = theirs
-                session.outbox.announce_load(replica_load_to_proto(theirs))
+            num_others = num_requests - len(session.requests)
+            load = ReplicaLoad(num_requests, num_uncomputed, *self._speeds, num_others)
+            if session.load_announced != load:
+                session.load_announced = load
+                session.outbox.announce_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
         """Compares two numbers in a step that only decodes, and none came or ended before it."""

@@ -38,6 +38,10 @@ class QueueEstimate:
         """Busy seconds, running seconds and completions at each sample that saw some."""
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
+        self.seconds_per_request = 0.0
+        """Time by which each request that waits delays those behind it, 0 while not known."""
+        self.service_seconds = 0.0
+        """Time from a request's admission to its end, 0 while not known."""
 
     def sample(
         self,
@@ -72,6 +76,9 @@ class QueueEstimate:
             self._marks.append((self._busy_seconds, self._running_seconds, self._num_completed))
             while self._num_completed - self._marks[1][2] >= WINDOW_COMPLETIONS:
                 self._marks.popleft()
+        busy_seconds, running_seconds, num_requests = self._window()
+        self.seconds_per_request = MARGIN * busy_seconds / num_requests if num_requests else 0.0
+        self.service_seconds = MARGIN * running_seconds / num_requests if num_requests else 0.0
 
     def stand_still(self) -> None:
         """No request can run now: the time until the next sample does not count."""
@@ -81,18 +88,6 @@ class QueueEstimate:
     def counts_tokens(self) -> bool:
         """Whether too few requests have ended to know their rate."""
         return self._num_completed < MIN_COMPLETIONS
-
-    @property
-    def seconds_per_request(self) -> float:
-        """Time by which each request that waits delays those behind it, 0 while not known."""
-        busy_seconds, _, num_completed = self._window()
-        return MARGIN * busy_seconds / num_completed if num_completed else 0.0
-
-    @property
-    def service_seconds(self) -> float:
-        """Time from a request's admission to its end, 0 while not known."""
-        _, running_seconds, num_completed = self._window()
-        return MARGIN * running_seconds / num_completed if num_completed else 0.0
 
     def _window(self) -> tuple[float, float, float]:
         """Busy and running seconds, and how many requests were done in them; 0 where unknown."""

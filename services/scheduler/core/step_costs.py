@@ -23,6 +23,8 @@ class StepCosts:
         """Requests and seconds of steps in which each request got one token."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
         """Requests, further tokens and seconds of the others."""
+        self._fitted: tuple[float, float] | None = None
+        """By the steps so far; None if it was not asked for since the last one."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
         """A step of so many requests and tokens took so long. Those without any, which bring news
@@ -35,6 +37,7 @@ class StepCosts:
             self._computing.append((num_requests, num_prompt_tokens, seconds))
         elif not num_prompt_tokens:
             self._decoding.append((num_requests, seconds))
+            self._fitted = None
 
     @property
     def seconds_per_decode(self) -> float:
@@ -66,7 +69,13 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds of every step, and for each request in it; 0 while they are not known.
+        """Seconds of every step, and for each request in it; 0 while they are not known."""
+        if self._fitted is None:
+            self._fitted = self._least_squares()
+        return self._fitted
+
+    def _least_squares(self) -> tuple[float, float]:
+        """Computes what `_fit` returns.
 
         Steps of one size do not show which is which: a half of their time is taken for each.
         """
