@@ -83,12 +83,12 @@ class OwnWaits:
             waits.append(OwnWait(begin, now, reason))
 
 
-def overlay(starts: Sequence[tuple[int, str]], own: Sequence[OwnWait]) -> list[tuple[int, str]]:
+def overlay(starts: Sequence[tuple[int, str]], own: Sequence[OwnWait]) -> Sequence[tuple[int, str]]:
     """Why a request waited, each reason with its beginning: what the queue waited for (`starts`, in
     order), and in its place its own reasons for as long as they lasted.
     """
     if not own:
-        return list(starts)
+        return starts
     changes: list[tuple[int, int, str]] = [
         (start, 0, reason)
         for start, reason in starts

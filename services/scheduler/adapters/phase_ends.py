@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common import names
 from services.scheduler.adapters.own_waits import OwnWait, overlay
 from services.scheduler.adapters.step_sums import StepSums
-from services.scheduler.adapters.wait_reasons import ReasonChange, WaitReasons, WaitStart
+from services.scheduler.adapters.wait_reasons import WaitReasons, WaitStart
 from services.scheduler.core.request import Request
 from services.scheduler.core.timeline import Chunk, PhaseKind, Timeline
 
@@ -68,11 +68,11 @@ def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[tuple[i
     """Why a request waited, each reason with its beginning. Until a step was planned in which it
     was not admitted, it waits for the next step.
     """
-    changes: list[ReasonChange] = reasons.changes_since(waiting)
+    changes = reasons.changes_since(waiting)
     starts = [(change.unix_nanos, change.reason.value) for change in changes]
     if changes and changes[0].unix_nanos == waiting.unix_nanos:
         return starts
-    first, steps = names.WAIT_NEXT_STEP, reasons.steps_since(waiting)
-    if steps and reasons.has_forgotten(waiting):
+    first = names.WAIT_NEXT_STEP
+    if reasons.has_forgotten(waiting) and (steps := reasons.steps_since(waiting)):
         first = max(steps, key=steps.__getitem__).value
     return [(waiting.unix_nanos, first), *starts]

@@ -78,6 +78,7 @@ class RequestMetrics(Collector):
         """The requests of the last step, if each of them got a token in it."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
+        self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
         self._iteration_tokens = self._histograms[names.METRIC_ITERATION_TOKENS]
         self._latency = self._histograms[names.METRIC_INTER_TOKEN_LATENCY]
         self._num_finished: Counter[str] = Counter(dict.fromkeys(_FINISHED_REASONS, 0))
@@ -103,7 +104,7 @@ class RequestMetrics(Collector):
             if times is not None and times.scheduled is None:
                 times.scheduled = self._monotonic()
                 if request.num_choices:
-                    self._observe(names.METRIC_REQUEST_PARAMS_N, request.num_choices)
+                    self._observe[names.METRIC_REQUEST_PARAMS_N](request.num_choices)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         """A step's tokens have arrived."""
@@ -158,9 +159,6 @@ class RequestMetrics(Collector):
         sources.add_metric(["external_kv_transfer"], self._num_external_tokens)
         yield sources
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
-
     def _leave_steady(self) -> None:
         for request in self._steady:
             if (times := self._requests.get(request)) is not None:
@@ -173,7 +171,7 @@ class RequestMetrics(Collector):
         else:
             times.first_token = now
             if not times.num_output_before:  # otherwise the replica before has counted them
-                self._observe(names.METRIC_TIME_TO_FIRST_TOKEN, now - times.arrived)
+                self._observe[names.METRIC_TIME_TO_FIRST_TOKEN](now - times.arrived)
                 self._num_prompt_tokens += request.num_prompt_tokens
                 num_cached = _num_cached(request)
                 self._num_cached_tokens += num_cached
@@ -185,25 +183,26 @@ class RequestMetrics(Collector):
         self._num_finished[reason if reason in _FINISHED_REASONS else ERROR] += 1
         if times.scheduled is None:
             return
+        observe = self._observe
         scheduled, first, last = times.scheduled, times.first_token, times.last_token
-        self._observe(names.METRIC_E2E_REQUEST_LATENCY, self._monotonic() - times.arrived)
-        self._observe(names.METRIC_REQUEST_QUEUE_TIME, scheduled - times.queued)
+        observe[names.METRIC_E2E_REQUEST_LATENCY](self._monotonic() - times.arrived)
+        observe[names.METRIC_REQUEST_QUEUE_TIME](scheduled - times.queued)
         num_generated = request.num_output_tokens - times.num_output_before
         if first is not None:
-            self._observe(names.METRIC_REQUEST_PREFILL_TIME, first - scheduled)
-            self._observe(names.METRIC_REQUEST_DECODE_TIME, last - first)
-            self._observe(names.METRIC_REQUEST_INFERENCE_TIME, last - scheduled)
+            observe[names.METRIC_REQUEST_PREFILL_TIME](first - scheduled)
+            observe[names.METRIC_REQUEST_DECODE_TIME](last - first)
+            observe[names.METRIC_REQUEST_INFERENCE_TIME](last - scheduled)
             if num_generated > 1:
                 mean = (last - first) / (num_generated - 1)
-                self._observe(names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN, mean)
+                observe[names.METRIC_REQUEST_TIME_PER_OUTPUT_TOKEN](mean)
         num_prompt = request.num_prompt_tokens
-        self._observe(names.METRIC_REQUEST_PROMPT_TOKENS, num_prompt)
+        observe[names.METRIC_REQUEST_PROMPT_TOKENS](num_prompt)
         computed = num_prompt - _num_cached(request)
-        self._observe(names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS, computed)
-        self._observe(names.METRIC_REQUEST_GENERATION_TOKENS, num_generated)
-        self._observe(names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS, num_generated)
+        observe[names.METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS](computed)
+        observe[names.METRIC_REQUEST_GENERATION_TOKENS](num_generated)
+        observe[names.METRIC_REQUEST_MAX_NUM_GENERATION_TOKENS](num_generated)
         if request.sampling.max_tokens is not None:
-            self._observe(names.METRIC_REQUEST_PARAMS_MAX_TOKENS, request.sampling.max_tokens)
+            observe[names.METRIC_REQUEST_PARAMS_MAX_TOKENS](request.sampling.max_tokens)
 
 
 def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:

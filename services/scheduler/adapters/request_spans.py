@@ -229,7 +229,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
         case PhaseKind.SEVERAL:
             attributes |= {
                 f"{names.ATTR_SECONDS}.{kind.value}": nanos / 1e9
-                for kind, nanos in phase.merged.items()
+                for kind, nanos in (phase.merged or {}).items()
             }
     return attributes
 

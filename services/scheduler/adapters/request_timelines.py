@@ -7,7 +7,6 @@ looked at; they take differences of sums over steps when their phase ends.
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from services.common import names
 from services.scheduler.adapters.own_waits import OwnWait, OwnWaits
@@ -40,25 +39,18 @@ class StepRecord:
 
     begun: int
     span: StepSpan | None = None
+    number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
+    done: int = 0
+    """When its tokens arrived."""
+    compute_nanos: int = 0
     only_decodes: bool = False
     """Whether it has all requests that run, and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
     """Of requests in their prefill: index in the plan, request, phase, tokens."""
     left_out: Sequence[Phase] = ()
     """Decoding phases of requests that the step left out."""
-
-
-class DoneStep(NamedTuple):
-    """A step that only decoded and ended no request, once its tokens have arrived."""
-
-    step: int
-    begun: int
-    done: int
-    compute_nanos: int
-    num_requests: int
-    num_tokens: int
 
 
 class RequestTimelines:
@@ -125,16 +117,18 @@ class RequestTimelines:
         """Notes a step's tokens; returns the requests that ended by it."""
         last_done = self.sums.last_done_nanos
         nanos = self.nanos_of(step.begun, now)
-        compute = min(update.execute_nanos, nanos)
+        compute, prompt_nanos = min(update.execute_nanos, nanos), 0
         # Others may have got tokens since, or have been interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
-        num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
-        prompt_nanos = compute * num_prompt_tokens // max(1, step.num_tokens)
-        totals = StepTotals(1, nanos, compute, prompt_nanos, len(plan.requests))
+        if in_prefill:
+            num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
+            prompt_nanos = compute * num_prompt_tokens // max(1, step.num_tokens)
         self.sums.add(plan.step, now, nanos, compute, prompt_nanos, len(plan.requests))
-        for phase in step.left_out:
-            if not phase.end:
-                phase.behind = phase.behind.plus(totals)
+        if step.left_out:
+            totals = StepTotals(1, nanos, compute, prompt_nanos, len(plan.requests))
+            for phase in step.left_out:
+                if not phase.end:
+                    phase.behind = phase.behind.plus(totals)
         for _, tracked, _, num_tokens in in_prefill:
             chunk = Chunk(
                 last_done,
@@ -157,13 +151,13 @@ class RequestTimelines:
         """What a step took that follows those that are done, without its overlap with them."""
         return max(0, done - max(self.sums.last_done_nanos, begun))
 
-    def decoded(self, step: DoneStep) -> int:
+    def decoded(self, step: StepRecord) -> int:
         """Notes a step that only decoded and ended no request, before anything that came after it.
         Returns what it took, without its overlap with the step before.
         """
-        number, begun, done, compute_nanos, num_requests, _ = step
-        nanos = self.nanos_of(begun, done)
-        self.sums.add(number, done, nanos, min(compute_nanos, nanos), 0, num_requests)
+        nanos, done = self.nanos_of(step.begun, step.done), step.done
+        compute_nanos = min(step.compute_nanos, nanos)
+        self.sums.add(step.number, done, nanos, compute_nanos, 0, step.num_requests)
         return nanos
 
     def end(self, request: Request, now: int) -> Tracked | None:
@@ -309,5 +303,6 @@ class RequestTimelines:
 
     def _end_of_phase(self, tracked: Tracked, now: int) -> int:
         """Now, or since when the request holds its blocks in a pause."""
-        paused = self._paused_at if tracked.request in self._running else None
-        return now if paused is None else min(now, max(paused, self.sums.last_done_nanos))
+        if self._paused_at is None or tracked.request not in self._running:
+            return now
+        return min(now, max(self._paused_at, self.sums.last_done_nanos))

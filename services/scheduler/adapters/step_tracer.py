@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.telemetry import Tracing, sampled_parent, traceparent_text
-from services.scheduler.adapters.request_timelines import DoneStep, RequestTimelines, StepRecord
+from services.scheduler.adapters.request_timelines import RequestTimelines, StepRecord
 from services.scheduler.adapters.request_traces import RequestTraces
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_spans import SampledSteps, StepSpan
@@ -51,7 +51,8 @@ class StepTracer:
         self._traces = RequestTraces(tracing, self._sampled_steps.link)
         self._begun: StepRecord | None = None
         self._steps: dict[int, StepRecord] = {}
-        self._uncounted: list[DoneStep] = []
+        self._uncounted: list[StepRecord] = []
+        """Steps that only decoded and ended no request, and are not counted yet."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
         now = self._unix_nanos()
@@ -70,7 +71,8 @@ class StepTracer:
         if step is None:
             raise AssertionError("a step was planned that had not begun")
         now = self._unix_nanos()
-        step.num_requests, step.num_tokens = len(plan.requests), plan.num_tokens
+        step.number, step.num_requests = plan.step, len(plan.requests)
+        step.num_tokens = plan.num_tokens
         step.only_decodes = step.span is None and self._timelines.only_decodes(plan)
         if not step.only_decodes:
             self._count_done_steps()
@@ -96,17 +98,9 @@ class StepTracer:
         if step is None:
             return  # it only brought news of transfers
         if step.only_decodes and not (update.ended or update.turns):
+            step.done, step.compute_nanos = now, update.execute_nanos
             uncounted = self._uncounted
-            uncounted.append(
-                DoneStep(
-                    plan.step,
-                    step.begun,
-                    now,
-                    update.execute_nanos,
-                    step.num_requests,
-                    step.num_tokens,
-                )
-            )
+            uncounted.append(step)
             num_nanos = now - uncounted[0].done
             if len(uncounted) >= MAX_UNCOUNTED_STEPS or num_nanos >= MAX_UNCOUNTED_NANOS:
                 self._count_done_steps()
@@ -210,7 +204,7 @@ class StepTracer:
             for step in uncounted:
                 self._count_done(step, self._timelines.decoded(step))
 
-    def _count_done(self, step: StepRecord | DoneStep, nanos: int) -> None:
+    def _count_done(self, step: StepRecord, nanos: int) -> None:
         counts, seconds = self._counts, nanos / 1e9
         counts.step_nanos.append(nanos)
         counts.step_seconds.observe(seconds)

@@ -7,9 +7,10 @@ between. Times are nanoseconds since the epoch.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from services.scheduler.core.output import OWN_REASONS, WaitReason
 
@@ -26,14 +27,13 @@ class ReasonChange:
     reason: WaitReason
 
 
-@dataclass(frozen=True, slots=True)
-class WaitStart:
+class WaitStart(NamedTuple):
     """When a request began to wait, and the state of `WaitReasons` at that time."""
 
     next_step: int
     unix_nanos: int
     reason: WaitReason | None
-    num_steps: Counter[WaitReason]
+    num_steps: Mapping[WaitReason, int]
     num_changes: int
 
 
@@ -93,21 +93,23 @@ class WaitReasons:
             self._next_step,
             now,
             self.current,
-            self.num_steps.copy(),
+            dict(self.num_steps),
             self._num_changes,
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
         """In how many steps a request was not admitted, by reason."""
-        return self.num_steps - waiting.num_steps
+        return self.num_steps - Counter(waiting.num_steps)
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
         """Why a request waited, in order, the first reason from when it began to wait."""
-        newest_first = takewhile(
-            lambda numbered: numbered[0] >= waiting.num_changes, reversed(self._changes)
-        )
-        changes = [change for _, change in newest_first]
-        changes.reverse()
+        changes: list[ReasonChange] = []
+        if waiting.num_changes < self._num_changes:
+            newest_first = takewhile(
+                lambda numbered: numbered[0] >= waiting.num_changes, reversed(self._changes)
+            )
+            changes = [change for _, change in newest_first]
+            changes.reverse()
         if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
             began = ReasonChange(waiting.next_step, waiting.unix_nanos, waiting.reason)
             changes.insert(0, began)
@@ -129,7 +131,7 @@ class WaitReasons:
         if self.has_forgotten(waiting):
             return False
         changed_at_once = bool(changes) and changes[0].step == waiting.next_step
-        return not changed_at_once and self.num_steps[reason] > waiting.num_steps[reason]
+        return not changed_at_once and self.num_steps[reason] > waiting.num_steps.get(reason, 0)
 
     def _change(self, step: int, reason: WaitReason | None, now: int) -> None:
         self.current = reason

@@ -38,6 +38,9 @@ class PhaseKind(Enum):
     """What was merged, since there were too many phases."""
 
 
+_INTERRUPTIONS = (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE)
+
+
 class StepTotals(NamedTuple):
     """Sums over steps. What a request had of them is a difference of two."""
 
@@ -151,8 +154,8 @@ class Phase:
     """Of these, the steps in which it had no part."""
     max_requests: int = 0
     """Largest batch."""
-    merged: dict[PhaseKind, int] = field(default_factory=dict)
-    """Nanoseconds by kind of the phases that were merged into it."""
+    merged: dict[PhaseKind, int] | None = None
+    """Nanoseconds by kind of the phases that were merged into it; None if none were."""
 
     @property
     def nanos(self) -> int:
@@ -178,17 +181,15 @@ class Timeline:
 
     queued: int
     phases: list[Phase] = field(init=False)
+    current: Phase = field(init=False)
+    """The open phase, the last one; also after `finish`."""
     admitted: int | None = None
     first_token: int | None = None
     interrupted_nanos: int = 0
 
     def __post_init__(self) -> None:
-        self.phases = [Phase(PhaseKind.QUEUE, self.queued)]
-
-    @property
-    def current(self) -> Phase:
-        """The open phase; after `finish` the last one."""
-        return self.phases[-1]
+        self.current = Phase(PhaseKind.QUEUE, self.queued)
+        self.phases = [self.current]
 
     @property
     def covered_until(self) -> int:
@@ -201,7 +202,8 @@ class Timeline:
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()
-        self.phases.append(Phase(kind, now))
+        self.current = Phase(kind, now)
+        self.phases.append(self.current)
         return self.current
 
     def admit(self, step: int, now: int) -> None:
@@ -214,6 +216,11 @@ class Timeline:
         """Explains the open phase up to now by the reasons since its last part, each with its
         beginning.
         """
+        if len(changes) == 1:  # as in most phases
+            start, (_, reason) = self.covered_until, changes[0]
+            if now > start:
+                self.current.parts.append(Wait(start, now, {reason: now - start}))
+            return
         if not changes:
             return
         starts = [max(self.covered_until, min(start, now)) for start, _ in changes]
@@ -256,18 +263,17 @@ class Timeline:
     def _end_phase(self, now: int) -> int:
         phase = self.current
         phase.end = now = max(now, self.covered_until)
-        if phase.kind in (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE):
+        if phase.kind in _INTERRUPTIONS:
             self.interrupted_nanos += phase.nanos
         return now
 
     def _merge_oldest(self) -> None:
         """Merges the first two phases after the queue."""
-        merged, later = self.phases[1:3]
-        if merged.kind is not PhaseKind.SEVERAL:
-            merged = Phase(PhaseKind.SEVERAL, merged.start, merged={merged.kind: merged.nanos})
-        merged.end = later.end
-        merged.merged[later.kind] = merged.merged.get(later.kind, 0) + later.nanos
-        self.phases[1:3] = [merged]
+        first, later = self.phases[1:3]
+        nanos = first.merged or {first.kind: first.nanos}
+        nanos[later.kind] = nanos.get(later.kind, 0) + later.nanos
+        several = Phase(PhaseKind.SEVERAL, first.start, later.end, merged=nanos)
+        self.phases[1:3] = [several]
 
 
 def _merged_waits(waits: list[Wait]) -> list[Wait]:
