@@ -254,6 +254,7 @@ class InProcess:
             local,
             Unobserved(),
             Unobserved(),
+            time.monotonic,
         )
         tokenizer = load_tokenizer(self._settings.model)
         inference = Inference(

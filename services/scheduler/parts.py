@@ -1,6 +1,7 @@
 """The core of a scheduler with what it reaches through adapters."""
 
 import itertools
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 
@@ -60,7 +61,7 @@ class Parts:
         speculation = SpeculationMetrics(config.num_speculative_tokens)
         observer = EngineObserver(self.tracer, requests, speculation, steps)
         self.engine = EngineCore(
-            scheduler, executor, replica, self.sessions, observer, self.readiness
+            scheduler, executor, replica, self.sessions, observer, self.readiness, time.monotonic
         )
         replica.watch(self.engine.lost)
         client_sessions = ClientSessions(

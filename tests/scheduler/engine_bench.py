@@ -21,6 +21,7 @@ from tests.scheduler.fakes import (
     ReadinessLog,
     Watcher,
 )
+from tests.scheduler.timed_executor import TimedExecutor
 
 BLOCK_SIZE = 4
 
@@ -29,8 +30,14 @@ class Bench:
     """An engine among fakes."""
 
     def __init__(
-        self, *, num_blocks: int = 50, connector: StandInConnector | None = None, **config: Any
+        self,
+        *,
+        num_blocks: int = 50,
+        connector: StandInConnector | None = None,
+        step_seconds: float = 0.0,
+        **config: Any,
     ) -> None:
+        """Steps take `step_seconds` of the loop's time; with 0 they are done in its next turn."""
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -40,14 +47,23 @@ class Bench:
             config["kv_role"] = KVRole.BOTH
         shape = SchedulerConfig(block_size=BLOCK_SIZE, num_blocks=num_blocks, **limits | config)
         self.pool = FragilePool(shape)
-        self.executor = FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
+        self.timed = TimedExecutor(BLOCK_SIZE, limits["max_num_seqs"], step_seconds)
+        self.executor = (
+            self.timed if step_seconds else FakeExecutor(BLOCK_SIZE, limits["max_num_seqs"])
+        )
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
         scheduler = Scheduler(shape, self.pool, connector)
         self.readiness = ReadinessLog()
         self.engine = EngineCore(
-            scheduler, self.executor, self.replica, self.inbox, self.watcher, self.readiness
+            scheduler,
+            self.executor,
+            self.replica,
+            self.inbox,
+            self.watcher,
+            self.readiness,
+            lambda: asyncio.get_running_loop().time(),
         )
         self._num_requests = 0
         self._num_usable_blocks = num_blocks - 1

@@ -66,7 +66,13 @@ class Life:
         self.observer = _Observer(self)
         self._queue_estimate = QueueEstimate(config.max_running)
         self.engine = EngineCore(
-            self.scheduler, self.workers, _Replica(self), self.inbox, self.observer, ReadinessLog()
+            self.scheduler,
+            self.workers,
+            _Replica(self),
+            self.inbox,
+            self.observer,
+            ReadinessLog(),
+            lambda: asyncio.get_running_loop().time(),
         )
         self._before: Before | None = None
         self.in_flight: list[SchedulerOutput] = []
@@ -97,6 +103,9 @@ class Life:
         self._check_ends()
         self.happened["worlds"] += 1
         self.happened["ticks"] += tick
+        self.happened["worlds in which steps were put off"] += bool(
+            self.engine.planning.seconds_put_off
+        )
 
     def _is_over(self, tick: int) -> bool:
         return (

@@ -11,6 +11,7 @@ from tests.worlds.world import Incident
 NUM_WORLDS = 192
 RARE = (
     *("preemptions", "hits", "drafts", "loads", "copies", "STOP", "ABORT", "ERROR"),
+    "worlds in which steps were put off",
     *(f"blocks {done} tiers" for done in ("stored in", "loaded from", "damaged in", "replaced in")),
 )
 

@@ -36,6 +36,18 @@ _SCHEDULER = (
         "Time of a step, without its overlap with the step before.",
         buckets.STEP_SECONDS,
     ),
+    summary(
+        names.METRIC_STEP_PUT_OFF_SECONDS,
+        "seconds",
+        "For how long the planning of a step was put off while the one before it ran, so that "
+        "requests that came meanwhile were part of it.",
+    ),
+    counter(
+        names.METRIC_STEP_LATE_SECONDS,
+        "seconds",
+        "For how long workers had no step to run between two of them that were planned one "
+        "while the other ran.",
+    ),
     counter(
         names.METRIC_LOST_TOKENS, "tokens", "Computed tokens that preemptions for blocks gave up."
     ),

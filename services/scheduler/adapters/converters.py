@@ -78,6 +78,7 @@ def model_runner_output_from_proto(
         _sampled(unpack_token_ids(response.token_ids), num_tokens),
         num_draft_tokens=unpack_token_ids(response.num_draft_tokens),
         execute_nanos=response.execute_nanos,
+        slack_seconds=response.slack_nanos / 1e9 if response.HasField("slack_nanos") else None,
         kv_transfers=kv_transfers,
     )
     if num_speculative_tokens:

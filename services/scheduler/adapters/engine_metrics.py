@@ -7,7 +7,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from services.common import names
-from services.common.metric_specs import histogram_family, single, value_family
+from services.common.metric_specs import histogram_family, single, summary_family, value_family
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.queue_watch import QueueWatch
 from services.scheduler.adapters.sessions import Sessions
@@ -45,6 +45,7 @@ class EngineCollector(Collector):
             (names.METRIC_NUM_REQUESTS_WAITING, engine.num_waiting),
             (names.METRIC_KV_CACHE_USAGE, 1 - scheduler.num_free_blocks / num_usable),
             (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
+            (names.METRIC_STEP_LATE_SECONDS, engine.planning.seconds_late),
             (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),
             (names.METRIC_CORRUPTED_REQUESTS, self._sessions.num_corrupted),
             (names.METRIC_QUEUE_ESTIMATE, self._watch.estimated_wait_seconds),
@@ -54,6 +55,9 @@ class EngineCollector(Collector):
         steps = histogram_family(names.METRIC_STEP_SECONDS)
         counts.step_seconds.add_to(steps)
         yield steps
+        put_off = summary_family(names.METRIC_STEP_PUT_OFF_SECONDS)
+        put_off.add_metric((), engine.planning.num_planned, engine.planning.seconds_put_off)
+        yield put_off
         yield self._state()
         yield self._recoveries()
         yield self._cache_config()

@@ -21,7 +21,7 @@ class SentStep:
     """
 
     __slots__ = (
-        *("_missing", "_other_nanos", "_response", "_steps"),
+        *("_missing", "_other_nanos", "_response", "_slack_nanos", "_steps"),
         *("allowed_seconds", "number", "output", "size"),
     )
 
@@ -37,6 +37,8 @@ class SentStep:
         self._response: worker_pb2.ExecuteResponse | None = None
         self._other_nanos = 0
         """For how long other ranks than the last one computed, together."""
+        self._slack_nanos: int | None = None
+        """The least of other ranks."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
         """Notes the answer of a rank."""
@@ -45,6 +47,7 @@ class SentStep:
             self._response = response
         else:
             self._other_nanos += response.execute_nanos
+            self._note_slack(response)
         if response.ended_tier_loads:
             self._steps.ended_loads.note(response)
         if not self._missing:
@@ -67,7 +70,15 @@ class SentStep:
             self.output.set_exception(WorkersLost(message, reason=reason))
             self.output.exception()  # asyncio logs exceptions that are not retrieved
 
+    def _note_slack(self, response: worker_pb2.ExecuteResponse) -> None:
+        if response.HasField("slack_nanos"):
+            least = self._slack_nanos
+            slack = response.slack_nanos
+            self._slack_nanos = slack if least is None else min(least, slack)
+
     def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
+        if self._slack_nanos is not None:
+            response.slack_nanos = min(self._slack_nanos, response.slack_nanos)
         if (num_stages := self._steps.num_stages) > 1:
             whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
             response.execute_nanos = whole * num_stages // num_ranks

@@ -6,17 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning_clock import PlanningClock
 from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps, and waits for their answers, oldest first. It is full with `depth` steps."""
+    """Sends steps, and waits for their answers, oldest first. It is full with `depth` steps.
 
-    def __init__(self, executor: Executor, depth: int) -> None:
+    `now` gives steady seconds.
+    """
+
+    def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
         self.awaits_answer = False
         """Whether the oldest answer is being waited for."""
+        self.planning = PlanningClock()
         self._executor = executor
         self._depth = depth
+        self._now = now
+        self._planning_began: float | None = None
         self._steps: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
         self._unsent: SchedulerOutput | None = None
 
@@ -28,10 +35,29 @@ class BatchQueue:
         """Whether no further step may be sent before the oldest is taken in."""
         return len(self._steps) >= self._depth
 
+    async def until_due(self) -> None:
+        """Waits, while a step runs, until the next one is to be planned, or that step is done. Its
+        planning begins then.
+        """
+        now = self._now()
+        if self._steps and (seconds := self.planning.due - now) > 0:
+            _, answer = self._steps[0]
+            self.awaits_answer = True
+            try:
+                await asyncio.wait((answer,), timeout=seconds)
+            finally:
+                self.awaits_answer = False
+            now = self._now()
+        self._planning_began = now
+
     async def send(self, plan: SchedulerOutput, traceparent: str) -> None:
         """Sends a step. Raises WorkersLost."""
         self._unsent = plan
         answer = await self._executor.submit(plan, traceparent)
+        if not self._steps:
+            self.planning.begins(plan.num_tokens, self._now())
+        elif self._planning_began is not None:
+            self.planning.planned(plan.step, self._planning_began)
         self._steps.append((plan, answer))
         self._unsent = None
 
@@ -46,6 +72,9 @@ class BatchQueue:
         finally:
             self.awaits_answer = False
         self._steps.popleft()
+        self.planning.answered(plan.step, output.slack_seconds)
+        if self._steps:
+            self.planning.begins(self._steps[0][0].num_tokens, self._now())
         return plan, output
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
@@ -81,5 +110,6 @@ class BatchQueue:
                 answer.exception()
             answer.cancel()
         self._steps.clear()
+        self.planning.forget()
         self._unsent = None
         return dropped

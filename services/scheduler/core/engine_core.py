@@ -3,7 +3,7 @@
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 
@@ -13,6 +13,7 @@ from services.common.pause_mode import PauseMode
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.pending_changes import PendingChanges
+from services.scheduler.core.planning_clock import PlanningClock
 from services.scheduler.core.ports import (
     Delivery,
     Executor,
@@ -58,7 +59,9 @@ class EngineCore:
         delivery: Delivery,
         observer: StepObserver,
         readiness: Readiness,
+        now: Callable[[], float],
     ) -> None:
+        """`now` gives steady seconds."""
         self.scheduler = scheduler
         self.state = EngineState.IDLE
         self.state_reason = ""
@@ -68,7 +71,7 @@ class EngineCore:
         self._changes = PendingChanges(scheduler, observer, self._tell_ended)
         self._awaits_sessions = False
         """Whether the last step had no room for any request, since sessions hold what they need."""
-        self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight)
+        self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
@@ -79,6 +82,11 @@ class EngineCore:
         )
         self.losses = self._recovery.losses
         self._has_stages = scheduler.config.pipeline_parallel_size > 1
+
+    @property
+    def planning(self) -> PlanningClock:
+        """When steps are planned."""
+        return self._batch_queue.planning
 
     @property
     def num_waiting(self) -> int:
@@ -154,6 +162,8 @@ class EngineCore:
             while True:
                 try:
                     await self._until_work()
+                    if not self._has_stages:
+                        await self._batch_queue.until_due()
                     async with self._turns:
                         await self._turn()
                         self._turns.notify_all()
@@ -247,7 +257,8 @@ class EngineCore:
         """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
 
         With asynchronous scheduling the oldest is the step before, which runs while this one is
-        planned. In a pause blocks of ended requests are still given back at once.
+        planned, shortly before its end: what comes meanwhile is part of this one. In a pause blocks
+        of ended requests are still given back at once.
         """
         self._changes.apply()
         planned = False

@@ -184,6 +184,10 @@ class ModelRunnerOutput:
     """
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
+    slack_seconds: float | None = None
+    """For how long it was ready to run when the step before it ended, or, less than 0, how long
+    after that it was; None where that is not measured.
+    """
     kv_transfers: KVTransferResults = NO_RESULTS
     """What the workers' side of a connector has done."""
 

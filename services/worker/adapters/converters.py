@@ -70,7 +70,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
 
 
 def step_output_to_proto(
-    output: StepOutput, *, queue_nanos: int, execute_nanos: int
+    output: StepOutput, *, queue_nanos: int, execute_nanos: int, slack_nanos: int | None = None
 ) -> worker_pb2.ExecuteResponse:
     """The answer to a step."""
     message = worker_pb2.ExecuteResponse(
@@ -80,6 +80,7 @@ def step_output_to_proto(
         token_ids=_packed(output.token_ids),
         queue_nanos=queue_nanos,
         execute_nanos=execute_nanos,
+        slack_nanos=slack_nanos,
     )
     if output.logprobs:
         message.logprobs.extend(

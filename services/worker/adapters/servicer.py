@@ -144,13 +144,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 class _PendingStep:
     """A step that is not answered yet, with times of the monotonic clock in nanoseconds.
 
-    `begun`: done when the step was run, or queued on a device; `downloaded`: its output, if a
-    device still computes it.
+    `ready_nanos`: when it had arrived, or was queued on a device. `begun`: done when the step was
+    run, or queued on a device; `downloaded`: its output, if a device still computes it.
     """
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
+    ready_nanos: int
     started_nanos: int = 0
     ended_nanos: int = 0
     begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
@@ -185,6 +186,8 @@ class _StepStream:
         self._closed = False
         self._error: StepwellError | None = None
         self._pending: deque[_PendingStep] = deque()
+        self._last_ended_nanos = 0
+        """When the step before the oldest one ended; 0 if there was none."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
@@ -244,7 +247,7 @@ class _StepStream:
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
         step = step_from_proto(message)
-        pending = _PendingStep(message, step, arrived)
+        pending = _PendingStep(message, step, arrived, arrived)
         pending.begun = self._compute.submit(
             lambda: self._begin(pending), _allowed_seconds(message)
         )
@@ -286,6 +289,8 @@ class _StepStream:
             self._closed = True
             raise
         pending.ended_nanos = time.perf_counter_ns()
+        if not isinstance(output, StepOutput):
+            pending.ready_nanos = pending.ended_nanos
         return output
 
     def _answer(self, pending: _PendingStep, output: StepOutput) -> worker_pb2.ExecuteResponse:
@@ -298,8 +303,12 @@ class _StepStream:
         if len(pending.step.num_draft_tokens):  # of these the worker may have proposed fewer
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self._metrics.stepped(num_tokens, started - arrived, ended - started)
+        last_ended, self._last_ended_nanos = self._last_ended_nanos, ended
         return step_output_to_proto(
-            output, queue_nanos=started - arrived, execute_nanos=ended - started
+            output,
+            queue_nanos=started - arrived,
+            execute_nanos=ended - started,
+            slack_nanos=last_ended - pending.ready_nanos if last_ended else None,
         )
 
 

@@ -81,3 +81,17 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
     step.answered("a", response([], 7))
     output = await step.output
     assert (output.token_ids, output.execute_nanos) == ([[5]], 10)
+
+
+async def test_a_step_came_as_early_as_it_did_to_the_rank_that_had_it_last() -> None:
+    def slack_of(**slacks: int | None) -> float | None:
+        steps = StepsInFlight("abc", Deadlines(1, 10))
+        step = steps.add(1, 1, 10)
+        for rank, slack in slacks.items():
+            step.answered(rank, worker_pb2.ExecuteResponse(slack_nanos=slack))
+        output: float | None = step.output.result().slack_seconds
+        return output
+
+    assert slack_of(a=5_000_000, b=-2_000_000, c=3_000_000) == -0.002
+    assert slack_of(c=-4_000_000, a=5_000_000, b=1_000_000) == -0.004
+    assert slack_of(a=None, b=None, c=None) is None

@@ -207,7 +207,24 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
     assert any(answer.queue_nanos > 0 for answer in answers[1:])
+    assert not answers[0].HasField("slack_nanos")
+    # The first step was computing for long when the last one came.
+    assert answers[-1].slack_nanos > 0
+    assert abs(answers[-1].queue_nanos - answers[-1].slack_nanos) < answers[-1].queue_nanos
     await ahead.finish()
+
+
+async def test_a_step_that_comes_after_the_end_of_the_one_before_it_says_by_how_much(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    stream = Stream(worker)
+    await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
+    assert not (await stream.answer()).HasField("slack_nanos")
+    await asyncio.sleep(0.05)
+    await stream.send(step(2, (0, 1, len(PROMPT))))
+    late = await stream.answer()
+    assert late.slack_nanos < -50_000_000
+    await stream.finish()
 
 
 async def test_a_worker_says_which_generation_it_saw_last(

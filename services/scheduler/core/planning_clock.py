@@ -1,0 +1,78 @@
+"""When the next step is planned while one runs."""
+
+from collections import deque
+
+RECENT_STEPS = 64
+MIN_STEPS = 8
+"""With fewer of a size, steps are planned at once."""
+MARGIN_SECONDS = 0.001
+"""Timers of event loops are no more exact; for less than this no step is put off."""
+_OUTLIERS = 16
+"""Of the recent steps one in so many may have had less room than is used."""
+
+
+class PlanningClock:
+    """Puts the planning of a step off while the one before it runs, so that requests which arrive
+    meanwhile are part of it, and lets it begin early enough that the workers do not wait.
+
+    The workers say of each step how long before the end of the step before it was ready to run, or
+    how long after: by so much later, or earlier, should its planning have begun. That gives the
+    room of the step before: the time from its start, as it is seen here, in which nothing has to be
+    planned. It depends on how long that step runs, and on how long planning and messages take. Of
+    each class of sizes, one for each power of two, the room is used that nearly all recent steps
+    had, less a margin. A step that comes late nevertheless is planned when the one before it is
+    done, at the latest: workers wait for as long as planning and messages take, and no longer.
+
+    Times are seconds of one steady clock, which callers pass in.
+    """
+
+    def __init__(self) -> None:
+        self.num_planned = 0
+        """Steps that were planned while another one ran."""
+        self.seconds_put_off = 0.0
+        """By so much these were planned later than they could have been."""
+        self.seconds_late = 0.0
+        """For so long the workers had no step to run, since one of these came late."""
+        self._rooms: dict[int, deque[float]] = {}
+        self._size = 0
+        self._began = 0.0
+        self._due = 0.0
+        self._planned: dict[int, tuple[int, float]] = {}
+
+    @property
+    def due(self) -> float:
+        """When the step after the one that runs is to be planned."""
+        return self._due
+
+    def begins(self, num_tokens: int, now: float) -> None:
+        """A step of so many tokens begins to run, about now."""
+        self._size, self._began = num_tokens.bit_length(), now
+        rooms = self._rooms.get(self._size, ())
+        seconds = 0.0
+        if len(rooms) >= MIN_STEPS:
+            seconds = sorted(rooms)[len(rooms) // _OUTLIERS] - MARGIN_SECONDS
+        self._due = now + seconds if seconds >= MARGIN_SECONDS else now
+
+    def planned(self, step: int, began: float) -> None:
+        """A step was sent whose planning began then, while the last one of `begins` ran."""
+        put_off = max(0.0, min(began, self._due) - self._began)
+        self._planned[step] = self._size, put_off
+        self.num_planned += 1
+        self.seconds_put_off += put_off
+
+    def answered(self, step: int, slack_seconds: float | None) -> None:
+        """A step is done that was ready so long before the end of the step before it, or after it
+        if less than 0; None where that is not measured. Does nothing if no step ran when it was
+        planned.
+        """
+        planned = self._planned.pop(step, None)
+        if planned is None or slack_seconds is None:
+            return
+        size, put_off = planned
+        self._rooms.setdefault(size, deque(maxlen=RECENT_STEPS)).append(put_off + slack_seconds)
+        self.seconds_late += max(0.0, -slack_seconds)
+
+    def forget(self) -> None:
+        """Steps in flight are not answered, and other workers may run the next ones."""
+        self._rooms.clear()
+        self._planned.clear()
