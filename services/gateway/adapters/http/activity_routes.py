@@ -4,8 +4,8 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated
 
-from fastapi import Request
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.adapters.activity.document import Document

@@ -9,9 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from fastapi import Request
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.pause_mode import PauseMode
@@ -122,7 +122,7 @@ class AdminRoutes:
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.undrain(query.replica), status="undrained")
 
-    async def server_info(self) -> Response:
+    async def server_info(self, _request: Request) -> Response:
         """The gateway's version and settings, without secrets, and its replicas."""
         settings = {
             field.name: _shown(field.name, getattr(self._settings, field.name))

@@ -22,8 +22,14 @@ from services.gateway.adapters.http.client_probe import ClientProbe
 from services.gateway.adapters.http.connections import Connections
 from services.gateway.adapters.http.errors import raw_refusal
 from services.gateway.adapters.http.reader_timeout import ReaderTimeout
-from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, BODY_WRITER
+from services.gateway.adapters.http.request_state import (
+    ARRIVAL,
+    ARRIVED,
+    BODY_WRITER,
+    CLIENT,
+)
 from services.gateway.adapters.http.sliced_protocol import SlicedProtocol
+from services.gateway.adapters.http.while_connected import Client
 from services.gateway.adapters.http.without_chunks import answer_without_chunks
 from services.gateway.core.admission.arrivals import Arrival
 
@@ -139,6 +145,7 @@ class GuardedConnection(SlicedProtocol):
         if answered is not None and not answered.response_complete:
             answered.disconnected = True
             answered.message_event.set()
+            self._client.has_gone()
 
     def _reader_timed_out(self) -> None:
         self._connections.reader_timed_out()
@@ -180,15 +187,17 @@ class GuardedConnection(SlicedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        cycle.scope["state"][ARRIVED] = time.perf_counter_ns()
+        state = cycle.scope["state"]
+        state[ARRIVED] = time.perf_counter_ns()
         if self._is_refused_at_once(cycle):
             return
-        arrival = cycle.scope["state"].get(ARRIVAL)
+        state[CLIENT] = self._client = Client(self.flow.resume_reading)
+        arrival = state.get(ARRIVAL)
         app = partial(_until_answered, arrival, app)
         if cycle.scope["http_version"] == "1.0":
             app = partial(answer_without_chunks, cycle, app)
         else:
-            cycle.scope["state"][BODY_WRITER] = BodyWriter(cycle)
+            state[BODY_WRITER] = BodyWriter(cycle)
 
         def start() -> None:
             if not cycle.disconnected:
@@ -301,8 +310,7 @@ class GuardedConnection(SlicedProtocol):
             if self.cycle.response_started or self.pipeline:
                 self.end()
                 return
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._disconnect_application()
         self.transport.write(raw_refusal(status, message))
         # Closing at once, with something unread, would reset the connection before the client has
         # read the answer.
@@ -321,5 +329,6 @@ async def _until_answered(
         await app(scope, receive, send)
     finally:
         scope["state"].pop(BODY_WRITER, None)
+        del scope["state"][CLIENT]
         if arrival is not None:
             arrival.end()

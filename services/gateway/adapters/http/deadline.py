@@ -3,7 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 
 from services.common.errors import DeadlineExceeded, InvalidArgument, StepwellError
 
@@ -33,9 +39,13 @@ def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
     return asyncio.get_running_loop().time() + seconds
 
 
-@asynccontextmanager
-async def until(deadline: float | None) -> AsyncIterator[None]:
+def until(deadline: float | None) -> AbstractAsyncContextManager[None]:
     """Cancels what runs inside at the deadline, and raises DeadlineExceeded then."""
+    return nullcontext() if deadline is None else _until(deadline)
+
+
+@asynccontextmanager
+async def _until(deadline: float) -> AsyncIterator[None]:
     alarm = asyncio.timeout_at(deadline)
     try:
         async with alarm:
@@ -46,12 +56,15 @@ async def until(deadline: float | None) -> AsyncIterator[None]:
         raise _exceeded() from error
 
 
-@contextmanager
-def ending_at(deadline: float | None, end: Callable[[StepwellError], None]) -> Iterator[None]:
+def ending_at(
+    deadline: float | None, end: Callable[[StepwellError], None]
+) -> AbstractContextManager[None]:
     """Calls `end` with DeadlineExceeded at the deadline, if that comes while this is entered."""
-    if deadline is None:
-        yield
-        return
+    return nullcontext() if deadline is None else _ending_at(deadline, end)
+
+
+@contextmanager
+def _ending_at(deadline: float, end: Callable[[StepwellError], None]) -> Iterator[None]:
     timer = asyncio.get_running_loop().call_at(deadline, lambda: end(_exceeded()))
     try:
         yield

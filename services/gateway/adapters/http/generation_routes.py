@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from fastapi import Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from services.common.errors import InvalidArgument
 from services.gateway.adapters.http.bodies import (
@@ -111,7 +111,7 @@ class GenerationRoutes:
         self._bodies = bodies
         self._sessions = sessions
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> ASGIApp:
         """Text completions; with `session`, a turn of it."""
         tenant: Tenant = request.state.tenant
 
@@ -129,11 +129,11 @@ class GenerationRoutes:
 
         return self._reply(request, CompletionBody, to_request, CompletionDialect)
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request) -> ASGIApp:
         """Chat completions."""
         return self._reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
-    async def messages(self, request: Request) -> Response:
+    async def messages(self, request: Request) -> ASGIApp:
         """Anthropic's messages; of an agent, requests of one session are kept together."""
 
         async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
@@ -142,19 +142,19 @@ class GenerationRoutes:
 
         return self._reply(request, MessagesBody, to_request, MessagesDialect)
 
-    async def responses(self, request: Request) -> Response:
+    async def responses(self, request: Request) -> ASGIApp:
         """OpenAI's responses, of which none is kept."""
         return self._reply(request, ResponsesBody, responses_request, ResponsesDialect)
 
-    async def embeddings(self, request: Request) -> Response:
+    async def embeddings(self, request: Request) -> ASGIApp:
         """Vectors of texts."""
         return self._reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
 
-    async def score(self, request: Request) -> Response:
+    async def score(self, request: Request) -> ASGIApp:
         """How well texts go with texts."""
         return self._reply(request, ScoreBody, score_request, ScoreDialect)
 
-    async def v1_score(self, request: Request) -> Response:
+    async def v1_score(self, request: Request) -> ASGIApp:
         """The same as /score."""
         return await self.score(request)
 
@@ -164,7 +164,7 @@ class GenerationRoutes:
         body_type: type[B],
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
         dialect: "_Api[B]",
-    ) -> Response:
+    ) -> ASGIApp:
         async def read(entered: ExitStack) -> Exchange:
             tenant: Tenant = request.state.tenant
             deadline = deadline_of(request.headers, request.state.record.timeline.began)

@@ -4,10 +4,12 @@ import re
 import time
 from collections.abc import Sequence
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.adapters.http.request_records import CLIENT_CLOSED_REQUEST
 from services.gateway.adapters.http.route import Route
 from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.request_record import RequestRecord
 
 UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/load", "/version", "/status", "/activity"})
 """What programs ask again and again; vLLM does not count them either."""
@@ -17,7 +19,9 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 
 
 class HttpCounts:
-    """Counts a request when its answer has ended, with the time that it took."""
+    """Counts a request when its answer has ended, with the time that it took. It wraps
+    RequestRecords, by which it knows the answer's status.
+    """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route], metrics: Metrics) -> None:
         self._app = app
@@ -33,19 +37,13 @@ class HttpCounts:
         if scope["type"] != "http" or scope["path"] in UNCOUNTED:
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 0
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        began = time.perf_counter()
         try:
-            await self._app(scope, receive, send_noting_status)
+            await self._app(scope, receive, send)
         finally:
-            if status:
-                self._count(scope, status, time.perf_counter() - began)
+            record: RequestRecord = scope["state"]["record"]
+            if record.status != CLIENT_CLOSED_REQUEST:
+                self._count(scope, int(record.status), time.perf_counter() - began)
 
     def _count(self, scope: Scope, status: int, seconds: float) -> None:
         method = scope["method"] if scope["method"] in _METHODS else OTHER

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from services.common.errors import StepwellError, Unavailable

@@ -6,8 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.bodies import PooledBody, SamplingBody
@@ -17,6 +16,7 @@ from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.event_stream import EventStream
 from services.gateway.adapters.http.json_pieces import send_json
 from services.gateway.adapters.http.messages.bodies import MessagesBody
+from services.gateway.adapters.http.request_state import CLIENT
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
@@ -65,7 +65,7 @@ class Exchange:
     to_request: Callable[[], Awaitable[ClientRequest]]
 
 
-class GenerationReply(Response):
+class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
     The status is sent with the first item from the engine, so that a refusal by the scheduler has
@@ -83,13 +83,11 @@ class GenerationReply(Response):
         observer: Observer,
     ) -> None:
         """`read` reads the body, once the gate is entered; what it enters is left in the end."""
-        super().__init__()
         self._read = read
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
-        self._started = False
         self._dialect: StreamingDialect | WholeDialect | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,17 +97,10 @@ class GenerationReply(Response):
                 with self._observer.counting_refusals(state["record"], state["tenant"]):
                     entered.enter_context(self._gate.enter())
                     exchange = await self._read(entered)
-                await self._answer(exchange, scope, receive, send)
+                with while_connected(state[CLIENT]):
+                    await self._work(exchange, scope, receive, send)
         except StepwellError as error:
             await error_response(error, scope)(scope, receive, send)
-
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
-        async def tracked(message: Message) -> None:
-            self._started = True
-            await send(message)
-
-        async with while_connected(receive):
-            await self._work(exchange, scope, receive, tracked)
 
     async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -170,7 +161,8 @@ class GenerationReply(Response):
     async def _refuse(
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        if self._started:
+        record: RequestRecord = scope["state"]["record"]
+        if record.status:  # the answer has begun
             assert isinstance(self._dialect, StreamingDialect)
             body = self._dialect.broken_off(error)
             await send({"type": "http.response.body", "body": body})

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.adapters.http.request_state import ARRIVED
@@ -12,6 +12,7 @@ from services.gateway.adapters.request_recorder import RequestRecorder
 CLIENT_CLOSED_REQUEST = "499"
 """The status, in logs and traces, of a request whose client left before its answer began."""
 _MAX_PATH = 256
+_REQUEST_ID, _TRACE_ID = REQUEST_ID.lower().encode(), TRACE_ID.lower().encode()
 
 
 class RequestRecords:
@@ -37,8 +38,11 @@ class RequestRecords:
         async def send_with_names(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = str(message["status"])
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID], headers[TRACE_ID] = record.request_id, record.trace_id
+                message["headers"] = [
+                    *message["headers"],
+                    (_REQUEST_ID, record.request_id.encode()),
+                    (_TRACE_ID, record.trace_id.encode()),
+                ]
             await send(message)
 
         try:

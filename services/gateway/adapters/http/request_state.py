@@ -4,6 +4,8 @@ ARRIVED = "arrived"
 """When it was to be served, in nanoseconds of `time.perf_counter_ns`."""
 ARRIVAL = "arrival"
 """The Arrival of a request that has room, and was counted by its headers."""
+CLIENT = "client"
+"""The Client whose request it is."""
 BODY_WRITER = "body_writer"
 """The BodyWriter of an answer with chunks, which writes past what wraps `send`. Middlewares change
 the start of an answer and nothing else.

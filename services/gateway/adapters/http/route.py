@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from services.gateway.adapters.http.openapi.answers import Error
 
-Handler = Callable[..., Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+"""Returns what sends the answer."""
 
 READ = ("GET", "HEAD")
 

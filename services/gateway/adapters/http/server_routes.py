@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.exposition import CONTENT_TYPE
@@ -57,7 +57,7 @@ class ServerRoutes:
         self._inference.check_model(name, request.state.tenant)
         return JSONResponse(self._model_card(name))
 
-    async def status(self) -> Response:
+    async def status(self, _request: Request) -> Response:
         """Replicas, their queues and pools, as seen from here."""
         return JSONResponse(await self.describe())
 
@@ -76,26 +76,26 @@ class ServerRoutes:
             ),
         }
 
-    async def health(self) -> Response:
+    async def health(self, _request: Request) -> Response:
         """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
         reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
 
-    async def ping(self) -> Response:
+    async def ping(self, request: Request) -> Response:
         """The same as /health, by the name that SageMaker asks for."""
-        return await self.health()
+        return await self.health(request)
 
-    async def version(self) -> Response:
+    async def version(self, _request: Request) -> Response:
         """The version of this server."""
         return JSONResponse({"version": self._version})
 
-    async def load(self) -> Response:
+    async def load(self, _request: Request) -> Response:
         """How many requests are being served here."""
         return JSONResponse({"server_load": self._gate.inside})
 
-    async def metrics(self) -> Response:
+    async def metrics(self, _request: Request) -> Response:
         """Prometheus metrics, of this gateway and of every replica."""
         return Response(await self._metrics.collect(), media_type=CONTENT_TYPE)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.gateway.adapters.http.bodies import SessionBody

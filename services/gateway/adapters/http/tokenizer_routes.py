@@ -1,6 +1,6 @@
 """The routes of the tokenizer: /tokenize, /detokenize, and /v1/messages/count_tokens."""
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.errors import InvalidArgument, StepwellError

@@ -6,8 +6,8 @@ from functools import partial
 from itertools import islice
 from typing import Literal
 
-from fastapi import Request
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from services.common.errors import NotFound
@@ -74,8 +74,9 @@ class TraceRoutes:
             }
         )
 
-    async def trace(self, name: str, request: Request) -> Response:
+    async def trace(self, request: Request) -> Response:
         """A trace, by its id or by the id of its request; of one that runs, as it is so far."""
+        name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
         found = await self._running.find(name, may_see)
         kept = None if self._store is None else self._store.find(name)

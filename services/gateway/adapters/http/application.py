@@ -1,0 +1,96 @@
+"""An ASGI application of routes: an endpoint for each, and one place where errors are answered."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as StarletteRoute
+from starlette.routing import Router
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.errors import error_response, plain_error_response
+from services.gateway.adapters.http.route import Handler, Route
+from services.gateway.adapters.request_record import RequestRecord
+
+Check = Callable[[Request], Awaitable[None]]
+"""Raises HTTPException or StepwellError for a request that is refused before its route."""
+
+_DOCUMENT = "/openapi.json"
+
+
+class Application:
+    """Serves routes behind their checks, and their OpenAPI document, also as pages.
+
+    A request passes the router and its endpoint, and nothing wraps its answer here: FastAPI, from
+    which the pages are, has five layers of its own that would, and solves dependencies for each
+    request.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        routes: Sequence[tuple[Route, Sequence[Check]]],
+        document: dict[str, Any],
+    ) -> None:
+        endpoints = [
+            StarletteRoute(route.path, _Endpoint(route.handler, checks), methods=route.methods)
+            for route, checks in routes
+        ]
+        self._router = Router([*endpoints, *_document_routes(title, document)])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # the router raises HTTPException for what it does not find then
+        try:
+            await self._router(scope, receive, send)
+        except StepwellError as error:
+            await error_response(error, scope)(scope, receive, send)
+        except HTTPException as error:
+            await _http_error(error, scope)(scope, receive, send)
+        except Exception:
+            record: RequestRecord = scope["state"]["record"]
+            if not record.status:  # the answer has not begun
+                await error_response(InternalError("a defect here"), scope)(scope, receive, send)
+            raise  # the server logs it
+
+
+class _Endpoint:
+    """One route: its checks, its handler, and the sending of what that returns."""
+
+    def __init__(self, handler: Handler, checks: Sequence[Check]) -> None:
+        self._handler = handler
+        self._checks = tuple(checks)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        for check in self._checks:
+            await check(request)
+        response = await self._handler(request)
+        await response(scope, receive, send)
+
+
+def _document_routes(title: str, document: dict[str, Any]) -> list[StarletteRoute]:
+    """The document, and the pages that show it."""
+    responses: dict[str, Response] = {
+        _DOCUMENT: JSONResponse(document),
+        "/docs": get_swagger_ui_html(openapi_url=_DOCUMENT, title=f"{title} - Swagger UI"),
+        "/redoc": get_redoc_html(openapi_url=_DOCUMENT, title=f"{title} - ReDoc"),
+    }
+
+    def of(response: Response) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(_request: Request) -> Response:
+            return response
+
+        return endpoint
+
+    return [StarletteRoute(path, of(response)) for path, response in responses.items()]
+
+
+def _http_error(error: HTTPException, scope: Scope) -> Response:
+    message = f"{scope['method']} {Request(scope).url.path[:200]}: {error.detail}"
+    response = plain_error_response(error.status_code, message, scope)
+    response.headers.update(error.headers or {})
+    return response
