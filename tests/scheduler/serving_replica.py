@@ -168,6 +168,8 @@ class Gateway:
         self._news.set()
 
     def _take(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        if deltas.HasField("queue"):
+            self.queues.append(deltas.queue)
         if deltas.HasField("load"):
             self.loads.append(deltas.load)
         start = 0

@@ -253,6 +253,8 @@ def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
     """Passes on what steps brought. Sequences that were aborted meanwhile are passed over."""
     running = replica.running
     token_ids, start = list(deltas.token_ids), 0
+    if deltas.HasField("queue"):  # in which those that the step admitted still wait
+        replica.queue_changed(queue_state_from_proto(deltas.queue))
     for admitted in deltas.admitted:
         replica.admitted(admitted.handle, admitted.num_cached_tokens)
     for handle, num_tokens in zip(deltas.handles, deltas.num_tokens, strict=True):

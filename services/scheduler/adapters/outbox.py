@@ -43,8 +43,10 @@ class Outbox:
         self._untaken: dict[int, list[int]] = {}
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
-        self._announced: dict[str | None, scheduler_pb2.SessionResponse] = {}
+        self._state: scheduler_pb2.ReplicaState | None = None
+        self._queue: scheduler_pb2.QueueState | None = None
         self._load: scheduler_pb2.ReplicaLoad | None = None
+        self._are_reports_due = self._have_reports_waited = False
         self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
@@ -94,17 +96,32 @@ class Outbox:
         self._is_empty = False
         self.flush()
 
-    def announce(self, response: scheduler_pb2.SessionResponse) -> None:
-        """State or queue of the replica; replaces an earlier one that was not taken."""
-        self._announced[response.WhichOneof("message")] = response
+    def announce(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Whether a step can run; replaces an earlier one that was not taken."""
+        self._state = state
         self._woken.set()
 
-    def announce_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """How much there is to do; replaces an earlier one that was not taken. It goes with deltas
-        where there are some.
+    def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
+        """How long the queue is; replaces an earlier one that was not taken. It goes with deltas,
+        or when `report` says so.
         """
+        self._queue = queue
+
+    def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
+        """How much there is to do, as with the queue."""
         self._load = load
-        self._woken.set()
+
+    def report(self, *, may_wait: bool) -> None:
+        """Has queue and load taken that were noted. They may wait for the next deltas, until this
+        is called again: a message of their own costs as much as a step's.
+        """
+        if self._queue is None and self._load is None:
+            return
+        if may_wait and not self._have_reports_waited:
+            self._have_reports_waited = True
+        else:
+            self._are_reports_due = True
+            self._woken.set()
 
     def flush(self) -> None:
         """Wakes the reader if deltas were collected."""
@@ -122,13 +139,25 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """A state that was not taken yet, if there is one; the load, if no deltas carry it."""
-        if self._announced:
+        """A state that was not taken yet, if there is one; queue or load, if no deltas carry them.
+        """
+        response = None
+        if self._state is not None:
+            response = scheduler_pb2.SessionResponse(state=self._state)
+            self._state = None
+        elif self._are_reports_due and not self.has_deltas:
+            response = self._take_report()
+        if response is not None:
             self.num_quiet_calls = 0
-            return self._announced.popitem()[1]
-        if self._load is None or self.has_deltas:
+        return response
+
+    def _take_report(self) -> scheduler_pb2.SessionResponse | None:
+        if self._queue is not None:
+            queue, self._queue = self._queue, None
+            return scheduler_pb2.SessionResponse(queue=queue)
+        self._are_reports_due = self._have_reports_waited = False
+        if self._load is None:
             return None
-        self.num_quiet_calls = 0
         load, self._load = self._load, None
         return scheduler_pb2.SessionResponse(load=load)
 
@@ -140,9 +169,12 @@ class Outbox:
             self._merge_by_handle()
             handles, token_ids = list(self._untaken), list(self._untaken.values())
             self._untaken = {}
+        if self._queue is not None:
+            deltas.queue.CopyFrom(self._queue)
         if self._load is not None:
             deltas.load.CopyFrom(self._load)
-            self._load = None
+        self._queue = self._load = None
+        self._are_reports_due = self._have_reports_waited = False
         deltas.step = self._step
         deltas.handles.extend(handles)
         deltas.num_tokens.extend(map(len, token_ids))

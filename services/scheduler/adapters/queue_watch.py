@@ -94,9 +94,10 @@ class QueueWatch:
         if self._num_waiting:
             self._engine.abort_late(now)
             self._client_sessions.end_for_waiting(self._counts.wait_reasons.current, now)
-        self._sessions.announce_queue(self._state())
         costs = self._counts.step_costs
-        self._sessions.announce_load(costs.seconds_per_prompt_token, costs.seconds_per_decode)
+        self._sessions.report(
+            self._state(), costs.seconds_per_prompt_token, costs.seconds_per_decode
+        )
 
     def _sample(self, now: float) -> None:
         running = self._engine.scheduler.running

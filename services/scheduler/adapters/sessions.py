@@ -125,43 +125,49 @@ class Sessions:
         """Sends every gateway whether a step can run."""
         self.state = state
         for session in self._gateways:
-            session.outbox.announce(scheduler_pb2.SessionResponse(state=state))
+            session.outbox.announce(state)
 
     def announce_to_quiet(self) -> None:
         """Sends the state to every gateway that was sent nothing since the call before the last."""
         for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:
-                session.outbox.announce(scheduler_pb2.SessionResponse(state=self.state))
+                session.outbox.announce(self.state)
 
-    def announce_queue(self, state: QueueState) -> None:
-        """Sends how long the queue is to every gateway that was not sent the same before."""
-        for session in self._gateways:
-            if session.queue_announced != state:
-                session.queue_announced = state
-                queue = queue_state_to_proto(state)
-                session.outbox.announce(scheduler_pb2.SessionResponse(queue=queue))
-
-    def announce_load(self, seconds_per_prompt_token: float, seconds_per_decode: float) -> None:
-        """Sends how much there is to do to every gateway that was not sent the same before, with
-        how fast it is done. What is to be computed is counted anew: meanwhile it is counted as the
-        steps go, which leave out what is computed again.
+    def report(
+        self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
+    ) -> None:
+        """Sends how long the queue is, how much there is to do and how fast it is done to every
+        gateway that was not sent the same before: with the deltas of its next step, or alone if
+        none came before the next call. What is to be computed is counted anew: meanwhile it is
+        counted as the steps go, which leave out what is computed again.
         """
+        for session in self._gateways:
+            if session.queue_announced != queue:
+                session.queue_announced = queue
+                session.outbox.note_queue(queue_state_to_proto(queue))
         for request, owner in self._owners.items():
             num_tokens = request.num_prompt_tokens - request.num_computed_tokens
             owner.num_uncomputed_tokens = max(0, num_tokens)
         self._num_uncomputed = sum(owner.num_uncomputed_tokens for owner in self._owners.values())
         self._speeds = seconds_per_prompt_token, seconds_per_decode
-        self._send_load()
+        self._note_load()
+        for session in self._gateways:
+            session.outbox.report(may_wait=bool(session.requests))
 
     def _send_load(self) -> None:
+        self._note_load()
+        for session in self._gateways:
+            session.outbox.report(may_wait=False)
+
+    def _note_load(self) -> None:
         num_requests, num_uncomputed = self._num_sent = len(self._owners), self._num_uncomputed
         for session in self._gateways:
             num_others = num_requests - len(session.requests)
             load = ReplicaLoad(num_requests, num_uncomputed, *self._speeds, num_others)
             if session.load_announced != load:
                 session.load_announced = load
-                session.outbox.announce_load(replica_load_to_proto(load))
+                session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
         """Compares two numbers in a step that only decodes, and none came or ended before it."""

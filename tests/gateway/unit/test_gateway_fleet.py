@@ -1,6 +1,7 @@
 """Which replica a sequence goes to, and where it goes when that one is lost, stalls or refuses."""
 
 import pytest
+from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import (
     Aborted,
@@ -11,6 +12,7 @@ from services.common.errors import (
 )
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
+from services.gateway.adapters.scheduler_link import apply_deltas
 from services.gateway.core.delivery import received
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
@@ -318,6 +320,20 @@ def test_a_replica_whose_queue_moves_in_time_is_preferred() -> None:
     assert (len(world.has("a")), len(world.has("b"))) == (0, 2)
     world.start()
     assert len(world.has("a")) == 1, "without a deadline both have room"
+
+
+def test_a_queue_that_comes_with_a_step_is_the_one_before_it() -> None:
+    world = FakeFleet(1)
+    world.connect("a")
+    replica = world.replicas["a"]
+    world.start()
+    (handle,) = replica.running
+    admitted = scheduler_pb2.Admitted(handle=handle)
+    full = scheduler_pb2.QueueState(num_waiting=4, max_num_waiting=4)
+    apply_deltas(scheduler_pb2.StepDeltas(admitted=[admitted], queue=full), replica)
+    assert replica.queue_refusal(None) is None, "of the four that waited one was admitted"
+    apply_deltas(scheduler_pb2.StepDeltas(queue=full), replica)
+    assert replica.queue_refusal(None) is not None
 
 
 def test_own_sequences_count_as_queued_until_they_are_admitted_or_end() -> None:

@@ -9,6 +9,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.finish_reason import FinishReason
+from services.common.queue_state import QueueState
 from services.common.sampling import SamplingParams
 from services.scheduler.adapters.outbox import Outbox
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
@@ -265,3 +266,47 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.deliver(update(1, [request], [[9]]))
     assert list((await take(session)).token_ids) == [9]
     assert announced() == [False, True, False, True]
+
+
+def taken_alone(session: GatewaySession) -> list[str | None]:
+    """The kinds of all messages that are to be sent without deltas."""
+    kinds = []
+    while (response := session.outbox.take_announced()) is not None:
+        kinds.append(response.WhichOneof("message"))
+    return kinds
+
+
+async def test_queue_and_load_go_with_the_next_step() -> None:
+    sessions, request = Sessions(), make_request()
+    session = sessions.open("one")
+    sessions.own(session, 1, request)
+    sessions.report(QueueState(2, 4, 0.0, 0.0), 0.25, 0.5)
+    assert taken_alone(session) == []
+    sessions.deliver(update(1, [request], [[9]]))
+    deltas = await take(session)
+    assert (list(deltas.token_ids), deltas.queue.num_waiting) == ([9], 2)
+    assert (deltas.load.num_requests, deltas.load.seconds_per_prompt_token) == (1, 0.25)
+    sessions.report(QueueState(2, 4, 0.0, 0.0), 0.25, 0.5)
+    sessions.report(QueueState(2, 4, 0.0, 0.0), 0.25, 0.5)
+    assert taken_alone(session) == [], "they have not changed"
+
+
+async def test_queue_and_load_do_not_wait_for_a_step_for_longer_than_to_the_next_report() -> None:
+    sessions = Sessions()
+    session = sessions.open("one")
+    sessions.own(session, 1, make_request())
+    sessions.report(QueueState(2, 4, 0.0, 0.0), 0.25, 0.5)
+    assert taken_alone(session) == []
+    sessions.report(QueueState(3, 4, 0.0, 0.0), 0.25, 0.5)
+    async with asyncio.timeout(60):
+        await session.outbox.wait()
+    assert taken_alone(session) == ["queue", "load"]
+
+
+async def test_queue_and_load_are_sent_at_once_where_no_step_follows() -> None:
+    sessions = Sessions()
+    session = sessions.open("one")
+    sessions.report(QueueState(2, 4, 0.0, 0.0), 0.25, 0.5)
+    async with asyncio.timeout(60):
+        await session.outbox.wait()
+    assert taken_alone(session) == ["queue", "load"]
