@@ -44,20 +44,29 @@ class QueueState:
         return left if longest is None else min(left, longest)
 
     def refusal(
-        self, timeout_seconds: float | None, *, has_output: bool = False
+        self,
+        timeout_seconds: float | None,
+        *,
+        has_output: bool = False,
+        num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Why a request is refused that comes now; None if it is taken."""
-        return self.refusal_within(self.longest_wait(timeout_seconds, has_output=has_output))
+        """Why a request is refused that comes now, when so many wait; None if it is taken."""
+        longest = self.longest_wait(timeout_seconds, has_output=has_output)
+        return self.refusal_within(longest, num_waiting)
 
-    def refusal_within(self, longest: float | None) -> ResourceExhausted | None:
+    def refusal_within(
+        self, longest: float | None, num_waiting: int | None = None
+    ) -> ResourceExhausted | None:
         """The same of a request of which it is known how long it may wait: see `longest_wait`."""
-        if self.num_waiting >= self.max_num_waiting:
+        if num_waiting is None:
+            num_waiting = self.num_waiting
+        if num_waiting >= self.max_num_waiting:
             return ResourceExhausted(
                 f"{self.max_num_waiting} requests wait already",
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        wait = self.num_waiting * self.seconds_per_request
+        wait = num_waiting * self.seconds_per_request
         if longest is None or wait <= longest:
             return None
         return ResourceExhausted(

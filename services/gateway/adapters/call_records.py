@@ -38,12 +38,7 @@ class CallRecords:
         trailing metadata, unless a call has several.
         """
         call = Call("grpc", "POST", method, client_of(context))
-        headers = {
-            name: value
-            for name, value in context.invocation_metadata() or ()
-            if isinstance(value, str)
-        }
-        record = self._recorder.begin(call, headers)
+        record = self._recorder.begin(call, metadata_of(context))
         record.operation = operation
         CALL_RECORD.set(record)
         code = grpc.StatusCode.OK
@@ -70,6 +65,12 @@ class CallRecords:
             if in_trailer:
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *names))
             self._recorder.end(record)
+
+
+def metadata_of(context: Context) -> dict[str, str]:
+    """What came with a call, by name, without binary values."""
+    metadata = context.invocation_metadata() or ()
+    return {name: value for name, value in metadata if isinstance(value, str)}
 
 
 def client_of(context: Context) -> str:

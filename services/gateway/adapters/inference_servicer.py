@@ -93,7 +93,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         with ExitStack() as entered:
             with self._observer.counting_refusals(CALL_RECORD.get(), CALL_TENANT.get()):
                 self._gate.check()
-                entered.enter_context(self._arriving(_key(context), deadline_of_call(context)))
+                entered.enter_context(self._arriving(_key(), deadline_of_call(context)))
             yield
 
     async def admit(self, tenant: Tenant) -> Allowance:
@@ -119,7 +119,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
-            key = _key(context)
+            key = _key()
             arrival = work.enter_context(self._arriving(key, deadline))
             record.enter(Part.TOKENIZE)
             client_request = await self._requests.client_request(request, record)
@@ -281,7 +281,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         logger.warning("a gRPC client stopped reading: its request is ended")
 
 
-def _key(context: Context) -> IdempotencyKey | None:
+def _key() -> IdempotencyKey | None:
     """The idempotency key in the call's metadata. Raises InvalidArgument."""
-    value = dict(context.invocation_metadata() or ()).get(FIELD.lower())
-    return idempotency_key(None if value is None else str(value), CALL_TENANT.get())
+    return idempotency_key(CALL_RECORD.get().headers.get(FIELD.lower()), CALL_TENANT.get())

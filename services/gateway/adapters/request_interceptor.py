@@ -13,7 +13,7 @@ from services.common.errors import (
     StepwellError,
 )
 from services.gateway.adapters.auth import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
-from services.gateway.adapters.call_records import CallRecords
+from services.gateway.adapters.call_records import CallRecords, metadata_of
 from services.gateway.adapters.message_readers import MessageReaders
 from services.gateway.adapters.proto_meter import check_message
 from services.gateway.adapters.rate_limit_headers import rate_limit_headers
@@ -64,14 +64,18 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._max_items = max_items
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
+        self._handlers: dict[str, Any] = {}
+        """Of the methods whose messages are read here, as far as they were called."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        if (known := self._handlers.get(method)) is not None:
+            return known
+        handler = await continuation(handler_call_details)
         if handler is None or method == f"{_HEALTH}Check":
             return handler
         if method.startswith(_HEALTH):
@@ -89,9 +93,12 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         else:
             serve = self._serve_other(handler)
             deserializer = handler.request_deserializer
-        return grpc.stream_stream_rpc_method_handler(
+        served = grpc.stream_stream_rpc_method_handler(
             serve, deserializer, handler.response_serializer
         )
+        if deserializer is None:
+            self._handlers[method] = served
+        return served
 
     def _serve_message(self, handler: Any, method: str) -> Any:
         kind = self._request_types[method]
@@ -101,7 +108,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
             with self._records.recording(method, operation, context) as record:
-                tenant = record.tenant = await self._keys.authenticate(_authorization(context))
+                authorization = _authorization(record.headers)
+                tenant = record.tenant = await self._keys.authenticate(authorization)
                 CALL_TENANT.set(tenant)
                 allowance = NO_LIMITS if admit is None else await admit(tenant)
                 with _spending(allowance, context):
@@ -122,7 +130,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         kind = self._stream_types[method]
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
-            CALL_TENANT.set(await self._keys.authenticate(_authorization(context)))
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
 
             async def parsed() -> AsyncIterator[Message]:
                 async for raw in messages:
@@ -144,7 +152,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
     def _serve_other(self, handler: Any) -> Any:
         async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-            CALL_TENANT.set(await self._keys.authenticate(_authorization(context)))
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
             with self._counted():
                 async with aclosing(handler.stream_stream(messages, context)) as responses:
                     async for response in responses:
@@ -194,8 +202,7 @@ def _spending(allowance: Allowance, context: Context) -> Iterator[None]:
         allowance.close(was_refused=refused)
 
 
-def _authorization(context: Context) -> str:
+def _authorization(metadata: Mapping[str, str]) -> str:
     """The header's value, with a character for each byte, as HTTP's headers are given."""
-    metadata = dict(context.invocation_metadata() or ())
-    value = str(metadata.get("authorization", ""))
+    value = metadata.get("authorization", "")
     return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

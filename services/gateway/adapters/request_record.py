@@ -2,6 +2,7 @@
 
 import enum
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -60,6 +61,8 @@ class RequestRecord:
     """
 
     call: Call
+    headers: Mapping[str, str]
+    """By their lower-case names; over gRPC, the metadata."""
     request_id: str
     origin: TraceOrigin
     timeline: Timeline
@@ -136,11 +139,16 @@ class RequestRecord:
 
 
 def new_record(
-    call: Call, request_id: str, origin: TraceOrigin, baggage: str, arrived: int
+    call: Call,
+    headers: Mapping[str, str],
+    request_id: str,
+    origin: TraceOrigin,
+    baggage: str,
+    arrived: int,
 ) -> RequestRecord:
     """The record of a call that arrived at that time."""
     timeline = Timeline(time.perf_counter_ns, Part.ADMIT, arrived)
-    return RequestRecord(call, request_id, origin, timeline, baggage)
+    return RequestRecord(call, headers, request_id, origin, timeline, baggage)
 
 
 def is_failure(error: StepwellError) -> bool:

@@ -61,7 +61,7 @@ class RequestRecorder:
         baggage = passed_on(headers.get("baggage", ""))
         if arrived is None:
             arrived = time.perf_counter_ns()
-        record = new_record(call, request_id, origin, baggage, arrived)
+        record = new_record(call, headers, request_id, origin, baggage, arrived)
         self.running[record.root_span_id] = record
         return record
 

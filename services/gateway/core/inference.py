@@ -57,6 +57,8 @@ class SamplingDefaults:
             if sampling.max_tokens is not None:
                 most = min(sampling.max_tokens, self.most_tokens)
                 sampling = replace(sampling, max_tokens=most)
+        if sampling is request.sampling and default == request.default_max_tokens:
+            return request
         return replace(request, sampling=sampling, default_max_tokens=default)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
@@ -184,8 +184,8 @@ class Replica:
         num_own = len(self._unadmitted) + num_arriving
         if not self.queue.num_waiting:
             num_own -= min(num_own, max(0, self.num_free_places + len(self._unadmitted)))
-        queue = replace(self.queue, num_waiting=int(self._num_others_waiting + num_own))
-        return queue.refusal(timeout_seconds, has_output=has_output)
+        num_waiting = int(self._num_others_waiting + num_own)
+        return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
     def send(self, inflight: Inflight, route: Route) -> None:
         """Sends a sequence there, by a route to it. The replica must be ready."""

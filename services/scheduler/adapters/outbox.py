@@ -139,8 +139,7 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """A state that was not taken yet, if there is one; queue or load, if no deltas carry them.
-        """
+        """A state that was not taken yet; queue or load, where they are due without deltas."""
         response = None
         if self._state is not None:
             response = scheduler_pb2.SessionResponse(state=self._state)

@@ -35,8 +35,9 @@ def make_app(
     document = openapi_document(title, description, routes, asks_for_keys=asks_for_keys)
 
     async def authenticate(request: Request) -> None:
-        if not hasattr(request.state, "tenant"):
-            request.state.tenant = await keys.authenticate(authorization_of(request.headers))
+        state = request.scope["state"]
+        if "tenant" not in state:
+            state["tenant"] = await keys.authenticate(authorization_of(state["record"].headers))
 
     checked = []
     for route in routes:
@@ -76,10 +77,11 @@ async def _check_content(request: Request) -> None:
     A browser sends any other kind for a page of another site at once (a "simple" request); for JSON
     it asks the server first, which allows it only for the allowed origins (CORS).
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    headers = request.scope["state"]["record"].headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPException(415, "the body must be sent with Content-Type: application/json")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    coding = headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
         raise HTTPException(
             415, "the body must not be compressed", headers={"Accept-Encoding": "identity"}

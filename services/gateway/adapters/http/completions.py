@@ -1,7 +1,6 @@
 """/v1/completions: from its body to a request, from answers to its chunks."""
 
 import asyncio
-from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -46,9 +45,11 @@ async def completion_request(
         logprobs=body.logprobs,
         prompt_logprobs=_num_prompt_logprobs(body),
     )
-    request = client_request(body, request_id, prompts, sampling)
-    return replace(
-        request,
+    return client_request(
+        body,
+        request_id,
+        prompts,
+        sampling,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         prompt_only=prompt_only,
         best_of=body.best_of,

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -10,6 +9,7 @@ from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD, idempotency_key
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
@@ -55,13 +55,13 @@ class EarlyRefusals:
             return None
         tenant = state.get("tenant", ANYONE)
         try:
-            headers = Headers(scope=scope)
-            deadline = deadline_of(headers, state["record"].timeline.began)
-            key = idempotency_key(headers.get(FIELD), tenant)
+            record: RequestRecord = state["record"]
+            deadline = deadline_of(record.headers, record.timeline.began)
+            key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
         except InvalidArgument:
             return None
         try:
-            with self._observer.counting_refusals(state["record"], tenant):
+            with self._observer.counting_refusals(record, tenant):
                 self._gate.check()
                 if key is None or not self._keyed_requests.knows(key):
                     self._inference.check_room(tenant, deadline)

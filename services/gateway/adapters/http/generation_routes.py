@@ -45,6 +45,7 @@ from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.responses.dialect import ResponsesDialect
 from services.gateway.adapters.http.responses.request import responses_request
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD, idempotency_key
@@ -54,7 +55,7 @@ from services.gateway.core.limits.tenant_limits import NO_LIMITS
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import ClientRequest
 from services.gateway.core.request_check import check_request_id
-from services.gateway.core.tenant import Tenant
+from services.gateway.core.tenant import ANYONE, Tenant
 
 B = TypeVar("B", bound=AskingBody)
 C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
@@ -120,7 +121,7 @@ class GenerationRoutes:
         ) -> ClientRequest:
             if body.session is None:
                 return await completion_request(body, inference, name)
-            if request.headers.get(FIELD) is not None:
+            if request.state.record.headers.get(FIELD.lower()) is not None:
                 raise InvalidArgument(f"{FIELD} cannot be given with session", field="session")
             session = self._sessions.find(body.session, tenant)
             if session.token_ids and body.add_special_tokens is None:
@@ -166,23 +167,27 @@ class GenerationRoutes:
         dialect: "_Api[B]",
     ) -> ASGIApp:
         async def read(entered: ExitStack) -> Exchange:
-            tenant: Tenant = request.state.tenant
-            deadline = deadline_of(request.headers, request.state.record.timeline.began)
+            state = request.scope["state"]
+            tenant: Tenant = state["tenant"]
+            record: RequestRecord = state["record"]
+            deadline = deadline_of(record.headers, record.timeline.began)
             key = None
             if not issubclass(body_type, PooledBody):  # vectors are the same if computed again
-                key = idempotency_key(request.headers.get(FIELD), tenant)
-            arrival = getattr(request.state, ARRIVAL, None)
+                key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
+            arrival = state.get(ARRIVAL)
             if arrival is None:
                 needs_room = key is None or not self._keyed_requests.knows(key)
                 arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
             entered.enter_context(arrival)
             body = await self._bodies.read(request, body_type)
-            self._inference.check_model(body.model, request.state.tenant)
-            name = _request_id(dialect.id_prefix, body, request)
+            self._inference.check_model(body.model, tenant)
+            name = _request_id(dialect.id_prefix, body, record)
 
             async def client_request() -> ClientRequest:
                 asked = await to_request(body, self._inference, name)
                 adapter = self._inference.adapters.find(body.model)
+                if tenant is ANYONE and adapter is None:
+                    return asked
                 return replace(asked, tenant=tenant, adapter=adapter)
 
             return Exchange(
@@ -190,9 +195,9 @@ class GenerationRoutes:
                 operation=dialect.operation,
                 id_prefix=dialect.id_prefix,
                 make_dialect=partial(dialect, body),
-                tenant=request.state.tenant,
-                allowance=getattr(request.state, "allowance", NO_LIMITS),
-                record=request.state.record,
+                tenant=tenant,
+                allowance=state.get("allowance", NO_LIMITS),
+                record=record,
                 deadline=deadline,
                 arrival=arrival,
                 key=key,
@@ -204,9 +209,9 @@ class GenerationRoutes:
         )
 
 
-def _request_id(prefix: str, body: AskingBody, request: Request) -> str:
+def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
     """The client's name for its request, from body or header, or a new one."""
     if body.request_id is not None:
         check_request_id(body.request_id)
-        request.state.record.rename(body.request_id)
-    return f"{prefix}-{request.state.record.request_id}"
+        record.rename(body.request_id)
+    return f"{prefix}-{record.request_id}"

@@ -80,9 +80,11 @@ async def planned(
     """
     sampling = request.sampling
     plan = await plan_output(use, sampling.structured_outputs, prompt, inference)
+    if plan.structured_outputs is not sampling.structured_outputs:
+        sampling = replace(sampling, structured_outputs=plan.structured_outputs)
     return replace(
         request,
-        sampling=replace(sampling, structured_outputs=plan.structured_outputs),
+        sampling=sampling,
         output_form=plan.output_form,
         skip_special_tokens=request.skip_special_tokens and not plan.shows_special_tokens,
     )

@@ -32,8 +32,8 @@ class BodyReader:
 
     async def read(self, request: Request, model: type[B]) -> B:
         """Reads and checks a body. One that is too large is refused before it is buffered."""
-        record: RequestRecord = request.state.record
-        num_bytes = _declared_bytes(request, self._max_bytes)
+        record: RequestRecord = request.scope["state"]["record"]
+        num_bytes = _declared_bytes(record, self._max_bytes)
         if self._budget.is_counted(num_bytes):
             record.wait("body_budget")
         async with self._budget.hold(num_bytes):
@@ -68,9 +68,9 @@ def _parse(raw: bytes, model: type[B]) -> B:
         raise refusal(error, "the body") from error
 
 
-def _declared_bytes(request: Request, max_bytes: int) -> int:
+def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
     """The Content-Length, or the longest allowed where there is none."""
-    declared = request.headers.get("content-length", "")
+    declared = record.headers.get("content-length", "")
     if not declared.isdigit():
         return max_bytes
     if int(declared) > max_bytes:

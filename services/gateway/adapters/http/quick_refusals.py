@@ -12,7 +12,7 @@ from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import raw_error_response, status_of
 from services.gateway.adapters.http.hosts import HostNames, hosts_of
-from services.gateway.adapters.http.request_records import call_of
+from services.gateway.adapters.http.request_records import call_of, headers_of
 from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
@@ -57,7 +57,7 @@ class QuickRefusals:
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None
-        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = headers_of(scope)
         arrived = scope["state"][ARRIVED]
         try:
             tenant = self._tenant(scope, headers)

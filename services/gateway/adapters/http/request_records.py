@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.adapters.http.request_state import ARRIVED
+from services.gateway.adapters.http.request_state import ARRIVED, HEADERS
 from services.gateway.adapters.request_record import CANCELLED, REQUEST_ID, TRACE_ID, Call
 from services.gateway.adapters.request_recorder import RequestRecorder
 
@@ -30,7 +29,7 @@ class RequestRecords:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        record = self._recorder.begin(call_of(scope), Headers(scope=scope), state.get(ARRIVED))
+        record = self._recorder.begin(call_of(scope), headers_of(scope), state.get(ARRIVED))
         if scope["method"] == "POST":
             record.operation = self._operations.get(scope["path"], "")
         state["record"] = record
@@ -52,6 +51,18 @@ class RequestRecords:
                 record.status = CLIENT_CLOSED_REQUEST
                 record.failed(CANCELLED, "the client went away", is_failure=False)
             self._recorder.end(record)
+
+
+def headers_of(scope: Scope) -> Mapping[str, str]:
+    """The headers of a request by their lower-case names; of several values, the first."""
+    state = scope["state"]
+    headers: Mapping[str, str] | None = state.get(HEADERS)
+    if headers is None:
+        headers = state[HEADERS] = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+    return headers
 
 
 def call_of(scope: Scope) -> Call:

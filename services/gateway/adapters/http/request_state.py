@@ -2,6 +2,8 @@
 
 ARRIVED = "arrived"
 """When it was to be served, in nanoseconds of `time.perf_counter_ns`."""
+HEADERS = "headers"
+"""Its headers by their lower-case names, where they were read."""
 ARRIVAL = "arrival"
 """The Arrival of a request that has room, and was counted by its headers."""
 CLIENT = "client"

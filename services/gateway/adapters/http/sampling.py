@@ -18,8 +18,13 @@ _EVERY_TOKEN = -1
 
 
 def client_request(
-    body: SamplingBody, request_id: str, prompts: tuple[Prompt, ...], sampling: SamplingParams
+    body: SamplingBody,
+    request_id: str,
+    prompts: tuple[Prompt, ...],
+    sampling: SamplingParams,
+    **own: Any,
 ) -> ClientRequest:
+    """The request; `own` are its fields of one API alone."""
     return ClientRequest(
         request_id=request_id,
         prompts=prompts,
@@ -33,6 +38,7 @@ def client_request(
         cache_salt=body.cache_salt or "",
         skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
         session_id=body.prompt_cache_key or "",
+        **own,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import PayloadTooLarge, StepwellError
@@ -11,6 +11,7 @@ from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.rate_limit_headers import rate_limit_headers
+from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.limits.tenant_limits import (
     NO_LIMITS,
     Allowance,
@@ -54,7 +55,7 @@ class TenantChecks:
             await self._app(scope, receive, send)
             return
         try:
-            allowance = await self._admit(Headers(scope=scope), scope["state"])
+            allowance = await self._admit(scope["state"])
         except StepwellError as error:
             response = error_response(error, scope)
             if isinstance(error, LimitReached):
@@ -66,15 +67,15 @@ class TenantChecks:
         else:
             await self._serve(allowance, scope, receive, send)
 
-    async def _admit(self, headers: Headers, state: dict[str, Any]) -> Allowance:
-        record = state["record"]
+    async def _admit(self, state: dict[str, Any]) -> Allowance:
+        record: RequestRecord = state["record"]
         with self._observer.counting_refusals(record):
-            declared = headers.get("content-length", "")
+            declared = record.headers.get("content-length", "")
             if declared.isdigit() and int(declared) > self._max_body_bytes:
                 raise PayloadTooLarge(
                     f"the body is larger than the {self._max_body_bytes} bytes that are read"
                 )
-            tenant = await self._keys.authenticate(authorization_of(headers))
+            tenant = await self._keys.authenticate(authorization_of(record.headers))
         with self._observer.counting_refusals(record, tenant):
             allowance = await self._limits.admit(tenant)
         state["tenant"], state["allowance"] = tenant, allowance
