@@ -1,8 +1,8 @@
 """The gRPC service `Inference`: converts messages to requests of the core and back."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -22,7 +22,11 @@ from services.gateway.adapters.generate_requests import (
 from services.gateway.adapters.message_stream import MessageStream
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.request_record import CALL_RECORD, RequestRecord
+from services.gateway.adapters.request_record import (
+    CALL_ARRIVAL,
+    CALL_RECORD,
+    RequestRecord,
+)
 from services.gateway.adapters.session_calls import SessionCalls, deadline_of_call
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.admission.arrivals import Arrival
@@ -85,25 +89,22 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._requests = GenerateRequests(inference)
         self._reader_timeout_seconds = reader_timeout_seconds
 
-    @contextmanager
-    def arriving(self, context: Context) -> Iterator[None]:
-        """Counts a call of Generate while its message is read. Raises what Generate would, while
-        there is no room for it.
+    def arriving(self, context: Context) -> Arrival:
+        """Counts a call from before its message is read until it has sequences. Raises a refusal
+        while there is no room for it.
         """
-        with ExitStack() as entered:
-            with self._observer.counting_refusals(CALL_RECORD.get(), CALL_TENANT.get()):
-                self._gate.check()
-                entered.enter_context(self._arriving(_key(), deadline_of_call(context)))
-            yield
+        tenant = CALL_TENANT.get()
+        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
+            self._gate.check()
+            key = _key()
+            needs_room = key is None or not self._keyed_requests.knows(key)
+            deadline = deadline_of_call(context)
+            return self._inference.arriving(tenant, deadline, needs_room=needs_room)
 
     async def admit(self, tenant: Tenant) -> Allowance:
         """What Generate takes of its tenant's limits. Raises LimitReached."""
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
             return await self._limits.admit(tenant)
-
-    def _arriving(self, key: IdempotencyKey | None, deadline: float | None) -> Arrival:
-        needs_room = key is None or not self._keyed_requests.knows(key)
-        return self._inference.arriving(CALL_TENANT.get(), deadline, needs_room=needs_room)
 
     async def Generate(  # type: ignore[override]  # the stubs know generators alone
         self, request: gateway_pb2.GenerateRequest, context: Context
@@ -120,7 +121,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
             key = _key()
-            arrival = work.enter_context(self._arriving(key, deadline))
             record.enter(Part.TOKENIZE)
             client_request = await self._requests.client_request(request, record)
             generation = await self._prepare(client_request, record, deadline)
@@ -141,7 +141,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     generation, work.enter_context(watching), stream=True
                 )
                 work.callback(delivery.close)
-                arrival.end()
+                CALL_ARRIVAL.get().end()
                 await delivery.run()
 
     async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
@@ -174,14 +174,13 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             observation = work.enter_context(observing)
             work.enter_context(self._gate.enter())
             deadline = deadline_of_call(context)
-            arrival = work.enter_context(self._arriving(None, deadline))
             record.enter(Part.TOKENIZE)
             client_request = await self._embed_request(request, record)
             generation = await self._prepare(client_request, record, deadline)
             record.enter(Part.PREPARE)
             sink = Answers(generation)
             with observation.watching(generation, sink, stream=False) as watched:
-                arrival.end()
+                CALL_ARRIVAL.get().end()
                 await self._inference.delivery(generation, watched, stream=False).run()
             usage = generation.usage()
             return gateway_pb2.EmbedResponse(

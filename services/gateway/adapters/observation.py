@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.genai_metrics import GenAiMetrics
@@ -143,15 +144,12 @@ class Observer:
         self._metrics = metrics
         self._genai = genai
 
-    @contextmanager
-    def counting_refusals(self, record: RequestRecord, tenant: Tenant = ANYONE) -> Iterator[None]:
+    def counting_refusals(
+        self, record: RequestRecord, tenant: Tenant = ANYONE
+    ) -> "CountedRefusals":
         """Counts what is refused before it can be watched. Errors pass through."""
         record.tenant = tenant
-        try:
-            yield
-        except StepwellError as error:
-            self.refused(record, error)
-            raise
+        return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
         """Counts a request of the record's tenant that is refused before it can be watched."""
@@ -182,6 +180,28 @@ class Observer:
         finally:
             observation.completed()
             self._metrics.requests_in_flight.dec()
+
+
+class CountedRefusals:
+    """See Observer.counting_refusals. Each request enters several."""
+
+    __slots__ = ("_observer", "_record")
+
+    def __init__(self, observer: Observer, record: RequestRecord) -> None:
+        self._observer = observer
+        self._record = record
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, StepwellError):
+            self._observer.refused(self._record, error)
 
 
 def _reason(error: StepwellError) -> str:

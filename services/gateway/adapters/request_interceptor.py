@@ -17,7 +17,9 @@ from services.gateway.adapters.call_records import CallRecords, metadata_of
 from services.gateway.adapters.message_readers import MessageReaders
 from services.gateway.adapters.proto_meter import check_message
 from services.gateway.adapters.rate_limit_headers import rate_limit_headers
+from services.gateway.adapters.request_record import CALL_ARRIVAL
 from services.gateway.adapters.request_recorder import RequestRecorder
+from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, was_refused
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
@@ -42,16 +44,17 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         stream_types: Mapping[str, type[Message]],
         *,
         admissions: Mapping[str, Callable[[Tenant], Awaitable[Allowance]]],
-        arriving: Mapping[str, Callable[[Context], AbstractContextManager[None]]],
+        arriving: Mapping[str, Callable[[Context], Arrival]],
         operations: Mapping[str, str],
         recorder: RequestRecorder,
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
         """`request_types` has the message of each method that takes one, by its full name, and
-        `stream_types` those of methods that take several; `admissions` what is
-        called before that message is read, and `arriving` what is entered while it is: either
-        raises to refuse the call. What an admission returns is closed when the call is over.
+        `stream_types` those of methods that take several; `admissions` and
+        `arriving` what is called before that message is read: either raises to refuse the call.
+        What an admission returns is closed when the call is over, and so is the arrival, which is
+        CALL_ARRIVAL meanwhile.
         `operations` has the GenAI operation of each method that generates.
         """
         self._keys = keys
@@ -112,12 +115,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 tenant = record.tenant = await self._keys.authenticate(authorization)
                 CALL_TENANT.set(tenant)
                 allowance = NO_LIMITS if admit is None else await admit(tenant)
-                with _spending(allowance, context):
-                    with arriving(context):
-                        record.enter(Part.READ)
-                        raw = await self._readers.read(messages)
-                        record.enter(Part.PARSE)
-                        request = self._parse(raw, kind)
+                with _spending(allowance, context), arriving(context) as arrival:
+                    if arrival is not None:
+                        CALL_ARRIVAL.set(arrival)
+                    record.enter(Part.READ)
+                    raw = await self._readers.read(messages)
+                    record.enter(Part.PARSE)
+                    request = self._parse(raw, kind)
                     if handler.unary_unary is not None:
                         await context.write(await handler.unary_unary(request, context))
                     else:
@@ -185,10 +189,16 @@ def _not_counted(_context: Context) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@contextmanager
-def _spending(allowance: Allowance, context: Context) -> Iterator[None]:
+def _spending(allowance: Allowance, context: Context) -> AbstractContextManager[None]:
     """Closes an allowance at the end. A call that ended well says what its tenant has left."""
+    if allowance is NO_LIMITS:
+        return nullcontext()
     CALL_ALLOWANCE.set(allowance)
+    return _spent(allowance, context)
+
+
+@contextmanager
+def _spent(allowance: Allowance, context: Context) -> Iterator[None]:
     refused = False
     try:
         yield

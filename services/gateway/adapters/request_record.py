@@ -17,6 +17,7 @@ from services.common.errors import (
 from services.common.logs import REQUEST_FIELDS
 from services.common.telemetry import TraceOrigin, new_span_id, traceparent_text
 from services.common.trace_headers import TraceHeaders
+from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.generation import Generation
 from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.timeline import Part, Timeline
@@ -30,6 +31,12 @@ _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
 
 CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
 """Of the gRPC call that the present task serves. Over HTTP it is `request.state.record`."""
+
+
+CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
+"""What that call is counted as from before its message is read until it has sequences. Over HTTP it
+is in the request's state.
+"""
 
 
 class KeptFor(enum.Enum):
