@@ -11,6 +11,8 @@ MAX_TEXT_BYTES = 65_536
 MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
+KEPT_GRAMMARS = 32
+"""The grammars used last, which a worker keeps compiled; of those that take long it keeps more."""
 JSON_OPTIONS = {
     # Between two tokens of JSON; without a bound a model may go on with blanks for ever.
     "whitespace_pattern": r"[ \n\t]{1,80}",

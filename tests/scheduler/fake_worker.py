@@ -11,7 +11,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
-from services.common.errors import InternalError
+from services.common.errors import InternalError, InvalidArgument
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.scheduler.adapters.replica import ReplicaShape
@@ -66,6 +66,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             pipeline_parallel_size=pipeline_parallel_size,
         )
         self.steps: list[worker_pb2.ExecuteRequest] = []
+        self.prepared: list[str] = []
+        """Texts of the grammars that it was to compile."""
         self.nan_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
         """A token of a new request that ends the stream."""
@@ -97,6 +99,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.DescribeResponse:
         return self.description
+
+    async def PrepareGrammar(  # noqa: N802
+        self,
+        request: worker_pb2.PrepareGrammarRequest,
+        context: _Context,  # noqa: ARG002
+    ) -> worker_pb2.PrepareGrammarResponse:
+        """Refuses an empty text."""
+        self.prepared.append(request.structured_outputs.text)
+        if not request.structured_outputs.text:
+            raise InvalidArgument("the text is empty")
+        return worker_pb2.PrepareGrammarResponse()
 
     async def Execute(  # noqa: N802
         self,

@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 class GrammarWorkers(Protocol):
     """All workers of a replica."""
 
+    def has_grammar(self, wanted: StructuredOutputs) -> bool:
+        """Whether every worker has compiled it, as far as is known."""
+
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Lets every worker compile it. Raises StepwellError: InvalidArgument if that cannot be
         done.
@@ -45,19 +48,23 @@ class GrammarPreparation:
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
         """Lets a request that is about to be queued wait for its grammar, if it has one, and for
-        its adapter, unless that is loaded.
+        its adapter, unless the workers have them.
         """
         wanted = request.sampling.structured_outputs
         if adapter is not None and self._adapters.is_loaded(adapter.digest):
             adapter = None
         if wanted is None and adapter is None:
             return
+        if adapter is None and wanted is not None and self._workers.has_grammar(wanted):
+            request.grammar = GrammarStatus.READY
+            return
         request.grammar, request.awaits_adapter = GrammarStatus.COMPILING, adapter is not None
         self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
         """Lets workers compile the grammar of a session's next turn, which does not wait for it."""
-        if (wanted := chunk.sampling.structured_outputs) is not None:
+        wanted = chunk.sampling.structured_outputs
+        if wanted is not None and not self._workers.has_grammar(wanted):
             self._spawn(self._error(wanted))
 
     async def _prepare(

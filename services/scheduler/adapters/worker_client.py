@@ -21,6 +21,7 @@ from services.scheduler.adapters.converters import (
     num_stages,
     scheduler_output_to_proto,
 )
+from services.scheduler.adapters.prepared_grammars import PreparedGrammars
 from services.scheduler.adapters.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -141,6 +142,7 @@ class WorkerGroup:
         self._is_open = False
         self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
         self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
+        self._grammars = PreparedGrammars()
         self._incarnations: list[str] = []
         self._generation = 0
 
@@ -153,6 +155,7 @@ class WorkerGroup:
         if incarnations != self._incarnations:
             # A new process may compile or allocate in the first steps of each size.
             self._deadlines.forget()
+            self._grammars.forget()
             self._incarnations = incarnations
         return ranks
 
@@ -173,9 +176,16 @@ class WorkerGroup:
         await (await self._send(request, 0, self._deadlines.ceiling_seconds))
         self._is_open = True
 
+    def has_grammar(self, wanted: StructuredOutputs) -> bool:
+        """Whether every rank has compiled it, as far as is known."""
+        return self._grammars.has(wanted)
+
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
+        incarnations = self._incarnations
         await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
+        if incarnations is self._incarnations:
+            self._grammars.add(wanted)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
         """Lets every rank load it. Raises StepwellError as a rank does, once all are done."""

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from services.common.errors import FailedPrecondition, InvalidArgument
-from services.common.structured_outputs import StructuredOutputs
+from services.common.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
 from services.worker.sampling.arrays import Int32Array
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
 """What takes longer to compile is not compiled while a step waits for it."""
-_MAX_CACHED_QUICK = 32
 _MAX_CACHED_SLOW = 256
 
 
@@ -91,9 +90,7 @@ class Grammars:
         compiled = self._compile(wanted)
         with self._using_cache:
             kept = self._cached.setdefault(wanted, compiled)
-            self._evict(
-                compiled.is_slow, _MAX_CACHED_SLOW if compiled.is_slow else _MAX_CACHED_QUICK
-            )
+            self._evict(compiled.is_slow, _MAX_CACHED_SLOW if compiled.is_slow else KEPT_GRAMMARS)
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:

@@ -23,7 +23,11 @@ class Workers:
 
     def __init__(self) -> None:
         self.asked: list[StructuredOutputs] = []
+        self.had: set[StructuredOutputs] = set()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def has_grammar(self, wanted: StructuredOutputs) -> bool:
+        return wanted in self.had
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         self.asked.append(wanted)
@@ -59,6 +63,16 @@ async def test_a_request_without_a_grammar_waits_for_nothing() -> None:
     assert preparing.begin(None).grammar is None
     await asyncio.sleep(0)
     assert preparing.workers.asked == []
+
+
+async def test_what_the_workers_have_is_waited_for_by_no_request() -> None:
+    preparing = Preparing()
+    preparing.workers.had.add(WANTED)
+    assert preparing.begin(WANTED).grammar is GrammarStatus.READY
+    preparing.preparation.begin_turn(InputChunk([3], SamplingParams(structured_outputs=WANTED)))
+    await asyncio.sleep(0)
+    assert preparing.workers.asked == []
+    assert preparing.compiled.empty()
 
 
 async def test_the_next_turn_of_a_session_is_compiled_ahead_of_it() -> None:
