@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from services.worker.backends.native import compiled
-from services.worker.backends.native.prebuilt import KINDS, NAME, Kind, build, load_prebuilt
+from services.worker.backends.native.build import NAME
+from services.worker.backends.native.prebuilt import KINDS, Kind, build, load_prebuilt
 
 AVX2 = KINDS[2].features
 AVX512 = KINDS[1].features
@@ -35,7 +36,7 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "  shift\n"
         '  case "$argument" in\n'
         f'    */float32.cpp) set -- "$@" "{tmp_path}/kind.cpp";;\n'
-        "    *.cpp) ;;\n"
+        '    *.cpp) set -- "$@" -xc++ /dev/null -xnone;;\n'
         '    *) set -- "$@" "$argument";;\n'
         "  esac\n"
         "done\n"

@@ -15,8 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.worker.backends.native.build import FLAGS, SOURCES
 from services.worker.backends.native.compiled import processor_features
-from services.worker.backends.native.prebuilt import FLAGS, KINDS, SOURCES
+from services.worker.backends.native.prebuilt import KINDS
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.backends.row_sampler import REFUSED, UNUSABLE, RowMasks, RowParameters
 from services.worker.sampling.filters import NUM_ROW_VALUES
@@ -34,7 +35,7 @@ def native(
     if not kind.features <= processor_features():
         pytest.skip(f"the processor is not of the kind {kind.name}")
     library = tmp_path_factory.mktemp(kind.name) / "sampling.so"
-    flags = (*FLAGS, *kind.flags, "-shared", "-fPIC")
+    flags = (*FLAGS, *kind.flags, "-shared")
     source = str(SOURCES / "sampling.cpp")
     subprocess.run([compiler, *flags, source, "-o", str(library)], check=True)
     return NativeRowSampler(ctypes.CDLL(str(library)))

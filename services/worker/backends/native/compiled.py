@@ -1,35 +1,30 @@
 """The compiled kernels: built ahead, or else for this processor when first needed, and cached.
 
-The cache is indexed by a hash of the sources, the flags, the processor's features, the compiler and
-torch's version, so that different machines may share a directory. Of processes that start together
-one compiles and the others wait; if it is killed, no incomplete library is left behind. Without a
-directory that can be written to, each process compiles for itself.
+The cache is indexed by a hash of the sources, the flags, the processor's features and the compiler,
+so that different machines may share a directory. Of processes that start together one compiles and
+the others wait; if it is killed, no incomplete library is left behind. Without a directory that can
+be written to, each process compiles for itself.
 """
 
 import ctypes
-import errno
 import fcntl
 import logging
 import os
 import platform
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
-import torch
-
+from services.worker.backends.native.build import FLAGS, NAME, SOURCES, BuildFailed, built
 from services.worker.backends.native.cached_library import CachedLibrary
-from services.worker.backends.native.prebuilt import FLAGS, NAME, SOURCES, X86, load_prebuilt
+from services.worker.backends.native.prebuilt import X86, load_prebuilt
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-march=native", *FLAGS)
+_THIS_PROCESSOR = ("-march=native",)
 _NEEDED_FEATURES = frozenset({"avx2", "fma"})
 _POLL_SECONDS = 0.2
 _LOG_INTERVAL_SECONDS = 5.0
@@ -46,9 +41,8 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """The library that was built ahead, else from the cache, else compiled now. Raises NotCompiled.
-
-    `checkpoint_reached` is called several times a second meanwhile, and may raise to stop it.
+    """The library that was built ahead, else from the cache, else compiled now. Raises NotCompiled,
+    and what `checkpoint_reached` raises.
     """
     features = processor_features()
     if not features >= _NEEDED_FEATURES:
@@ -62,8 +56,9 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
     try:
         library = cached.load()
         if library is None:
-            _check_tools(compiler)
-            library = _compile_once(cached, directory.with_suffix(".lock"), checkpoint_reached)
+            if compiler is None:
+                raise NotCompiled("there is no C++ compiler")
+            library = _compile_once(compiler, cached, checkpoint_reached)
     except OSError as error:
         raise NotCompiled(f"the kernels cannot be compiled or loaded: {error}") from error
     return library
@@ -85,38 +80,27 @@ def _key(features: frozenset[str], compiler: str | None) -> str:
     digest = sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    digest.update(repr((_FLAGS, sorted(features), compiler, torch.__version__)).encode())
+    digest.update(repr((_THIS_PROCESSOR, FLAGS, sorted(features), compiler)).encode())
     return digest.hexdigest()[:16]
 
 
-def _check_tools(compiler: str | None) -> None:
-    if compiler is None:
-        raise NotCompiled("there is no C++ compiler")
-    if shutil.which("ninja", path=_search_path()) is None:
-        raise NotCompiled("there is no ninja, which torch builds extensions with")
-
-
-def _search_path() -> str:
-    """The directory of this interpreter's programs, then the PATH."""
-    return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-
-
 def _compile_once(
-    cached: CachedLibrary, lock: Path, checkpoint_reached: Callable[[], None]
+    compiler: str, cached: CachedLibrary, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
     """Waits for the lock, then loads what another process compiled meanwhile, or compiles."""
+    lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             scope.enter_context(_locked(lock, checkpoint_reached))
         except OSError as error:
             _warn_not_cached(lock.parent, error)
-            return _compile(None, checkpoint_reached)
+            return _compile(compiler, None, checkpoint_reached)
         library = cached.load()
         if library is None:
             if cached.exists:
                 logger.warning("the cached kernels are damaged or incomplete")
-            library = _compile(cached, checkpoint_reached)
+            library = _compile(compiler, cached, checkpoint_reached)
         return library
 
 
@@ -152,25 +136,24 @@ class _WaitLog:
             logger.info("%s: %.0f s", self._what, self.seconds)
 
 
-def _compile(cached: CachedLibrary | None, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Compiles in a temporary directory, and stores the result in the cache if there is one."""
+def _compile(
+    compiler: str, cached: CachedLibrary | None, checkpoint_reached: Callable[[], None]
+) -> ctypes.CDLL:
+    """Compiles, and stores the result in the cache if there is one."""
     once = "" if cached is None else ", once"
     logger.info("compiling kernels for this processor%s", once)
-    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as directory:
-        progress = _WaitLog("compiling kernels")
-        with _start_build(Path(directory)) as build:
-            try:
-                while (output := _output_within(_POLL_SECONDS, build)) is None:
-                    checkpoint_reached()
-                    progress.update()
-            except BaseException:
-                build.kill()
-                raise
-        if build.returncode:
-            raise NotCompiled(f"compiling failed: {_reason(output)}")
-        logger.info("compiled kernels in %.1f s", progress.seconds)
-        compiled = Path(directory) / f"{NAME}.so"
-        return (cached and _store(cached, compiled)) or ctypes.CDLL(str(compiled))
+    progress = _WaitLog("compiling kernels")
+
+    def wait() -> None:
+        checkpoint_reached()
+        progress.update()
+
+    try:
+        with built(compiler, _THIS_PROCESSOR, wait) as library:
+            logger.info("compiled kernels in %.1f s", progress.seconds)
+            return (cached and _store(cached, library)) or ctypes.CDLL(str(library))
+    except BuildFailed as error:
+        raise NotCompiled(f"compiling failed: {error}") from error
 
 
 def _store(cached: CachedLibrary, compiled: Path) -> ctypes.CDLL | None:
@@ -184,39 +167,3 @@ def _store(cached: CachedLibrary, compiled: Path) -> ctypes.CDLL | None:
 
 def _warn_not_cached(directory: Path, error: OSError) -> None:
     logger.warning("compiled kernels cannot be cached in %s: %s", directory, error.strerror)
-
-
-def _start_build(directory: Path) -> subprocess.Popen[str]:
-    """Runs torch's loader for extensions in a process of its own, because the loader reads the PATH
-    and the compiler from the environment.
-    """
-    program = (
-        "import sys; from torch.utils.cpp_extension import load; load(sys.argv[1], "
-        "sys.argv[4:], extra_cflags=sys.argv[3].split(), extra_ldflags=['-fopenmp'], "
-        "build_directory=sys.argv[2], is_python_module=False)"
-    )
-    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
-    return subprocess.Popen(
-        [sys.executable, "-c", program, NAME, str(directory), " ".join(_FLAGS), *sources],
-        env=os.environ | {"PATH": _search_path()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _output_within(seconds: float, build: subprocess.Popen[str]) -> str | None:
-    try:
-        return build.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _reason(output: str) -> str:
-    """The line of the compiler's output that names the error."""
-    lines = [line.strip() for line in output.splitlines() if line]
-    for sign in (os.strerror(errno.ENOSPC), "error:"):
-        found = [line for line in lines if sign in line]
-        if found:
-            return found[0]
-    return (lines[-1:] or ["no reason given"])[0]

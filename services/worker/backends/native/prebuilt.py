@@ -12,22 +12,15 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.worker.backends.native.build import NAME, built
 from services.worker.backends.native.cached_library import CachedLibrary
 
-NAME = "stepwell_kernels"
-SOURCES = Path(__file__).parent / "cpp"
 DIRECTORY = Path(__file__).parent / "prebuilt"
 """Where they are looked for. A source tree has none."""
-FLAGS = (
-    *("-O3", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w"),
-    "-ffp-contract=off",  # see cpp/vector.h
-)
-"""Flags of the compiler, for any processor."""
 X86 = ("x86_64", "AMD64")
 """Names of the machines that there are kernels for."""
 _OPENMP = "libgomp.so.1"
@@ -71,18 +64,16 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
 
 
 def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
-    """Compiles the kernels of each kind. Raises CalledProcessError."""
+    """Compiles the kernels of each kind. Raises BuildFailed, or CalledProcessError for a compiler
+    without OpenMP's library.
+    """
     compiler = os.environ.get("CXX", "c++")
-    sources = sorted(str(path) for path in SOURCES.glob("*.cpp"))
     asked = subprocess.run(
         [compiler, f"-print-file-name={_OPENMP}"], check=True, capture_output=True, text=True
     )
     for kind in kinds:
-        with tempfile.TemporaryDirectory() as temporary:
-            compiled = Path(temporary) / f"{NAME}.so"
-            flags = (*FLAGS, *kind.flags, "-shared", "-fPIC", "-Wl,-rpath,$ORIGIN")
-            subprocess.run([compiler, *flags, *sources, "-o", str(compiled)], check=True)
-            CachedLibrary(directory / kind.name, NAME).put(compiled)
+        with built(compiler, (*kind.flags, "-Wl,-rpath,$ORIGIN"), lambda: None) as library:
+            CachedLibrary(directory / kind.name, NAME).put(library)
         shutil.copyfile(asked.stdout.strip(), directory / kind.name / _OPENMP)
 
 

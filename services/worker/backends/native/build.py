@@ -1,0 +1,86 @@
+"""Compiles the kernels: each source in a process of its own, all at once, then linked.
+
+Neither torch nor a build system is needed, only a C++ compiler with OpenMP.
+"""
+
+import errno
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+NAME = "stepwell_kernels"
+SOURCES = Path(__file__).parent / "cpp"
+FLAGS = (
+    *("-O3", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w", "-fPIC"),
+    "-ffp-contract=off",  # see cpp/vector.h
+)
+"""Flags of the compiler, for any processor."""
+_POLL_SECONDS = 0.2
+
+
+class BuildFailed(Exception):
+    """The message is the line of the compiler's output that names the error."""
+
+
+@contextmanager
+def built(
+    compiler: str, flags: Sequence[str], checkpoint_reached: Callable[[], None]
+) -> Iterator[Path]:
+    """The library, compiled with these flags besides FLAGS, in a temporary directory that is
+    removed afterwards. Raises BuildFailed, or OSError for a compiler that cannot be started.
+
+    `checkpoint_reached` is called several times a second meanwhile, and may raise to stop it.
+    """
+    with tempfile.TemporaryDirectory(prefix="stepwell-", ignore_cleanup_errors=True) as directory:
+        library = Path(directory) / f"{NAME}.so"
+        objects = {
+            str(source): str(library.with_name(f"{source.stem}.o"))
+            for source in sorted(SOURCES.glob("*.cpp"))
+        }
+        command = (compiler, *FLAGS, *flags)
+        compiling = [(*command, "-c", source, "-o", to) for source, to in objects.items()]
+        _run(compiling, checkpoint_reached)
+        _run([(*command, "-shared", *objects.values(), "-o", str(library))], checkpoint_reached)
+        yield library
+
+
+def _run(commands: Sequence[Sequence[str]], checkpoint_reached: Callable[[], None]) -> None:
+    """Runs commands at the same time. Those that still run when it raises are killed."""
+    with ExitStack() as scope:
+        running = [scope.enter_context(_started(command)) for command in commands]
+        for process in running:
+            while (output := _output_within(_POLL_SECONDS, process)) is None:
+                checkpoint_reached()
+            if process.returncode:
+                raise BuildFailed(_reason(output))
+
+
+@contextmanager
+def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
+    """What the process printed, if it ends by then."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _reason(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line]
+    for sign in (os.strerror(errno.ENOSPC), "error:"):
+        found = [line for line in lines if sign in line]
+        if found:
+            return found[0]
+    return (lines[-1:] or ["no reason given"])[0]
