@@ -1,10 +1,10 @@
-"""How `make test` divides the tests between three processes of pytest-xdist.
+"""How `make test` divides the tests between four processes of pytest-xdist.
 
 What starts servers or measures time runs in two of them, test after test, from the start: most of
-that time is spent on waiting, so that two are needed to occupy two processors. What only computes
-runs in the third, file by file, by one thread and at a lower priority, so that it delays the
-servers little; the processes of the servers take what is left of it. Without pytest-xdist all tests
-run in one process, as they are collected.
+that time is spent on waiting. What only computes runs in the other two, file by file, by one thread
+each, so that two processors are never idle, and at a low priority, so that it delays the servers
+little; the processes of the servers take what is left of it. Without pytest-xdist all tests run in
+one process, as they are collected.
 """
 
 import gc
@@ -31,16 +31,22 @@ SERVERS = {
 }
 """The tests of each of the two processes, the longer one first."""
 LONG_FILES = (
-    "tests/parity/test_exact_logits.py",
-    "tests/worker/unit/test_xformers_kernels.py",
     "tests/parity/test_services_parity.py",
     "tests/parity/test_greedy_parity.py",
+    "tests/parity/test_pipeline_parity.py",
+    "tests/parity/test_exact_logits.py",
+    "tests/worker/unit/test_xformers_kernels.py",
     "tests/parity/test_scheduled_parity.py",
+    "tests/parity/test_offloading_parity.py",
+    "tests/parity/test_hybrid_parity.py",
+    "tests/parity/test_random_schedules.py",
+    "tests/parity/test_draft_model_parity.py",
+    "tests/conformance/test_recordings.py",
 )
 """Of the files that only compute, those that take longest: they come first, so that the short ones
 occupy all processes to the end.
 """
-NICENESS = 5
+NICENESS = 10
 # Hypothesis tries the same examples in every run, whatever time each takes: what passed here passes
 # on a slow machine. `make test ARGS=--hypothesis-profile=default` tries others.
 settings.register_profile(
