@@ -75,9 +75,9 @@ class StructuredOutputs:
         schema = self._read()
         if not isinstance(schema, dict):
             raise invalid("json must be a JSON Schema, which is an object")
-        num_nodes, level = 0, list[object]([schema])
-        for _ in range(MAX_DEPTH):
-            num_nodes += len(level)
+        num_nodes, depth, level = 0, 0, list[object]([schema])
+        while level and depth < MAX_DEPTH:
+            num_nodes, depth = num_nodes + len(level), depth + 1
             level = [inner for outer in level for inner in _inside(outer)]
         if level:
             raise invalid(f"json is nested more than {MAX_DEPTH} deep")
