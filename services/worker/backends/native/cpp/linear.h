@@ -114,6 +114,15 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
+// The most rows of a block. A quantized weight is unpacked for each, so that blocks have many rows
+// even where these do not stay in the second-level cache.
+template <class T>
+std::int64_t most_block_rows(const Projection<T>& p) {
+  if (p.format != WeightFormat::PLAIN) return BLOCK_ROWS;
+  return std::clamp<std::int64_t>(round_down(BLOCK_BYTES / (p.depth * sizeof(T)), MAX_TILE_ROWS),
+                                  MAX_TILE_ROWS, BLOCK_ROWS);
+}
+
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
 // Every thread of the team calls it and computes a part. `Out` is T, or float for results that are
 // not rounded. `delta`: what adapters add, whose `inside` is computed; null for nothing. `ahead`:
@@ -122,10 +131,7 @@ template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
                                std::int64_t rows, Team team, const LoraDelta<T>* delta = nullptr,
                                LoraReadAhead<T>* ahead = nullptr) {
-  const bool is_plain = p.format == WeightFormat::PLAIN;
-  const std::int64_t block_bytes = is_plain ? BLOCK_BYTES : QUANTIZED_BLOCK_BYTES;
-  const std::int64_t most_rows = std::clamp<std::int64_t>(
-      round_down(block_bytes / (p.depth * sizeof(T)), MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
+  const std::int64_t most_rows = most_block_rows(p);
   const std::int64_t groups = divide_up(rows, MAX_TILE_ROWS);
   const std::int64_t blocks = divide_up(rows, most_rows);
   const std::int64_t panels = p.num_panels();

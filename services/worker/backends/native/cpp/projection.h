@@ -50,12 +50,10 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// Of quantized weights. Unpacking costs the less the more rows a block has, and chunks are smaller
-// because they are written as well as read.
-constexpr std::int64_t QUANTIZED_BLOCK_BYTES = 3 * BLOCK_BYTES;
+// Of quantized weights: smaller, because chunks are written as well as read.
 constexpr std::int64_t QUANTIZED_CHUNK_BYTES = CHUNK_BYTES / 2;
 
-constexpr int BLOCK_ROWS = 240;
+constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 
 constexpr std::int64_t LINE_BYTES = 64;

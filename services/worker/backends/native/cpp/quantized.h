@@ -231,29 +231,15 @@ struct Unpacker<BFloat16, WeightFormat::INT4> {
 };
 #endif
 
-// Unpacks `depth` elements of each column, a multiple of what a block has.
-template <class T, WeightFormat FORMAT>
-__attribute__((noinline)) void unpack(const char* codes, std::int64_t depth, T* panel) {
-  using Block = Unpacker<T, FORMAT>;
-  constexpr int DEPTH = PanelOps<T>::DEPTH;
-  const Block block;
-  for (std::int64_t done = 0; done < depth; done += Block::STEPS * DEPTH) {
-    Vector step[Block::STEPS][PANEL_VECTORS];
-    block(codes, step);
-    __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
-    std::memcpy(panel, step, sizeof step);
-    codes += Block::BYTES;
-    panel += sizeof step / sizeof(T);
-  }
-}
-
 // total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps; see
-// `multiply`, which adds up in the same order.
-template <class T, WeightFormat FORMAT, int ROWS>
+// `multiply`, which adds up in the same order. With UNPACKS writes the panel that the codes
+// are to `unpacked`.
+template <class T, WeightFormat FORMAT, int ROWS, bool UNPACKS>
 inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][PANEL_VECTORS],
                                                           const Unpacker<T, FORMAT>& block,
                                                           const T* a, std::int64_t stride,
-                                                          const char* codes, int steps) {
+                                                          const char* codes, int steps,
+                                                          T* unpacked) {
   using Ops = PanelOps<T>;
   using Block = Unpacker<T, FORMAT>;
   const T* fourths[(ROWS + 3) / 4];
@@ -269,6 +255,10 @@ inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][
     Vector step[Block::STEPS][PANEL_VECTORS];
     block(codes, step);
     __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
+    if constexpr (UNPACKS) {
+      std::memcpy(unpacked, step, sizeof step);
+      unpacked += sizeof step / sizeof(T);
+    }
 #pragma GCC unroll 4
     for (int i = 0; i < Block::STEPS; ++i) {
 #pragma GCC unroll 16

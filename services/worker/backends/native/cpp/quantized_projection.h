@@ -1,9 +1,9 @@
 // Multiplication by a panel of a quantized weight: see quantized.h.
 //
-// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers; for
-// more rows a part of a panel is unpacked once for all rows of a block, into memory that stays in
-// the second-level cache. Whatever the number of rows, the products of a group are added up in
-// order of depth, and groups in order.
+// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers. Of
+// more rows the first tile does the same and writes what it unpacks to memory that stays in a
+// cache, for all other tiles of a block: a part of the panel at a time. Whatever the number of
+// rows, the products of a group are added up in order of depth, and groups in order.
 
 #pragma once
 
@@ -50,65 +50,107 @@ struct Groups {
   int count;
 };
 
-// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + sums * scales.
-template <int ROWS>
-inline __attribute__((always_inline)) void add_scaled(const float* from, std::int64_t from_stride,
-                                                      const Vector (&sums)[ROWS][PANEL_VECTORS],
-                                                      const float* scales, float* to) {
-  Vector scale[PANEL_VECTORS];
-#pragma GCC unroll 4
-  for (int v = 0; v < PANEL_VECTORS; ++v) scale[v] = load(scales + v * LANES);
+// A part of a panel's depth that is unpacked at once: `count` whole groups from `group` on, or
+// `depth` elements of one group after `done` others.
+struct Piece {
+  int group;
+  int count;
+  std::int64_t done;
+  std::int64_t depth;  // Of each group.
+  bool ends_groups;
+  bool ends_panel;
+};
+
+// Calls work(piece) for pieces of at most `most` elements of each column.
+template <class Work>
+void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
+  const int at_once = int(std::max<std::int64_t>(most / groups.depth, 1));
+  for (int group = 0; group < groups.count; group += at_once) {
+    const int count = std::min(at_once, groups.count - group);
+    for (std::int64_t done = 0; done < groups.depth; done += most) {
+      const std::int64_t depth = std::min(most, groups.depth - done);
+      const bool ends = done + depth == groups.depth;
+      work(Piece{group, count, done, depth, ends, ends && group + count == groups.count});
+    }
+  }
+}
+
+// Rows of the sums of a group that has been added up in part, and of the totals of all groups
+// before, which begin as the bias: [rows, PANEL_WIDTH] both.
+struct PanelTotals {
+  const float* bias;
+  float* sums;
+  float* totals;
+
+  PanelTotals from(int row) const {
+    return {bias, sums + row * PANEL_WIDTH, totals + row * PANEL_WIDTH};
+  }
+};
+
+// Calls work(row, v, place) for each vector of ROWS rows of totals and its place in them.
+template <int ROWS, class Work>
+inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) {
+  for (int row = 0; row < ROWS; ++row) {
 #pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECTORS; ++v) {
-      const Vector before = load(from + i * from_stride + v * LANES);
-      store(to + i * PANEL_WIDTH + v * LANES, fmadd(sums[i][v], scale[v], before));
-    }
+    for (int v = 0; v < PANEL_VECTORS; ++v) work(row, v, row * PANEL_WIDTH + v * LANES);
   }
 }
 
-// to [ROWS, PANEL_WIDTH] = bias [PANEL_WIDTH] + rows of `a` times the panel.
-template <class T, WeightFormat FORMAT, int ROWS>
-__attribute__((noinline)) void add_codes(const float* bias, const T* a, std::int64_t stride,
-                                         const Groups& groups, float* to) {
+// Adds a piece to ROWS rows. multiply(sums, i) adds the products of the piece's group i.
+template <int ROWS, class Multiply>
+inline __attribute__((always_inline)) void add_piece(const Piece& piece, const Groups& groups,
+                                                     const PanelTotals& to, Multiply&& multiply) {
+  for (int i = 0; i < piece.count; ++i) {
+    Vector sums[ROWS][PANEL_VECTORS] = {};
+    if (piece.done > 0) {
+      for_vectors_of_rows<ROWS>(
+          [&](int row, int v, int place) { sums[row][v] = load(to.sums + place); });
+    }
+    multiply(sums, i);
+    if (!piece.ends_groups) {
+      for_vectors_of_rows<ROWS>(
+          [&](int row, int v, int place) { store(to.sums + place, sums[row][v]); });
+      return;
+    }
+    const int group = piece.group + i;
+    const float* before = group == 0 ? to.bias : to.totals;
+    const std::int64_t stride = group == 0 ? 0 : PANEL_WIDTH;
+    const Vector scales[] = {load(groups.scales(group)), load(groups.scales(group) + LANES)};
+    for_vectors_of_rows<ROWS>([&](int row, int v, int place) {
+      const Vector total = load(before + row * stride + v * LANES);
+      store(to.totals + place, fmadd(sums[row][v], scales[v], total));
+    });
+  }
+}
+
+// Adds ROWS rows of `a` times a piece's codes; with UNPACKS writes the piece to `unpacked`.
+template <class T, WeightFormat FORMAT, int ROWS, bool UNPACKS>
+__attribute__((noinline)) void add_codes(const Piece& piece, const Groups& groups,
+                                         const PanelTotals& to, const T* a, std::int64_t stride,
+                                         T* unpacked) {
   const Unpacker<T, FORMAT> block;
-  const int steps = int(groups.depth / PanelOps<T>::DEPTH);
-  for (int group = 0; group < groups.count; ++group, a += groups.depth) {
-    Vector sums[ROWS][PANEL_VECTORS] = {};
-    multiply_codes<T, FORMAT, ROWS>(sums, block, a, stride, groups.codes(group), steps);
-    add_scaled<ROWS>(group == 0 ? bias : to, group == 0 ? 0 : PANEL_WIDTH, sums,
-                     groups.scales(group), to);
-  }
+  const int steps = int(piece.depth / PanelOps<T>::DEPTH);
+  add_piece<ROWS>(piece, groups, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
+    const char* codes = groups.codes(piece.group + i) + code_bytes(FORMAT, piece.done);
+    multiply_codes<T, FORMAT, ROWS, UNPACKS>(sums, block, a + i * piece.depth, stride, codes, steps,
+                                             unpacked + i * piece.depth * PANEL_WIDTH);
+  });
 }
 
-// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// `count` groups from `first` on, which are unpacked.
+// Adds ROWS rows of `a` times an unpacked piece.
 template <class T, int ROWS>
-__attribute__((noinline)) void add_unpacked(const float* from, std::int64_t from_stride, const T* a,
-                                            std::int64_t stride, const T* unpacked,
-                                            const Groups& groups, int first, int count, float* to) {
-  const int steps = int(groups.depth / PanelOps<T>::DEPTH);
-  for (int i = 0; i < count; ++i, a += groups.depth, unpacked += groups.depth * PANEL_WIDTH) {
-    Vector sums[ROWS][PANEL_VECTORS] = {};
-    multiply<T, ROWS>(sums, a, stride, unpacked, steps);
-    add_scaled<ROWS>(i == 0 ? from : to, i == 0 ? from_stride : PANEL_WIDTH, sums,
-                     groups.scales(first + i), to);
-  }
+__attribute__((noinline)) void add_unpacked(const Piece& piece, const Groups& groups,
+                                            const PanelTotals& to, const T* a, std::int64_t stride,
+                                            const T* unpacked) {
+  const int steps = int(piece.depth / PanelOps<T>::DEPTH);
+  add_piece<ROWS>(piece, groups, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
+    multiply<T, ROWS>(sums, a + i * piece.depth, stride, unpacked + i * piece.depth * PANEL_WIDTH,
+                      steps);
+  });
 }
 
-// to [rows, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + sums * scales.
-inline void add_sums(const float* from, std::int64_t from_stride, const float* sums,
-                     const float* scales, int rows, float* to) {
-  for (int i = 0; i < rows; ++i, from += from_stride, sums += PANEL_WIDTH, to += PANEL_WIDTH) {
-#pragma GCC unroll 4
-    for (int v = 0; v < PANEL_WIDTH; v += LANES) {
-      store(to + v, fmadd(load(sums + v), load(scales + v), load(from + v)));
-    }
-  }
-}
-
-// Adds to totals [ROWS, PANEL_WIDTH] what offsets add: of each row and group the sum of the row's
+// Adds to totals [count, PANEL_WIDTH] what offsets add: of each row and group the sum of the row's
 // elements times the offsets.
 template <class T>
 void add_offsets(const T* rows, std::int64_t stride, int count, const Groups& groups,
@@ -124,48 +166,6 @@ void add_offsets(const T* rows, std::int64_t stride, int count, const Groups& gr
   }
 }
 
-// totals [rows, PANEL_WIDTH] = bias + rows times the panel, of which several groups, or a part of
-// one, are unpacked for all rows.
-template <class T, WeightFormat FORMAT>
-void multiply_block(const InputRows<T>& rows, const float* bias, const Groups& groups,
-                    float* totals) {
-  constexpr std::int64_t CHUNK = QUANTIZED_CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
-  alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
-  if (groups.depth <= CHUNK) {
-    const int most = int(CHUNK / groups.depth);
-    for (int first = 0; first < groups.count; first += most) {
-      const int count = std::min(most, groups.count - first);
-      for (int i = 0; i < count; ++i) {
-        unpack<T, FORMAT>(groups.codes(first + i), groups.depth,
-                          unpacked + i * groups.depth * PANEL_WIDTH);
-      }
-      for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-        float* to = totals + row * PANEL_WIDTH;
-        add_unpacked<T, ROWS>(first == 0 ? bias : to, first == 0 ? 0 : PANEL_WIDTH,
-                              rows.first + row * rows.stride + first * groups.depth, rows.stride,
-                              unpacked, groups, first, count, to);
-      });
-    }
-    return;
-  }
-  constexpr float NOTHING[PANEL_WIDTH] = {};
-  alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
-  for (int group = 0; group < groups.count; ++group) {
-    for (std::int64_t done = 0; done < groups.depth; done += CHUNK) {
-      const std::int64_t depth = std::min(CHUNK, groups.depth - done);
-      unpack<T, FORMAT>(groups.codes(group) + code_bytes(FORMAT, done), depth, unpacked);
-      for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-        float* sum = sums + row * PANEL_WIDTH;
-        add_product<T, ROWS, false>(done == 0 ? NOTHING : sum, done == 0 ? 0 : PANEL_WIDTH,
-                                    rows.first + row * rows.stride + group * groups.depth + done,
-                                    rows.stride, unpacked, int(depth / PanelOps<T>::DEPTH), 1, sum);
-      });
-    }
-    add_sums(group == 0 ? bias : totals, group == 0 ? 0 : PANEL_WIDTH, sums, groups.scales(group),
-             rows.count, totals);
-  }
-}
-
 // Multiplies rows by one panel and writes the results; see project_panel.
 template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
@@ -173,18 +173,38 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                        std::int64_t panel, float* totals,
                                                        const LoraDelta<T>* delta,
                                                        std::int64_t first_row, LoraReadAhead<T>*) {
+  constexpr std::int64_t CHUNK = QUANTIZED_CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
+  alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
+  alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
-  const bool in_registers = rows.count <= MAX_TILE_ROWS;
-  if (!in_registers) multiply_block<T, FORMAT>(rows, columns.bias, groups, totals);
-  for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-    const T* tile = rows.first + row * rows.stride;
+  const PanelTotals all{columns.bias, sums, totals};
+  const auto finish = [&](int row, int count) {
     float* to = totals + row * PANEL_WIDTH;
-    if (in_registers) add_codes<T, FORMAT, ROWS>(columns.bias, tile, rows.stride, groups, to);
-    if (p.has_offsets) add_offsets(tile, rows.stride, ROWS, groups, to);
+    const T* tile = rows.first + row * rows.stride;
+    if (p.has_offsets) add_offsets(tile, rows.stride, count, groups, to);
     if (delta != nullptr) return;
-    write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
-  });
+    write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
+  };
+  if (rows.count <= MAX_TILE_ROWS) {
+    const Piece whole{0, groups.count, 0, groups.depth, true, true};
+    for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
+      add_codes<T, FORMAT, ROWS, false>(whole, groups, all.from(row),
+                                        rows.first + row * rows.stride, rows.stride, unpacked);
+      finish(row, ROWS);
+    });
+  } else {
+    for_pieces(groups, CHUNK, [&](const Piece& piece) {
+      const T* input = rows.first + piece.group * groups.depth + piece.done;
+      add_codes<T, FORMAT, MAX_TILE_ROWS, true>(piece, groups, all, input, rows.stride, unpacked);
+      if (piece.ends_panel) finish(0, MAX_TILE_ROWS);
+      for_row_tiles(MAX_TILE_ROWS, rows.count, [&]<int ROWS>(int row) {
+        add_unpacked<T, ROWS>(piece, groups, all.from(row), input + row * rows.stride, rows.stride,
+                              unpacked);
+        if (piece.ends_panel) finish(row, ROWS);
+      });
+    });
+  }
   if (delta == nullptr) return;
   add_delta(*delta, first_row, rows.count, panel, totals);
   write_rows(p, totals, rows.count, columns.first, columns.width, output);
