@@ -82,7 +82,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
     hosts = HostNames(hosts_for(settings.http_address, settings.allowed_hosts))
-    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, OPERATIONS)
+    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, OPERATIONS, app)
     counted = HttpCounts(outer, routes, parts.metrics)
     quick = QuickRefusals(
         OPERATIONS,

@@ -37,12 +37,13 @@ class Metrics:
         for reason in KeptFor:
             self._traces_kept.labels(model_name, reason.value)
         self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
-        # To find a series by its labels takes longer than to count: those of each refusal are kept.
+        # To find a series by its labels takes longer than to count: those of requests are kept.
         self._http_series = cache(self._find_http_series)
         self._rejections_for = cache(partial(self._rejections.labels, model_name))
+        self._answers_for = cache(partial(self._answers.labels, model_name))
 
     def ended(self, reason: str) -> None:
-        self._answers.labels(self._model, reason).inc()
+        self._answers_for(reason).inc()
 
     def refused(self, reason: str, tenant_id: str = "") -> None:
         """A request was refused, or failed before an engine took it. No other metric counts it,

@@ -56,9 +56,10 @@ def guarded(
     allowed_origins: Sequence[str],
     recorder: RequestRecorder,
     operations: Mapping[str, str],
+    counted: ASGIApp | None = None,
 ) -> ASGIApp:
     """The application behind the checks of where a request comes from, with records of requests.
-    `operations` has the GenAI operation of each path that generates.
+    See RequestRecords for `operations` and `counted`.
     """
     if allowed_origins:
         app = CORSMiddleware(
@@ -68,7 +69,7 @@ def guarded(
             allow_headers=("*",),
             expose_headers=(REQUEST_ID, TRACE_ID, *HINT_HEADERS, *RATE_LIMIT_HEADERS),
         )
-    return RequestRecords(HostCheck(app, names), recorder, operations)
+    return RequestRecords(HostCheck(app, names), recorder, operations, counted)
 
 
 async def _check_content(request: Request) -> None:

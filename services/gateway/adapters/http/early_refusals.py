@@ -7,7 +7,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import error_response
-from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.gate import Gate
@@ -21,8 +20,8 @@ class EarlyRefusals:
     """Answers POST requests to `paths` while there is no room for them: their bodies are not read,
     and the application does not see them. Under overload most requests end here.
 
-    A request that the application refuses for another reason is passed on, and so are one whose
-    answer is there, which takes no room, and one that was found to have room by QuickRefusals.
+    A request that the application refuses for another reason is passed on, and so is one whose
+    answer is there, which takes no room. Those that QuickRefusals counted do not come here.
     """
 
     def __init__(
@@ -51,8 +50,6 @@ class EarlyRefusals:
 
     def _refusal(self, scope: Scope) -> StepwellError | None:
         state = scope["state"]
-        if ARRIVAL in state:
-            return None
         tenant = state.get("tenant", ANYONE)
         try:
             record: RequestRecord = state["record"]

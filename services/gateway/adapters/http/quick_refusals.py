@@ -53,7 +53,8 @@ class QuickRefusals:
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
         """The whole answer to a request that is refused, with these headers besides its own; None
-        for one that the application is to see. Its state has its Arrival where it was counted.
+        for one that the application is to see. Its state has its Arrival, and whose it is, where
+        it was counted: its host, its key and its declared size are checked then.
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None
@@ -66,6 +67,7 @@ class QuickRefusals:
             return None
         if tenant is None:
             return None
+        scope["state"]["tenant"] = tenant
         try:
             self.gate.check()
             scope["state"][ARRIVAL] = self.inference.arriving(tenant, deadline)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.adapters.http.request_state import ARRIVED, HEADERS
+from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, HEADERS
 from services.gateway.adapters.request_record import CANCELLED, REQUEST_ID, TRACE_ID, Call
 from services.gateway.adapters.request_recorder import RequestRecorder
 
@@ -20,10 +20,17 @@ class RequestRecords:
     """
 
     def __init__(
-        self, app: ASGIApp, recorder: RequestRecorder, operations: Mapping[str, str]
+        self,
+        app: ASGIApp,
+        recorder: RequestRecorder,
+        operations: Mapping[str, str],
+        counted: ASGIApp | None = None,
     ) -> None:
-        """`operations` has the GenAI operation of each path that generates."""
+        """`operations` has the GenAI operation of each path that generates. `counted` serves the
+        requests that QuickRefusals has checked and counted, if it differs from `app`.
+        """
         self._app = app
+        self._counted = counted or app
         self._operations = operations
         self._recorder = recorder
 
@@ -44,8 +51,9 @@ class RequestRecords:
                 ]
             await send(message)
 
+        app = self._counted if ARRIVAL in state else self._app
         try:
-            await self._app(scope, receive, send_with_names)
+            await app(scope, receive, send_with_names)
         finally:
             if not record.status:
                 record.status = CLIENT_CLOSED_REQUEST
