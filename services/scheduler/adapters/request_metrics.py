@@ -110,10 +110,12 @@ class RequestMetrics(Collector):
         """A step's tokens have arrived."""
         now, num_tokens = self._monotonic(), update.num_tokens
         self._num_generation_tokens += num_tokens
+        has_drafts, num_computed = bool(plan.draft_token_ids), plan.num_tokens
+        if has_drafts:
+            num_computed -= _num_left_out(plan, update)
         if plan.requests:
-            self._iteration_tokens.observe(plan.num_tokens - _num_left_out(plan, update))
-        without_drafts = not plan.draft_token_ids
-        each_got_one = num_tokens == len(plan.requests) and without_drafts
+            self._iteration_tokens.observe(num_computed)
+        each_got_one = num_tokens == len(plan.requests) and not has_drafts
         goes_on = each_got_one and not (update.ended or update.turns)
         if goes_on and plan.requests == self._steady:
             self._latency.observe(now - self._steady_at, num_tokens)
@@ -207,8 +209,6 @@ class RequestMetrics(Collector):
 
 def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
     """Drafts that the step had room for and that the workers did not propose."""
-    if not plan.draft_token_ids:
-        return 0
     return sum(map(len, plan.draft_token_ids.values())) - sum(update.num_draft_tokens)
 
 

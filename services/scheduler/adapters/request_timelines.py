@@ -45,6 +45,8 @@ class StepRecord:
     done: int = 0
     """When its tokens arrived."""
     compute_nanos: int = 0
+    nanos: int = 0
+    """How long it took, without its overlap with the step before."""
     only_decodes: bool = False
     """Whether it has all requests that run, and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
@@ -116,7 +118,7 @@ class RequestTimelines:
     ) -> list[Tracked]:
         """Notes a step's tokens; returns the requests that ended by it."""
         last_done = self.sums.last_done_nanos
-        nanos = self.nanos_of(step.begun, now)
+        nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
         # Others may have got tokens since, or have been interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
@@ -147,18 +149,13 @@ class RequestTimelines:
                 self._got_tokens(tracked, phase, now)
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
-    def nanos_of(self, begun: int, done: int) -> int:
-        """What a step took that follows those that are done, without its overlap with them."""
-        return max(0, done - max(self.sums.last_done_nanos, begun))
-
-    def decoded(self, step: StepRecord) -> int:
-        """Notes a step that only decoded and ended no request, before anything that came after it.
-        Returns what it took, without its overlap with the step before.
-        """
-        nanos, done = self.nanos_of(step.begun, step.done), step.done
-        compute_nanos = min(step.compute_nanos, nanos)
-        self.sums.add(step.number, done, nanos, compute_nanos, 0, step.num_requests)
-        return nanos
+    def decoded(self, steps: Iterable[StepRecord]) -> None:
+        """Notes steps that only decoded and ended no request, before anything that came later."""
+        sums = self.sums
+        for step in steps:
+            nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))
+            compute_nanos = min(step.compute_nanos, nanos)
+            sums.add(step.number, step.done, nanos, compute_nanos, 0, step.num_requests)
 
     def end(self, request: Request, now: int) -> Tracked | None:
         """Ends the timeline of a request, and notes its times."""

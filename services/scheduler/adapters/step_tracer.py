@@ -61,8 +61,10 @@ class StepTracer:
             self._traces.arrived(request)
 
     def begin(self) -> str:
-        now, is_sampled = self._unix_nanos(), self._traces.has_any_of(self._candidates)
-        context = self._tracing.draw_root(is_sampled=is_sampled)
+        now, context = self._unix_nanos(), None
+        if self._tracing.enabled:
+            is_sampled = self._traces.has_any_of(self._candidates)
+            context = self._tracing.draw_root(is_sampled=is_sampled)
         self._begun = StepRecord(now, None if context is None else StepSpan(context, now))
         return "" if context is None else traceparent_text(context.trace_id, context.span_id)
 
@@ -106,8 +108,9 @@ class StepTracer:
                 self._count_done_steps()
             return
         self._count_done_steps()
-        self._count_done(step, self._timelines.nanos_of(step.begun, now))
-        for tracked in self._timelines.done(plan, step, update, now):
+        ended = self._timelines.done(plan, step, update, now)
+        self._count_done(step)
+        for tracked in ended:
             self._traces.ended(tracked.request, tracked.timeline)
         if update.turns:
             self._end_turns(update.turns, now)
@@ -201,12 +204,13 @@ class StepTracer:
         """Counts the steps that were collected."""
         if self._uncounted:
             uncounted, self._uncounted = self._uncounted, []
+            self._timelines.decoded(uncounted)
             for step in uncounted:
-                self._count_done(step, self._timelines.decoded(step))
+                self._count_done(step)
 
-    def _count_done(self, step: StepRecord, nanos: int) -> None:
-        counts, seconds = self._counts, nanos / 1e9
-        counts.step_nanos.append(nanos)
+    def _count_done(self, step: StepRecord) -> None:
+        counts, seconds = self._counts, step.nanos / 1e9
+        counts.step_nanos.append(step.nanos)
         counts.step_seconds.observe(seconds)
         counts.step_costs.observe(step.num_requests, step.num_tokens, seconds)
 
