@@ -176,8 +176,6 @@ class Sessions:
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
         """Counts what a step computes of prompts, and what it found of them in the cache."""
-        if plan.num_tokens == len(plan.requests) and not plan.new:
-            return
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
@@ -230,23 +228,35 @@ class Sessions:
             else:
                 theirs = [token_ids[index] for index in share.indexes]
                 share.session.outbox.tokens(plan.step, share.handles, theirs)
+        if update.logprobs:
+            self._deliver_logprobs(update)
+        if update.pooled:
+            self._deliver_pooled(update)
+        if update.turns:
+            self._deliver_turns(update.turns)
+        if plan.num_tokens > len(plan.requests) or plan.new:
+            self._count_computed(plan)
+        self._deliver_ends(update.ended)
+        if plan.requests or update.ended:  # a step without has no deltas that carry the load
+            self._send_load_if_changed()
+        for session in self._sessions:
+            session.outbox.flush()
+
+    def _deliver_logprobs(self, update: EngineCoreOutputs) -> None:
+        plan = update.plan
         for index, item in update.logprobs.items():
             owner = self._owners.get(plan.requests[index])
-            if owner is None or token_ids[index] is None:
+            if owner is None or update.token_ids[index] is None:
                 continue
             if isinstance(item, worker_pb2.RequestLogprobs):
                 rows = _unsent(owner, item, plan.num_computed_tokens[index])
                 owner.session.outbox.logprobs(owner.handle, rows)
+
+    def _deliver_pooled(self, update: EngineCoreOutputs) -> None:
         for index, values in update.pooled.items():
-            owner = self._owners.get(plan.requests[index])
-            if owner is not None and token_ids[index] is not None and isinstance(values, bytes):
+            owner, tokens = self._owners.get(update.plan.requests[index]), update.token_ids[index]
+            if owner is not None and tokens is not None and isinstance(values, bytes):
                 owner.session.outbox.pooled(owner.handle, values)
-        if update.turns:
-            self._deliver_turns(update.turns)
-        self._count_computed(plan)
-        self.deliver_ends(update.ended)
-        for session in self._sessions:
-            session.outbox.flush()
 
     def _deliver_turns(self, turns: Mapping[Request, TurnEnd]) -> None:
         for request, end in turns.items():
@@ -255,8 +265,12 @@ class Sessions:
                 owner.session.outbox.turn_ended(owner.handle, end.turn)
 
     def deliver_ends(self, requests: Sequence[Request]) -> None:
-        self.num_finished += len(requests)
+        self._deliver_ends(requests)
+        self._send_load_if_changed()
+
+    def _deliver_ends(self, requests: Sequence[Request]) -> None:
         for request in requests:
+            self.num_finished += 1
             self.num_completed += request.num_cached_tokens is not None
             if request.finish_reason is FinishReason.NAN_IN_LOGITS:
                 self.num_corrupted += 1
@@ -267,7 +281,6 @@ class Sessions:
                 owner.session.requests.pop(owner.handle, None)
                 owner.session.outbox.flush()
                 self._sorted = ()
-        self._send_load_if_changed()
 
     def _pop_owner(self, request: Request) -> _Owner | None:
         owner = self._owners.pop(request, None)

@@ -120,14 +120,18 @@ class StepsInFlight:
         step = SentStep(self, number, size, allowed_seconds)
         self._steps.append(step)
         if len(self._steps) == 1:
-            self._begin(step)
+            self._begin_oldest(self.loop.time())
         return step
 
     def done(self, step: SentStep) -> None:
         """Notes how long a step took that every rank has answered."""
         if self._steps and self._steps[0] is step:
-            self._deadlines.took(step.size, self.loop.time() - self._began)
-        self.forget(step)
+            now = self.loop.time()
+            self._deadlines.took(step.size, now - self._began)
+            self._steps.popleft()
+            self._begin_oldest(now)
+        else:
+            self.forget(step)
 
     def forget(self, step: SentStep) -> None:
         """Removes a step; the time of the one behind it begins."""
@@ -136,13 +140,15 @@ class StepsInFlight:
         was_oldest = self._steps[0] is step
         self._steps.remove(step)
         if was_oldest:
-            self._alarm.stop()
-            if self._steps:
-                self._begin(self._steps[0])
+            self._begin_oldest(self.loop.time())
 
-    def _begin(self, step: SentStep) -> None:
-        self._began = self.loop.time()
-        self._alarm.set(step.allowed_seconds)
+    def _begin_oldest(self, now: float) -> None:
+        """The time of the oldest step begins, if there is one."""
+        if self._steps:
+            self._began = now
+            self._alarm.set(self._steps[0].allowed_seconds)
+        else:
+            self._alarm.stop()
 
     def _overdue(self) -> None:
         self._steps[0].overdue()
