@@ -1,5 +1,6 @@
 """When the next step is planned while one runs."""
 
+from bisect import bisect_left, insort
 from collections import deque
 
 RECENT_STEPS = 64
@@ -33,7 +34,7 @@ class PlanningClock:
         """By so much these were planned later than they could have been."""
         self.seconds_late = 0.0
         """For so long the workers had no step to run, since one of these came late."""
-        self._rooms: dict[int, deque[float]] = {}
+        self._rooms: dict[int, _Rooms] = {}
         self._size = 0
         self._began = 0.0
         self._due = 0.0
@@ -47,10 +48,8 @@ class PlanningClock:
     def begins(self, num_tokens: int, now: float) -> None:
         """A step of so many tokens begins to run, about now."""
         self._size, self._began = num_tokens.bit_length(), now
-        rooms = self._rooms.get(self._size, ())
-        seconds = 0.0
-        if len(rooms) >= MIN_STEPS:
-            seconds = sorted(rooms)[len(rooms) // _OUTLIERS] - MARGIN_SECONDS
+        rooms = self._rooms.get(self._size)
+        seconds = 0.0 if rooms is None else rooms.least - MARGIN_SECONDS
         self._due = now + seconds if seconds >= MARGIN_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
@@ -69,10 +68,32 @@ class PlanningClock:
         if planned is None or slack_seconds is None:
             return
         size, put_off = planned
-        self._rooms.setdefault(size, deque(maxlen=RECENT_STEPS)).append(put_off + slack_seconds)
+        rooms = self._rooms.get(size)
+        if rooms is None:
+            rooms = self._rooms[size] = _Rooms()
+        rooms.add(put_off + slack_seconds)
         self.seconds_late += max(0.0, -slack_seconds)
 
     def forget(self) -> None:
         """Steps in flight are not answered, and other workers may run the next ones."""
         self._rooms.clear()
         self._planned.clear()
+
+
+class _Rooms:
+    """The room of each of the recent steps of one size, kept in the order of time and of size."""
+
+    def __init__(self) -> None:
+        self.least = 0.0
+        """What nearly all of them had at least; 0 while there are too few."""
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, room: float) -> None:
+        """Adds the room of a step, in place of that of the oldest one if there are enough."""
+        if len(self._recent) == RECENT_STEPS:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(room)
+        insort(self._sorted, room)
+        if len(self._recent) >= MIN_STEPS:
+            self.least = self._sorted[len(self._recent) // _OUTLIERS]
