@@ -13,7 +13,7 @@ from services.scheduler.core.step_builder import StepBuilder
 from services.scheduler.core.step_encoder import StepEncoder, mismatch_error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see Admission
 class PlannedAdmission:
     """One admission of a step: the terms for the pool, and what it takes of the step's budget."""
 
