@@ -8,7 +8,7 @@ from typing import Any
 from services.cli.replay.stand_in_connector import StandInConnector
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import EngineCore, EngineState
+from services.scheduler.core.engine_core import LINGER_SECONDS, EngineCore, EngineState
 from services.scheduler.core.kv_role import KVRole
 from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
@@ -35,6 +35,7 @@ class Bench:
         num_blocks: int = 50,
         connector: StandInConnector | None = None,
         step_seconds: float = 0.0,
+        linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
         """Steps take `step_seconds` of the loop's time; with 0 they are done in its next turn."""
@@ -64,6 +65,7 @@ class Bench:
             self.watcher,
             self.readiness,
             lambda: asyncio.get_running_loop().time(),
+            linger_seconds,
         )
         self._num_requests = 0
         self._num_usable_blocks = num_blocks - 1

@@ -29,6 +29,11 @@ from services.scheduler.core.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+LINGER_SECONDS = 0.01
+"""How long the blocks and rows of the last requests wait to be given back. Where a request arrives
+meanwhile, as from a client that sends one after another, its first step gives them back, and they
+take no step and no transaction of their own.
+"""
 RETRY_SECONDS = 0.001
 """Wait before requests are looked at again where none was scheduled and no step is in flight: what
 they wait for, such as a connector's answer, comes from outside. As in vLLM.
@@ -60,6 +65,7 @@ class EngineCore:
         observer: StepObserver,
         readiness: Readiness,
         now: Callable[[], float],
+        linger_seconds: float = LINGER_SECONDS,
     ) -> None:
         """`now` gives steady seconds."""
         self.scheduler = scheduler
@@ -73,6 +79,7 @@ class EngineCore:
         """Whether the last step had no room for any request, since sessions hold what they need."""
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
+        self._linger_seconds = linger_seconds
         self._wake = asyncio.Event()
         self._turns = asyncio.Condition()
         self._num_holds = 0
@@ -339,6 +346,16 @@ class EngineCore:
             self._awaits_sessions = False
         self._awaits_sessions = False
         self.state = EngineState.RUNNING
+        if not (self.scheduler.running or self._batch_queue or self._changes):
+            await self._linger()
+
+    async def _linger(self) -> None:
+        """Waits a short time for a request, if the next step would only free what others held."""
+        if self.scheduler.only_frees:
+            self._wake.clear()
+            timer = asyncio.get_running_loop().call_later(self._linger_seconds, self._wake.set)
+            await self._wake.wait()
+            timer.cancel()
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
         """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests

@@ -69,6 +69,11 @@ class KVCacheManager:
         """Whether operations are kept for the next transaction."""
         return bool(self._commits or self._releases or self._evictions or self._early_releases)
 
+    @property
+    def has_commits(self) -> bool:
+        """Whether the next transaction publishes blocks."""
+        return bool(self._commits)
+
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
         return min(num_tokens + self._num_lookahead_tokens, self._longest)

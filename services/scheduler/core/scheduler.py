@@ -72,6 +72,14 @@ class Scheduler:
         return bool(has_operations) or self.has_requests or self.has_transfers
 
     @property
+    def only_frees(self) -> bool:
+        """Whether a step would do nothing but free what ended requests held: none runs or waits, no
+        block is to be published, and no transfer is under way.
+        """
+        has_commits = self._kv_cache_manager.has_commits
+        return not (self.running or self.num_waiting or has_commits or self.has_transfers)
+
+    @property
     def has_transfers(self) -> bool:
         """Whether a transfer of keys and values is under way: steps go on to hear of its end."""
         return self.transfers is not None and self.transfers.is_busy
@@ -298,20 +306,24 @@ class Scheduler:
             self._state.free(request)
 
     def _new_builder(self) -> StepBuilder:
-        config, queues = self.config, self.queues
-        num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
-        threshold = config.long_prefill_token_threshold
-        if num_requests <= 1:
-            threshold = 0
-        elif threshold and config.long_prefill_token_threshold_adaptive:
-            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
         return StepBuilder(
             SchedulerOutput(self._state.steps.next_number),
             self._token_budget,
-            threshold,
+            self._long_prefill_token_threshold() if self.config.long_prefill_token_threshold else 0,
             self._make_passing_over,
             self._make_encoder,
         )
+
+    def _long_prefill_token_threshold(self) -> int:
+        """Most tokens of one request in the step that is planned, if others share it; else 0."""
+        config, queues = self.config, self.queues
+        num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
+        if num_requests <= 1:
+            return 0
+        threshold = config.long_prefill_token_threshold
+        if config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
+        return threshold
 
     def _make_passing_over(self) -> PassingOver:
         return PassingOver(self.config.max_loras, self.running, self._state.steps.last_updated)

@@ -15,6 +15,7 @@ from services.scheduler.core.kv_connector import ExternalMatch
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
+from tests.scheduler.fakes import SECONDS
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import prompt
 
@@ -50,6 +51,17 @@ async def test_an_idle_engine_takes_no_steps_and_wakes_up_again(bench: Bench) ->
     assert bench.executor.num_steps == steps
     bench.add("b", prompt(5), max_tokens=2)
     await bench.until_ended("b")
+
+
+async def test_requests_one_after_another_take_no_step_that_only_gives_back() -> None:
+    async with running(Bench(linger_seconds=SECONDS)) as bench:
+        for number, name in enumerate("abc", start=1):
+            bench.add(name, prompt(5, 100 * number), max_tokens=2)
+            await bench.until_ended(name)
+            assert bench.executor.num_steps == 2 * number, "one for each token"
+        assert bench.executor.num_requests == 1, "the workers still have the last one"
+        await bench.engine.pause(PauseMode.KEEP)
+        assert bench.pool.num_free_blocks == 49, "a pause gives back all blocks at once"
 
 
 async def test_a_request_that_comes_during_a_step_runs_in_a_later_one(bench: Bench) -> None:
