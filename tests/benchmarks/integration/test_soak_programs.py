@@ -16,7 +16,7 @@ def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
     servable_model: Path,
 ) -> None:
     # In so short a time the memory of every process still grows.
-    flags = ("--minutes", 0.08, "--model", servable_model, "--growth-mb-per-hour", 100_000)
+    flags = ("--minutes", 0.05, "--model", servable_model, "--growth-mb-per-hour", 100_000)
     report = run_program("soak", "endurance", *flags).stdout
     for process in ("gateway", "scheduler", "kvpool", "worker"):
         assert f"| {process} | " in report
@@ -42,7 +42,7 @@ def test_idle_services_keep_their_cache(servable_model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
-    flags = ("--seconds", 2, "--concurrency", 4, "--deadline-seconds", 1)
+    flags = ("--seconds", 1, "--concurrency", 4, "--deadline-seconds", 1)
     report = run_program("soak", "overload", *flags, "--model", servable_model).stdout
     assert "| goodput to capacity | " in report
     assert "| refusals, ms, median / p99 | " in report
@@ -52,7 +52,7 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
 def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
     """In so short a time on a busy machine figures may be too high: status 1."""
     load = ("--tenants", 2, "--concurrency", 8, "--factor", 4, "--output-tokens", 32)
-    times = ("--seconds", 1.5, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
+    times = ("--seconds", 1, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
     program = (*load, *times, "--model", servable_model)
     done = run_program("soak", "overload", *program, statuses=(0, 1))
     for line in ("goodput to peak", "refusals, ms", "its p99 to the unloaded one", "memory of the"):
