@@ -1,6 +1,7 @@
 """The HTTP applications of the gateway: their routes, and what is checked before them."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -31,8 +32,7 @@ def make_app(
     """An application of these routes. Each request passes `checks`, and shows one of the keys where
     its route needs one.
     """
-    # Made now, since it takes longer than a request may.
-    document = openapi_document(title, description, routes, asks_for_keys=asks_for_keys)
+    document = partial(openapi_document, title, description, routes, asks_for_keys=asks_for_keys)
 
     async def authenticate(request: Request) -> None:
         state = request.scope["state"]
