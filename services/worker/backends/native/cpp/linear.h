@@ -38,15 +38,23 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
-// The distance of two addresses, which may lie in different memory.
+// What one of several tiles prefetches while it is multiplied by a chunk of so many elements. Each
+// of the last two, a half of the next chunk: memory delivers fewer lines at a time than one tile
+// could ask for, and it would wait. Those before, what `ahead` gives, if it is not null.
 template <class T>
-std::int64_t elements_between(const T* from, const T* to) {
-  return std::int64_t(std::uintptr_t(to) - std::uintptr_t(from)) / std::int64_t(sizeof(T));
+Prefetch prefetch_of_tile(const T* chunk, std::int64_t elements, int rows_left,
+                          LoraReadAhead<T>* ahead) {
+  constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<T>::DEPTH * sizeof(T);
+  if (rows_left > 2 * MAX_TILE_ROWS) {
+    return {ahead == nullptr ? nullptr : ahead->take(elements), STEP_BYTES};
+  }
+  const T* next = chunk + elements;
+  return {rows_left > MAX_TILE_ROWS ? next : next + elements / 2, STEP_BYTES / 2};
 }
 
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
 // scratch memory. `delta`: what adapters add, or null; the rows' first one is row `first_row`
-// there. `ahead`: what tiles before the last one prefetch, or null.
+// there. `ahead`: see prefetch_of_tile.
 template <class T, class Out>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                    std::int64_t panel, float* totals, const LoraDelta<T>* delta,
@@ -63,16 +71,14 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
     const T* packed = reinterpret_cast<const T*>(p.panel_of(panel)) + part.begin * PANEL_WIDTH;
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
       float* to = totals + (chunks == 1 && delta == nullptr ? 0 : row * PANEL_WIDTH);
-      std::int64_t distance = one_pass ? PREFETCH_AHEAD : PANEL_WIDTH * depth;
-      bool prefetches = row + ROWS == rows.count;
-      if (!prefetches && ahead != nullptr) {
-        const T* next = ahead->take(PANEL_WIDTH * depth);
-        if ((prefetches = next != nullptr)) distance = elements_between(packed, next);
-      }
-      const auto add = prefetches ? add_product<T, ROWS, true> : add_product<T, ROWS, false>;
+      const Prefetch prefetch =
+          one_pass ? Prefetch{packed + PREFETCH_AHEAD, PANEL_WIDTH * DEPTH * sizeof(T)}
+                   : prefetch_of_tile(packed, PANEL_WIDTH * depth, rows.count - row, ahead);
+      const auto add =
+          prefetch.first == nullptr ? add_product<T, ROWS, false> : add_product<T, ROWS, true>;
       add(chunk == 0 ? columns.bias : to, chunk == 0 ? 0 : PANEL_WIDTH,
           rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
-          distance, to);
+          prefetch, to);
       if (chunk + 1 < chunks || delta != nullptr) return;
       write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
     });

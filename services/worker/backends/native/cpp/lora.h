@@ -112,7 +112,9 @@ __attribute__((noinline)) void multiply_inside(const T* rows, std::int64_t strid
                                                int steps, T* to, std::int64_t to_stride) {
   if (steps < 1) __builtin_unreachable();
   Vector total[ROWS][1] = {};
-  multiply<T, ROWS, 1, true, LANES>(total, rows, stride, panel, steps, A_PREFETCH_AHEAD);
+  multiply<T, ROWS, 1, true, LANES>(
+      total, rows, stride, panel, steps,
+      {panel + A_PREFETCH_AHEAD, LANES * PanelOps<T>::DEPTH * sizeof(T)});
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) store(to + i * to_stride, total[i][0]);
 }
@@ -129,8 +131,9 @@ __attribute__((noinline)) void add_expanded(float* totals, const int* at, const 
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) total[i][v] = load(totals + at[i] * PANEL_WIDTH + v * LANES);
   }
+  constexpr std::int64_t STEP = PANEL_WIDTH * PanelOps<T>::DEPTH;
   multiply<T, ROWS, VECTORS, true>(total, rows, stride, panel, steps,
-                                   std::int64_t{PANEL_WIDTH} * steps * PanelOps<T>::DEPTH);
+                                   {panel + steps * STEP, STEP * sizeof(T)});
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 2

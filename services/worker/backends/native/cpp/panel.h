@@ -82,9 +82,15 @@ struct PanelOps<BFloat16> {
 };
 #endif
 
+// What is prefetched beside a multiplication: from `first` on so many bytes in each step of depth,
+// a cache line for each vector or fewer.
+struct Prefetch {
+  const void* first;
+  std::int64_t step_bytes;
+};
+
 // total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
-// the columns of a panel of WIDTH. With PREFETCH, fetches what lies `ahead` elements further on in
-// the panel.
+// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`.
 //
 // The caller stores the totals before it calls another function: totals that outlive a call would
 // be kept on the stack, inside the loop too. Every fourth row has a pointer of its own, hidden from
@@ -94,8 +100,10 @@ template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false,
           int WIDTH = PANEL_WIDTH>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
                                                     std::int64_t stride, const T* panel, int steps,
-                                                    std::int64_t ahead = 0) {
+                                                    Prefetch prefetch = {}) {
   using Ops = PanelOps<T>;
+  const char* fetched = static_cast<const char*>(prefetch.first);
+  const std::int64_t vector_bytes = prefetch.step_bytes / VECTORS;
   const T* fourths[(ROWS + 3) / 4];
   std::int64_t triple = 3 * stride;
   asm("" : "+r"(triple));
@@ -110,7 +118,7 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; ++v) {
       columns[v] = Ops::load(panel + v * LANES * Ops::DEPTH);
-      if (PREFETCH) __builtin_prefetch(panel + ahead + v * LANES * Ops::DEPTH, 0, 2);
+      if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
     }
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row) {
@@ -127,6 +135,7 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
       asm("" : "+r"(fourth));
     }
     panel += WIDTH * Ops::DEPTH;
+    fetched += prefetch.step_bytes;
   }
 }
 

@@ -128,20 +128,20 @@ InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth)
 }
 
 // to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// the panel. PREFETCH and `ahead` as in `multiply`. A function of its own, so that `multiply` has
-// all registers.
+// the panel. PREFETCH and `prefetch` as in `multiply`. A function of its own, so that `multiply`
+// has all registers.
 template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline)) void add_product(const float* from, std::int64_t from_stride, const T* a,
                                            std::int64_t stride, const T* panel, int steps,
-                                           std::int64_t ahead, float* to) {
-  if (steps < 1 || ahead == 0) __builtin_unreachable();
+                                           Prefetch prefetch, float* to) {
+  if (steps < 1) __builtin_unreachable();
   Vector total[ROWS][PANEL_VECTORS];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i, from += from_stride) {
 #pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = load(from + v * LANES);
   }
-  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, ahead);
+  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, prefetch);
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
