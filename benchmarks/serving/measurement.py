@@ -226,6 +226,8 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
         f"### {model.name}: unconstrained requests beside as many others",
         tables.serving_table(rows, "unconstrained"),
         tables.rounds_text(rows),
+        "Processor time for all requests per output token of the measured ones, in microseconds:",
+        tables.processor_table(rows),
     )
     return {"structured": [asdict(row) for row in rows]}
 

@@ -35,7 +35,7 @@ def test_unconstrained_requests_are_measured_beside_constrained_ones(tmp_path: P
     assert [row["target"] for row in rows] == names
     assert all(row["figures"]["tokens_per_second"] > 0 for row in rows)
     for name in names:
-        assert f"| 2 | {name} |" in done.stdout
+        assert done.stdout.count(f"| 2 | {name} |") == 2  # speeds, and processor time
 
 
 @pytest.mark.slow
