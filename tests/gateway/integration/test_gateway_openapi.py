@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FULL, FakeScheduler
 from tests.gateway.serving import Serving, serving, until
@@ -272,3 +274,11 @@ async def test_operators_calls_have_a_document_of_their_own(model: Path) -> None
                 *("replica", "mode", "wait_for_inflight_requests", "clear_cache"),
                 "timeout_seconds",
             ]
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_a_page_shows_the_document(served: Serving, path: str) -> None:
+    first, second = [await served.http.get(path) for _ in range(2)]
+    assert first.headers["content-type"] == "text/html; charset=utf-8"
+    assert "/openapi.json" in first.text
+    assert second.text == first.text
