@@ -50,15 +50,16 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was passed as `extra`, the names of the request that is served, and the trace and span
-    that are current.
+    """What was passed as `extra`, the names of the request that is served and, where neither has a
+    trace, the trace and span that are current.
     """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     fields.update(REQUEST_FIELDS.get() or {})
-    context = trace.get_current_span().get_span_context()
-    if context.is_valid:
-        fields["trace_id"] = trace.format_trace_id(context.trace_id)
-        fields["span_id"] = trace.format_span_id(context.span_id)
+    if "trace_id" not in fields:
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            fields["trace_id"] = trace.format_trace_id(context.trace_id)
+            fields["span_id"] = trace.format_span_id(context.span_id)
     return fields
 
 

@@ -230,7 +230,7 @@ def _messages(outbox: Sequence[_Mail]) -> Iterator[scheduler_pb2.SessionRequest]
     num_bytes, now = 0, asyncio.get_running_loop().time()
     for mail in outbox:
         add = inflight_to_proto(*mail, now) if isinstance(mail, tuple) else None
-        more_bytes = 0 if add is None else add.ByteSize()
+        more_bytes = 0 if add is None or len(outbox) == 1 else add.ByteSize()
         if adds and (add is None or num_bytes + more_bytes > _ADDED_BYTES):
             yield _message_of(adds)
             adds, num_bytes = [], 0
