@@ -83,18 +83,20 @@ def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
     """The answer to a transaction of this generation and sequence number."""
-    return kvpool_pb2.TransactResponse(
+    message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,
         results=map(_result_to_proto, outcome.results),
         stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
-        block_ids_to_zero=outcome.block_ids_to_zero,
-        copies=[
+    )
+    if outcome.block_ids_to_zero or outcome.copies:  # as in models with states
+        message.block_ids_to_zero.extend(outcome.block_ids_to_zero)
+        message.copies.extend(
             kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
             for copy in outcome.copies
-        ],
-    )
+        )
+    return message
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:

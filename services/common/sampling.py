@@ -81,7 +81,9 @@ class SamplingParams:
 
     def _validate_numbers(self, vocab_size: int) -> None:
         for field, (low, high) in RANGES.items():
-            _require_range(field, getattr(self, field), low, high)
+            value = getattr(self, field)
+            if value is not None and not low <= value <= high:
+                raise _out_of_range(field, value, low, high)
         if not 0 < self.top_p <= 1:
             raise _invalid("top_p", f"is {self.top_p}, not in (0, 1]")
         _require_range("logprobs", self.logprobs, 0, vocab_size)
@@ -127,7 +129,11 @@ def _invalid(field: str, problem: str) -> InvalidArgument:
 
 def _require_range(field: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:
-        raise _invalid(field, f"is {value}, not in [{low}, {high}]")
+        raise _out_of_range(field, value, low, high)
+
+
+def _out_of_range(field: str, value: float, low: float, high: float) -> InvalidArgument:
+    return _invalid(field, f"is {value}, not in [{low}, {high}]")
 
 
 def _require_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:

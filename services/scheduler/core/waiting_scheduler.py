@@ -107,23 +107,26 @@ class WaitingScheduler:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
+        candidates = list[Request]()
+        if not self._queues.has_queued:
+            return candidates
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
-        passed_over, candidates = builder.plan.passed_over, list[Request]()
+        passed_over, passing_over = builder.plan.passed_over, builder.passing_over
         for request in self._looked_at:
             if num_ready <= 0:
                 break
             if request not in passed_over:
                 candidates.append(request)
-                num_ready -= builder.passing_over.reason(request) is None
+                num_ready -= passing_over.reason(request) is None
         return candidates
 
     def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
         """The candidates whose prefix must be looked up: those that may be admitted. Of those that
         hold blocks it is known what is stored.
         """
-        not_looked_up = list[Request]()
+        not_looked_up, passing_over = list[Request](), builder.passing_over
         for request in candidates:
-            if request in builder.hits or builder.passing_over.reason(request) is not None:
+            if request in builder.hits or passing_over.reason(request) is not None:
                 continue
             if request.holds_blocks:
                 builder.go_on(request, self._state.steps)
@@ -138,6 +141,10 @@ class WaitingScheduler:
         """Admits those that the pool has blocks for, and passes over those planned before and
         between them.
         """
+        if not planned.passed_over:
+            for admission, blocks in zip(planned.admissions, admitted, strict=False):
+                self._admit(builder, admission, blocks)
+            return
         passed_over = deque(planned.passed_over)
         for number in range(len(admitted) + 1):
             while passed_over and passed_over[0].num_admissions == number:
