@@ -112,12 +112,110 @@ __attribute__((noinline)) void multiply_inside(const T* rows, std::int64_t strid
                                                int steps, T* to, std::int64_t to_stride) {
   if (steps < 1) __builtin_unreachable();
   Vector total[ROWS][1] = {};
-  multiply<T, ROWS, 1, true, LANES>(
-      total, rows, stride, panel, steps,
-      {panel + A_PREFETCH_AHEAD, LANES * PanelOps<T>::DEPTH * sizeof(T)});
+  constexpr std::int64_t STEP_BYTES = LANES * PanelOps<T>::DEPTH * sizeof(T);
+  multiply<T, ROWS, 1, true, LANES>(total, rows, stride, panel, steps,
+                                    {panel + A_PREFETCH_AHEAD, STEP_BYTES});
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) store(to + i * to_stride, total[i][0]);
 }
+
+// Tiles of at most so many rows are multiplied TILES_AT_ONCE at a time: those of one tile alone
+// would wait for each addition before the next.
+#ifdef __AVX512F__
+constexpr int MAX_SMALL_TILE_ROWS = 4;
+constexpr int TILES_AT_ONCE = 4;
+#else
+constexpr int MAX_SMALL_TILE_ROWS = 2;
+constexpr int TILES_AT_ONCE = 2;
+#endif
+
+// Rows of an adapter, a panel of its A, and where the rounded products go.
+template <class T>
+struct ShrinkTile {
+  const T* rows;
+  const T* panel;
+  T* to;
+};
+
+// ROWS rows of each tile times its panel. Rows of a tile are `stride` elements apart, those of its
+// products `to_stride`.
+template <class T, int ROWS>
+__attribute__((noinline)) void multiply_tiles(const ShrinkTile<T> (&tiles)[TILES_AT_ONCE],
+                                              std::int64_t stride, int steps,
+                                              std::int64_t to_stride) {
+  using Ops = PanelOps<T>;
+  if (steps < 1) __builtin_unreachable();
+  Vector total[TILES_AT_ONCE][ROWS] = {};
+  const T *rows[TILES_AT_ONCE], *panels[TILES_AT_ONCE];
+#pragma GCC unroll 4
+  for (int i = 0; i < TILES_AT_ONCE; ++i) {
+    rows[i] = tiles[i].rows;
+    panels[i] = tiles[i].panel;
+  }
+  for (int step = 0; step < steps; ++step) {
+#pragma GCC unroll 4
+    for (int i = 0; i < TILES_AT_ONCE; ++i) {
+      const Vector columns = Ops::load(panels[i]);
+      __builtin_prefetch(panels[i] + A_PREFETCH_AHEAD, 0, 2);
+#pragma GCC unroll 4
+      for (int row = 0; row < ROWS; ++row) {
+        const Vector value = Ops::broadcast(rows[i] + row * stride);
+        total[i][row] = Ops::multiply_add(total[i][row], value, columns);
+      }
+      rows[i] += Ops::DEPTH;
+      panels[i] += LANES * Ops::DEPTH;
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < TILES_AT_ONCE; ++i) {
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; ++row) store(tiles[i].to + row * to_stride, total[i][row]);
+  }
+}
+
+// Collects small tiles of as many rows, and multiplies TILES_AT_ONCE of them together; others one
+// by one.
+template <class T>
+class ShrinkTiles {
+ public:
+  ShrinkTiles(std::int64_t depth, std::int64_t to_stride)
+      : depth_(depth), steps_(int(depth / PanelOps<T>::DEPTH)), to_stride_(to_stride) {}
+
+  // Takes a tile of `rows` rows.
+  void add(int rows, const ShrinkTile<T>& tile) {
+    if (count_ == TILES_AT_ONCE || rows != rows_) multiply();
+    rows_ = rows;
+    tiles_[count_++] = tile;
+    if (rows > MAX_SMALL_TILE_ROWS) multiply();
+  }
+
+  // Multiplies those that are left.
+  void multiply() {
+    for_row_tiles(0, count_ > 0 ? rows_ : 0, [&]<int ROWS>(int row) { multiply<ROWS>(row); });
+    count_ = 0;
+  }
+
+ private:
+  template <int ROWS>
+  void multiply(int row) {
+    if constexpr (ROWS <= MAX_SMALL_TILE_ROWS) {
+      if (count_ > 1) {
+        for (; count_ < TILES_AT_ONCE; ++count_) tiles_[count_] = tiles_[0];
+        return multiply_tiles<T, ROWS>(tiles_, depth_, steps_, to_stride_);
+      }
+    }
+    const ShrinkTile<T>& tile = tiles_[0];
+    multiply_inside<T, ROWS>(tile.rows + row * depth_, depth_, tile.panel, steps_,
+                             tile.to + row * to_stride_, to_stride_);
+  }
+
+  std::int64_t depth_;
+  int steps_;
+  std::int64_t to_stride_;
+  ShrinkTile<T> tiles_[TILES_AT_ONCE];
+  int rows_ = 0;
+  int count_ = 0;
+};
 
 // Adds rows times VECTORS vectors of columns of a panel of B to the rows `at` of the totals, which
 // have PANEL_WIDTH columns. Prefetches the next panel.
@@ -143,14 +241,12 @@ __attribute__((noinline)) void add_expanded(float* totals, const int* at, const 
 
 // A tile of rows of one adapter: in place if they follow each other, else copied.
 template <class T>
-const T* tile_of(const T* input, std::int64_t depth, const int* at, int count,
-                 std::vector<T>& copy) {
+const T* tile_of(const T* input, std::int64_t depth, const int* at, int count, T* copy) {
   if (at[count - 1] - at[0] == count - 1) return input + at[0] * depth;
-  if (std::int64_t(copy.size()) < count * depth) copy.resize(count * depth);
   for (int i = 0; i < count; ++i) {
-    std::memcpy(&copy[i * depth], input + at[i] * depth, depth * sizeof(T));
+    std::memcpy(copy + i * depth, input + at[i] * depth, depth * sizeof(T));
   }
-  return copy.data();
+  return copy;
 }
 
 }  // namespace
@@ -166,31 +262,37 @@ inline int lora_tile_rows(int num_rows, Team team) {
 template <class T>
 [[gnu::noinline]] void shrink(const LoraDelta<T>& delta, const T* input, std::int64_t depth,
                               Team team) {
-  static thread_local std::vector<T> copy;
+  static thread_local std::vector<T> copies;
   const StepLora<T>& step = *delta.step;
-  const int steps = int(depth / PanelOps<T>::DEPTH);
   const int tile_rows = lora_tile_rows(step.starts[step.num_adapters], team);
   const auto tiles_of = [&](int adapter) {
     return divide_up(step.starts[adapter + 1] - step.starts[adapter], tile_rows);
   };
   std::int64_t num_tiles = 0;
   for (int i = 0; i < step.num_adapters; ++i) num_tiles += tiles_of(i);
-  WorkItems items(team, num_tiles);
+  const std::int64_t at_once =
+      std::clamp<std::int64_t>(num_tiles / (2 * team.size), 1, TILES_AT_ONCE);
+  const std::int64_t copied = tile_rows * depth;
+  if (std::int64_t(copies.size()) < at_once * copied) copies.resize(at_once * copied);
+  WorkItems items(team, divide_up(num_tiles, at_once));
   for (std::int64_t item; (item = items.next()) >= 0;) {
+    ShrinkTiles<T> tiles(depth, step.width);
     int adapter = 0;
-    for (; tiles_of(adapter) <= item; ++adapter) item -= tiles_of(adapter);
-    const LoraProjection<T>& p = delta.of(adapter);
-    if (p.a == nullptr) continue;
-    const int begin = step.starts[adapter] + int(item) * tile_rows;
-    const int count = std::min(step.starts[adapter + 1] - begin, tile_rows);
-    const T* rows = tile_of(input, depth, step.rows + begin, count, copy);
-    T* inside = delta.inside + begin * step.width;
-    for (std::int64_t first = 0; first < p.width; first += LANES) {
-      for_row_tiles(0, count, [&]<int ROWS>(int row) {
-        multiply_inside<T, ROWS>(rows + row * depth, depth, p.a + first * depth, steps,
-                                 inside + row * step.width + first, step.width);
-      });
+    std::int64_t tile = item * at_once;
+    const std::int64_t taken = std::min(at_once, num_tiles - tile);
+    for (int i = 0; i < taken; ++i, ++tile) {
+      for (; tiles_of(adapter) <= tile; ++adapter) tile -= tiles_of(adapter);
+      const LoraProjection<T>& p = delta.of(adapter);
+      const int begin = step.starts[adapter] + int(tile) * tile_rows;
+      const int count = std::min(step.starts[adapter + 1] - begin, tile_rows);
+      if (p.a == nullptr) continue;
+      const T* rows = tile_of(input, depth, step.rows + begin, count, &copies[i * copied]);
+      T* inside = delta.inside + begin * step.width;
+      for (std::int64_t first = 0; first < p.width; first += LANES) {
+        tiles.add(count, {rows, p.a + first * depth, inside + first});
+      }
     }
+    tiles.multiply();
   }
 }
 

@@ -50,9 +50,6 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// Of quantized weights: smaller, because chunks are written as well as read.
-constexpr std::int64_t QUANTIZED_CHUNK_BYTES = CHUNK_BYTES / 2;
-
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 

@@ -173,7 +173,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                        std::int64_t panel, float* totals,
                                                        const LoraDelta<T>* delta,
                                                        std::int64_t first_row, LoraReadAhead<T>*) {
-  constexpr std::int64_t CHUNK = QUANTIZED_CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
+  constexpr std::int64_t CHUNK = CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
   alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
   alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
   const PanelColumns<T> columns(p, panel);
