@@ -7,9 +7,11 @@ RECENT_STEPS = 64
 MIN_STEPS = 8
 """With fewer of a size, steps are planned at once."""
 MARGIN_SECONDS = 0.001
-"""Timers of event loops are no more exact; for less than this no step is put off."""
+"""Timers of event loops are no more exact."""
+LEAST_SECONDS = 0.003
+"""For less than this no step is put off: to sleep once more in each step costs processor time."""
 _OUTLIERS = 16
-"""Of the recent steps one in so many may have had less room than is used."""
+"""Of the recent steps one in so many may have had less room than nearly all."""
 
 
 class PlanningClock:
@@ -21,8 +23,10 @@ class PlanningClock:
     room of the step before: the time from its start, as it is seen here, in which nothing has to be
     planned. It depends on how long that step runs, and on how long planning and messages take. Of
     each class of sizes, one for each power of two, the room is used that nearly all recent steps
-    had, less a margin. A step that comes late nevertheless is planned when the one before it is
-    done, at the latest: workers wait for as long as planning and messages take, and no longer.
+    had, less as much as that is below the median, and less a margin: where times vary, as on a busy
+    machine, steps are planned early, or at once. A step that comes late nevertheless is planned
+    when the one before it is done, at the latest: workers wait for as long as planning and messages
+    take, and no longer.
 
     Times are seconds of one steady clock, which callers pass in.
     """
@@ -49,8 +53,8 @@ class PlanningClock:
         """A step of so many tokens begins to run, about now."""
         self._size, self._began = num_tokens.bit_length(), now
         rooms = self._rooms.get(self._size)
-        seconds = 0.0 if rooms is None else rooms.least - MARGIN_SECONDS
-        self._due = now + seconds if seconds >= MARGIN_SECONDS else now
+        seconds = 0.0 if rooms is None else rooms.usable - MARGIN_SECONDS
+        self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
         """A step was sent whose planning began then, while the last one of `begins` ran."""
@@ -84,8 +88,10 @@ class _Rooms:
     """The room of each of the recent steps of one size, kept in the order of time and of size."""
 
     def __init__(self) -> None:
-        self.least = 0.0
-        """What nearly all of them had at least; 0 while there are too few."""
+        self.usable = 0.0
+        """What nearly all of them had, less as much as that is below the median; 0 while there are
+        too few.
+        """
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
@@ -95,5 +101,6 @@ class _Rooms:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(room)
         insort(self._sorted, room)
-        if len(self._recent) >= MIN_STEPS:
-            self.least = self._sorted[len(self._recent) // _OUTLIERS]
+        if (number := len(self._recent)) >= MIN_STEPS:
+            nearly_all, median = self._sorted[number // _OUTLIERS], self._sorted[number // 2]
+            self.usable = nearly_all - (median - nearly_all)
