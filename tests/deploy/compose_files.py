@@ -24,7 +24,7 @@ def _load(name: str, variables: dict[str, str]) -> dict[str, Any]:
         return variables.get(match[1], match[2] or "")
 
     text = (DIRECTORY / name).read_text()
-    loaded: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(value, text))
+    loaded: dict[str, Any] = yaml.load(_VARIABLE.sub(value, text), yaml.CSafeLoader)
     return loaded
 
 

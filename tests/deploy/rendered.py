@@ -105,7 +105,7 @@ class Rendered:
             document
             for name, text in self.texts.items()
             if name.endswith(".yaml")
-            for document in yaml.safe_load_all(text)
+            for document in yaml.load_all(text, yaml.CSafeLoader)
             if document is not None
         ]
 
