@@ -1,7 +1,7 @@
 """What becomes of requests, in vLLM's histograms and counters, from the calls of the engine.
 
-In most steps every request decodes, as in the step before: then all of them have the same time
-since their last token, and it is counted once for all.
+In most steps every request gets one token. Those that got one in the step before, too, have the
+same time since their last token, and it is counted once for all of them.
 """
 
 import time
@@ -75,7 +75,7 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The requests of the last step, if each of them got a token in it."""
+        """The requests of the last step that go on, if each of its requests got a token in it."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
@@ -115,31 +115,48 @@ class RequestMetrics(Collector):
             num_computed -= _num_left_out(plan, update)
         if plan.requests:
             self._iteration_tokens.observe(num_computed)
-        each_got_one = num_tokens == len(plan.requests) and not has_drafts
-        goes_on = each_got_one and not (update.ended or update.turns)
-        if goes_on and plan.requests == self._steady:
-            self._latency.observe(now - self._steady_at, num_tokens)
-            self._steady_at = now
-            return
-        self._leave_steady()
-        for request, tokens in zip(plan.requests, update.token_ids, strict=True):
-            if tokens and (times := self._requests.get(request)) is not None:
-                self._count_tokens(request, times, len(tokens), now)
-        self.ended(update.ended)
+        if num_tokens == len(plan.requests) and not has_drafts:
+            self._count_one_each(plan.requests, now)
+        else:
+            self._leave_steady()
+            for request, tokens in zip(plan.requests, update.token_ids, strict=True):
+                if tokens and (times := self._requests.get(request)) is not None:
+                    self._count_tokens(request, times, len(tokens), now)
+        if update.ended or update.turns:
+            self._end(update)
+
+    def _count_one_each(self, requests: Sequence[Request], now: float) -> None:
+        """Each of the requests of a step got one token."""
+        if requests == self._steady:
+            self._latency.observe(now - self._steady_at, len(requests))
+        else:
+            before, since = set(self._steady), now - self._steady_at
+            joined = [request for request in requests if request not in before]
+            if len(joined) < len(requests):
+                self._latency.observe(since, len(requests) - len(joined))
+            self._note_last_tokens(before.difference(requests))
+            for request in joined:
+                if (times := self._requests.get(request)) is not None:
+                    self._count_tokens(request, times, 1, now)
+        self._steady, self._steady_at = requests, now
+
+    def _end(self, update: EngineCoreOutputs) -> None:
+        """Requests and turns of sessions ended by a step."""
+        over = {*update.ended, *update.turns}
+        self._note_last_tokens(over.intersection(self._steady))
+        self._steady = [request for request in self._steady if request not in over]
+        for request in update.ended:
+            self._end_request(request)
         for session, end in update.turns.items():
             if (of_turn := self._requests.pop(session, None)) is not None:
                 self._ended(end.turn, of_turn)
-        if goes_on:
-            self._steady, self._steady_at = plan.requests, now
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Requests ended."""
+        """Requests ended between steps."""
         if self._steady:
             self._leave_steady()
         for request in requests:
-            times = self._requests.pop(request, None)
-            if times is not None and request.finish_reason is not FinishReason.QUEUE_TIMEOUT:
-                self._ended(request, times)
+            self._end_request(request)
 
     def collect(self) -> Iterator[Metric]:
         """One family for each metric."""
@@ -162,10 +179,19 @@ class RequestMetrics(Collector):
         yield sources
 
     def _leave_steady(self) -> None:
-        for request in self._steady:
+        self._note_last_tokens(self._steady)
+        self._steady = ()
+
+    def _note_last_tokens(self, requests: Iterable[Request]) -> None:
+        """The last step gave these a token, and the next one may give them none."""
+        for request in requests:
             if (times := self._requests.get(request)) is not None:
                 times.last_token = self._steady_at
-        self._steady = ()
+
+    def _end_request(self, request: Request) -> None:
+        times = self._requests.pop(request, None)
+        if times is not None and request.finish_reason is not FinishReason.QUEUE_TIMEOUT:
+            self._ended(request, times)
 
     def _count_tokens(self, request: Request, times: _Times, num_tokens: int, now: float) -> None:
         if times.first_token is not None:

@@ -294,10 +294,13 @@ class Sessions:
             shares: dict[GatewaySession, _Share] = {}
             for index, request in enumerate(requests):
                 owner = self._owners.get(request)
-                if owner is not None:
-                    share = shares.setdefault(owner.session, _Share(owner.session))
-                    share.indexes.append(index)
-                    share.handles.append(owner.handle)
+                if owner is None:
+                    continue
+                share = shares.get(owner.session)
+                if share is None:
+                    share = shares[owner.session] = _Share(owner.session)
+                share.indexes.append(index)
+                share.handles.append(owner.handle)
             self._sorted, self._shares = requests, list(shares.values())
         return self._shares
 
