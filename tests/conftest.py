@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
+
 SERVERS = {
     "stacks": ("tests/e2e/", "tests/benchmarks/integration/"),
     "services": tuple(
