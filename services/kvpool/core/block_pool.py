@@ -232,32 +232,31 @@ class BlockPool:
         AssertionError. Tests call it after each step.
         """
         holders: Counter[BlockId] = Counter()
+        for group, blocks, hashes in tables:
+            holders.update(blocks)
+            self.indexes[group].check_table(blocks, hashes)
+        del holders[NULL_BLOCK]
         for copy in self._copies:
             holders.update((copy.source, copy.target))
-        for group, blocks, hashes in tables:
-            holders.update(block for block in blocks if block != NULL_BLOCK)
-            for block, allowed in zip(blocks, hashes, strict=True):
-                found = self.indexes[group].hashes_of(block)
-                assert set(found) <= set(allowed), f"block {block} is not under its hash"
-        free = self._free.order()
-        assert len(free) == len(set(free)), "a block is free twice"
+        order = self._free.order()
+        free = set(order)
+        assert len(order) == len(free), "a block is free twice"
         assert NULL_BLOCK not in free, "the null block is free"
-        assert not holders.keys() & set(free), "a block is both free and held"
+        assert free.isdisjoint(holders), "a block is both free and held"
         assert len(free) + len(holders) + 1 == self.num_blocks, "a block is lost"
         shared = {block: count for block, count in holders.items() if count > 1}
         assert shared == self._shared, "reference counts differ from the tables"
-        self._check_indexes(set(free))
+        self._check_indexes(free)
 
     def _check_indexes(self, free: set[BlockId]) -> None:
         cached: list[BlockId] = []
         for index in self.indexes:
             index.check()
             cached += index.blocks()
-        assert NULL_BLOCK not in cached, "the null block is published"
-        assert len(cached) == len(set(cached)), "a block is in two indexes"
-        assert free & set(cached) == set(self._free.cached()), (
-            "the queue holds cached blocks wrongly"
-        )
+        distinct = set(cached)
+        assert NULL_BLOCK not in distinct, "the null block is published"
+        assert len(cached) == len(distinct), "a block is in two indexes"
+        assert free & distinct == set(self._free.cached()), "the queue holds cached blocks wrongly"
 
     def _evict(self, num_blocks: int) -> list[BlockId]:
         blocks, free_since = self._free.pop_cached(num_blocks)

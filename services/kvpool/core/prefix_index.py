@@ -1,7 +1,7 @@
 """The cached blocks by their hashes."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
@@ -133,15 +133,28 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Both directions and the duplicates agree. Raises AssertionError."""
-        found = {(block, block_hash) for block_hash, block in self._block_of.items()}
+        found = set(zip(self._block_of.values(), self._block_of, strict=True))
         for block_hash, others in self._duplicates.items():
             assert others, "a hash is listed with no duplicates"
             assert block_hash in self._block_of, "duplicates of a hash that is gone"
             found |= {(block, block_hash) for block in others}
-        named = {(block, each) for block in self._hash_of for each in self.hashes_of(block)}
+        named = set(self._hash_of.items())
+        for block, further in self._further.items():
+            named |= {(block, block_hash) for block_hash in further}
         assert found == named, "the two directions of the index differ"
         assert self._further.keys() <= self._hash_of.keys(), "further hashes without a first one"
         assert self._end_of.keys() <= self._hash_of.keys(), "an end without a hash"
+
+    def check_table(
+        self, blocks: Sequence[BlockId], allowed: Sequence[Collection[BlockHash]]
+    ) -> None:
+        """Each block is found under no other hashes than those allowed for it. Raises
+        AssertionError.
+        """
+        for block, hashes in zip(blocks, allowed, strict=True):
+            if block in self._hash_of:
+                found = self.hashes_of(block)
+                assert set(found) <= set(hashes), f"block {block} is not under its hash"
 
     def _insert_one(self, block_hash: BlockHash, block: BlockId) -> bool:
         if block_hash not in self._block_of:
