@@ -50,7 +50,7 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves all prompts; see `serve`."""
+    """Serves the prompts of the situation, unless others are given; see `serve`."""
     runner.reset()
 
     def submit(plan: SchedulerOutput) -> Future[StepOutput]:
@@ -108,7 +108,7 @@ async def serve(
             num_prompt_tokens=len(prompt),
             sampling=replace(sampling_from_proto(sampling), max_tokens=MAX_TOKENS),
         )
-        for number, prompt in enumerate(given or prompts())
+        for number, prompt in enumerate(given or situation.chosen(prompts()))
     ]
     for request in requests[:8]:
         scheduler.add(request)

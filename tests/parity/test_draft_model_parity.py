@@ -121,7 +121,7 @@ always_right = pytest.mark.parametrize(
 
 def assert_share(kind: str, recorded: Recorded) -> None:
     """As many drafts stood as they do of such a draft model, where tokens are the most probable."""
-    assert recorded.num_drafts > 100
+    assert recorded.num_drafts > 50
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
         case "itself":
@@ -142,12 +142,13 @@ def assert_share(kind: str, recorded: Recorded) -> None:
 async def test_drafts_change_no_token(
     drafting: Drafting, situation: str, *, async_scheduling: bool
 ) -> None:
+    chosen = SITUATIONS[situation].chosen
     async with serving(
         drafting.worker, SITUATIONS[situation], async_scheduling=async_scheduling
     ) as (replica, gateway):
         for params, expected in drafting.outputs:
             recorded = record_drafts(drafting.worker)
-            assert await generate(gateway, prompts(), params) == expected
+            assert await generate(gateway, chosen(prompts()), params) == chosen(expected)
             if params is GREEDY:
                 assert_share(drafting.kind, recorded)
         await replica.until_idle()

@@ -62,10 +62,10 @@ def reference(kind: str) -> PreTrainedModel:
 
 
 def make_requests() -> list[Request]:
-    """Prompts of 1 to 90 tokens, outputs of 8 to 38."""
+    """Prompts of 1 to 91 tokens, outputs of 8 to 23."""
     random = np.random.default_rng(7)
     return [
-        Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 8 + 2 * number)
+        Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 8 + number)
         for number in range(NUM_REQUESTS)
     ]
 
@@ -94,7 +94,7 @@ def test_outputs_vary_so_that_equal_ones_tell_something(served) -> None:
     together = fresh(requests)
     build().run(together, chunk=7)
     assert_parity(model, together)
-    assert min(len(set(request.output)) for request in together[8:]) >= 8
+    assert min(len(set(request.output)) for request in together[8:]) >= 6
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -129,10 +129,10 @@ class Disturbance:
 
     def __call__(self, scheduler: Scheduler, requests: Sequence[ScheduledRequest]) -> None:
         left = [request for request in requests if not request.is_finished]
-        if left and self.random.random() < 0.1:
+        if left and self.random.random() < 0.15:
             scheduler.abort(left[self.random.integers(len(left))])
             self.num_aborted += 1
-        if self.random.random() < 0.1:
+        if self.random.random() < 0.15:
             self.num_preempted += len(scheduler.preempt_all())
 
 

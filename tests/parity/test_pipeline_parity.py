@@ -69,7 +69,7 @@ async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Pat
     with StagedRunner(tmp_path, 2, **options) as stages:
         for name, situation in SITUATIONS.items():
             run = await run_stages(stages, 2, situation, GREEDY)
-            assert run.outputs == reference_outputs(kind), name
+            assert run.outputs == situation.chosen(reference_outputs(kind)), name
             assert (run.num_preemptions > 0) == (situation.num_blocks == SMALL_POOL)
         driver = Driver(stages, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, keeps=True)
         for situation, requests in serve_every_way(driver, model.config.hidden_size).items():

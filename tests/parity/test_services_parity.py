@@ -40,9 +40,6 @@ from tests.scheduler.serving_replica import (
 from tests.tiny_models import ONE_OF_EACH, save_tiny_model
 from tests.worker.serving_worker import ServingWorker
 
-SOME_PROMPTS = (0, 5, 12, 15)
-"""Those served alone, by number: the shortest, one of its own, two that share a beginning."""
-
 KINDS = sorted({*ONE_OF_EACH, *(row.kinds[0] for row in rows())})
 """One of each architecture, and those that differ in more than their numbers: what a kind has of
 its own beyond that, such as scaled positions, is in the model, which all kinds of
@@ -138,16 +135,18 @@ def check_stats(stats: scheduler_pb2.GetStatsResponse, situation: Situation) -> 
 
 
 async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> None:
-    expected = [reference_outputs(served.kind)[number] for number in SOME_PROMPTS]
-    wanted = [prompts()[number] for number in SOME_PROMPTS]
+    alone = SITUATIONS["alone"]
+    expected = alone.chosen(reference_outputs(served.kind))
+    wanted = alone.chosen(prompts())
     stop_token_id = expected[-1][10]
     end = expected[-1].index(stop_token_id) + 1
     sampled: dict[bool, Outputs] = {}
     num_steps: dict[bool, int] = {}
     for async_scheduling in (False, True):
-        async with serving(
-            served.loaded, SITUATIONS["alone"], async_scheduling=async_scheduling
-        ) as (replica, gateway):
+        async with serving(served.loaded, alone, async_scheduling=async_scheduling) as (
+            replica,
+            gateway,
+        ):
             assert await generate(gateway, wanted, GREEDY) == expected
             sampled[async_scheduling] = await generate(gateway, wanted, SAMPLED)
             stopping = {**GREEDY, "stop_token_ids": [stop_token_id]}
