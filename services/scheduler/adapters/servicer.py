@@ -11,7 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.finish_reason import FinishReason
 from services.common.span_collector import SpanCollector
-from services.common.span_exporter import encoded_spans
+from services.common.span_encoding import encoded_spans
 from services.scheduler.adapters.activity import MAX_CELLS, Activity
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.statistics import Statistics

@@ -13,7 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.span_collector import SpanCollector
-from services.common.span_exporter import encoded_spans
+from services.common.span_encoding import encoded_spans
 from services.common.telemetry import numbered_span_id, traceparent_text
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.adapters.request_spans import RequestSpans, traces_of

@@ -17,7 +17,7 @@ from opentelemetry.trace import (
     TraceState,
 )
 
-from services.common.span_exporter import encoded_spans
+from services.common.span_encoding import encoded_spans
 
 HERE = Resource.create({"service.name": "here"})
 THERE = Resource.create({"service.name": "there"})
