@@ -289,6 +289,7 @@ class Life:
     def updated(self, plan: SchedulerOutput) -> None:
         """A step's output was taken in."""
         self.in_flight = [later for later in self.in_flight if later.step > plan.step]
+        self.workers.taken_in(plan)
         self._contents.learn(self.requests.values())
         if self.offloading is not None and self.tier is not None:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)

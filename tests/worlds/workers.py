@@ -82,6 +82,10 @@ class WorldWorkers:
         self._tier = tier
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
+        self._void: dict[int, set[str]] = {}
+        """By the number of a step that was answered: requests of which all steps that were planned
+        before the answer was taken in compute from what was not loaded.
+        """
         self._late_loads: dict[RequestKey, SentLoad] = {}
         """Loads whose contents come with their end, by request."""
         self._items: dict[str, int] = {}
@@ -115,7 +119,8 @@ class WorldWorkers:
                 self._begin_load(load)
         work = work_of(plan, self._grammars)
         assert _LEAST_SECONDS <= self._deadlines.seconds(plan.num_tokens) <= _MOST_SECONDS
-        self._sent.append(SentStep(plan, work, loads, number, answer))
+        void = set().union(*self._void.values())
+        self._sent.append(SentStep(plan, work, loads, number, answer, void))
         return answer
 
     def answer_next(self) -> None:
@@ -132,6 +137,10 @@ class WorldWorkers:
         self._sent.popleft()
         step.answer.set_result(output)
 
+    def taken_in(self, plan: SchedulerOutput) -> None:
+        """The scheduler has taken in the answer of a step."""
+        self._void.pop(plan.step, None)
+
     def lose(self, *, have_ended: bool) -> None:
         """Fails every step in flight and every further one."""
         self._is_lost, self.have_ended = True, self.have_ended or have_ended
@@ -147,6 +156,7 @@ class WorldWorkers:
         if self._tier is not None:
             self._tier.clear() if self.have_ended else self._tier.reset()
         self._is_lost = self.have_ended = False
+        self._void.clear()
         self._late_loads.clear()
         self._last_plan = None
         self._stale.clear()
@@ -192,8 +202,10 @@ class WorldWorkers:
         results = NO_RESULTS if self._connector is None else self._connector.results(step.number)
         invalid = results.invalid_block_ids
         output = self.model.run_work(replace(step.work, zeroed=()), step.void, invalid)
-        for later in self._sent:  # sent before this was known
-            later.void |= self.model.names_holding(invalid)
+        if invalid:
+            self._void[plan.step] = self.model.names_holding(invalid)
+            for later in self._sent:
+                later.void |= self._void[plan.step]
         if self._config.pooling:
             output = pooled_output(plan)
         output = replace(
