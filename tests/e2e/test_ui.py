@@ -111,6 +111,7 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await page.click("#messages .after .link")
         await page.wait_for_selector("#waterfall[open] .span >> text=chat tiny")
         await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
+        await until(page, f"!{SAYS}.includes('spans are still to come')")  # rows are made anew
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
         assert await page.evaluate(fits)

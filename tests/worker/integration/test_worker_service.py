@@ -206,11 +206,10 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
-    assert any(answer.queue_nanos > 0 for answer in answers[1:])
     assert not answers[0].HasField("slack_nanos")
-    # The first step was computing for long when the last one came.
-    assert answers[-1].slack_nanos > 0
-    assert abs(answers[-1].queue_nanos - answers[-1].slack_nanos) < answers[-1].queue_nanos
+    # A step waits from its arrival until the one before it has ended, and a little longer.
+    assert all(0 < answer.queue_nanos >= answer.slack_nanos for answer in answers[1:])
+    assert any(answer.slack_nanos > 0 for answer in answers[1:])
     await ahead.finish()
 
 
