@@ -354,8 +354,10 @@ class EngineCore:
         if self.scheduler.only_frees:
             self._wake.clear()
             timer = asyncio.get_running_loop().call_later(self._linger_seconds, self._wake.set)
-            await self._wake.wait()
-            timer.cancel()
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
         """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests

@@ -186,8 +186,8 @@ class _StepStream:
         self._closed = False
         self._error: StepwellError | None = None
         self._pending: deque[_PendingStep] = deque()
-        self._last_ended_nanos = 0
-        """When the step before the oldest one ended; 0 if there was none."""
+        self._last_ended_nanos: int | None = None
+        """When the step before the oldest one ended; None if there was none."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
@@ -308,7 +308,7 @@ class _StepStream:
             output,
             queue_nanos=started - arrived,
             execute_nanos=ended - started,
-            slack_nanos=last_ended - pending.ready_nanos if last_ended else None,
+            slack_nanos=None if last_ended is None else last_ended - pending.ready_nanos,
         )
 
 
