@@ -14,6 +14,8 @@ class Figures:
 
     * ttft: from sending a request to its first token;
     * itl: between tokens of a request; k tokens that come together share the wait for them;
+    * tpot: from a request's first token to its last, for each token after the first: the mean of
+      its ITLs;
     * e2e: from sending a request to its last token;
     * tokens_per_second: all output over the time from the first request to the last token.
     """
@@ -22,6 +24,8 @@ class Figures:
     ttft_p99: float
     itl_median: float
     itl_p99: float
+    tpot_median: float
+    tpot_mean: float
     e2e_median: float
     tokens_per_second: float
 
@@ -38,6 +42,7 @@ def figures_of(times: Sequence[RequestTimes]) -> Figures:
     """The figures of one run, in which every request has at least one token."""
     first_tokens = [_millis(taken.arrivals[0][0] - taken.sent) for taken in times]
     gaps = [gap for taken in times for gap in _gaps(taken)] or [0.0]
+    each = [_time_per_output_token(taken) for taken in times]
     whole = [_millis(taken.arrivals[-1][0] - taken.sent) for taken in times]
     begun = min(taken.sent for taken in times)
     ended = max(taken.arrivals[-1][0] for taken in times)
@@ -46,6 +51,8 @@ def figures_of(times: Sequence[RequestTimes]) -> Figures:
         ttft_p99=percentile(first_tokens, 99),
         itl_median=statistics.median(gaps),
         itl_p99=percentile(gaps, 99),
+        tpot_median=statistics.median(each),
+        tpot_mean=statistics.fmean(each),
         e2e_median=statistics.median(whole),
         tokens_per_second=sum(taken.num_tokens for taken in times) * 1e9 / (ended - begun),
     )
@@ -70,6 +77,14 @@ def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
     )
 
 
+def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
+    """The mean TPOT of these to that of those, in the same way; 1 for requests of one token."""
+    return statistics.median(
+        this.tpot_mean / that.tpot_mean if that.tpot_mean else 1.0
+        for this, that in zip(these, those, strict=True)
+    )
+
+
 def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
     """The order of each round: each name once, beginning with the next name in each round."""
     return [
@@ -81,6 +96,12 @@ def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
 def _gaps(taken: RequestTimes) -> Iterable[float]:
     for (before, _), (now, count) in zip(taken.arrivals, taken.arrivals[1:], strict=False):
         yield from [_millis(now - before) / count] * count
+
+
+def _time_per_output_token(taken: RequestTimes) -> float:
+    """0 for a request whose tokens came all at once."""
+    (first, num_first), (last, _) = taken.arrivals[0], taken.arrivals[-1]
+    return _millis(last - first) / max(taken.num_tokens - num_first, 1)
 
 
 def _millis(nanos: int) -> float:

@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.common.figures import Figures, figures_of, interleaved, median_figures, median_ratio
+from benchmarks.common.figures import (
+    Figures,
+    figures_of,
+    interleaved,
+    median_figures,
+    median_ratio,
+    median_tpot_ratio,
+)
 from benchmarks.common.load import Load
 from benchmarks.common.process_usage import processor_seconds
 from benchmarks.serving.targets import Target
@@ -43,13 +50,16 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A target at one concurrency. `ratio`: its throughput to the first target's."""
+    """A target at one concurrency. `ratio`, `tpot_ratio`: its throughput and its TPOT to the first
+    target's.
+    """
 
     concurrency: int
     target: str
     num_rounds: int
     figures: Figures
     ratio: float
+    tpot_ratio: float
     processor_micros: dict[str, float]
     """Processor time per output token, by process."""
 
@@ -113,6 +123,7 @@ def _rows(
                 len(rounds[target]),
                 median_figures(rounds[target]),
                 median_ratio(rounds[target], rounds[first]),
+                median_tpot_ratio(rounds[target], rounds[first]),
                 {name: seconds * 1e6 / tokens for name, seconds in spent[target].items()},
             )
         )

@@ -224,7 +224,7 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
         rows = await compare(targets, schedule, vocab_size(model), log)
     show(
         f"### {model.name}: unconstrained requests beside as many others",
-        tables.serving_table(rows, "unconstrained"),
+        tables.neighbors_table(rows),
         tables.rounds_text(rows),
         "Processor time for all requests per output token of the measured ones, in microseconds:",
         tables.processor_table(rows),

@@ -38,6 +38,35 @@ def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
     )
 
 
+def neighbors_table(rows: Sequence[Row]) -> str:
+    """Latencies and throughput of the measured requests, by what runs beside them."""
+    return table_text(
+        (
+            "at once",
+            "measured",
+            "TTFT ms",
+            "TPOT ms, median",
+            "mean",
+            "mean to unconstrained",
+            "tokens/s",
+            "tokens/s to unconstrained",
+        ),
+        (
+            (
+                str(row.concurrency),
+                row.target,
+                f"{row.figures.ttft_median:.1f}",
+                f"{row.figures.tpot_median:.2f}",
+                f"{row.figures.tpot_mean:.2f}",
+                f"{row.tpot_ratio:.3f}",
+                f"{row.figures.tokens_per_second:.0f}",
+                f"{row.ratio:.3f}",
+            )
+            for row in rows
+        ),
+    )
+
+
 def rounds_text(rows: Sequence[Row]) -> str:
     """How often each concurrency was measured."""
     counts = {row.concurrency: row.num_rounds for row in rows}

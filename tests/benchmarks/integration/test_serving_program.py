@@ -33,7 +33,9 @@ def test_unconstrained_requests_are_measured_beside_constrained_ones(tmp_path: P
     rows = json.loads(figures.read_text())["models"]["demo"]["structured"]
     names = ["beside unconstrained ones", "beside constrained ones"]
     assert [row["target"] for row in rows] == names
-    assert all(row["figures"]["tokens_per_second"] > 0 for row in rows)
+    assert all(row["figures"]["tpot_mean"] > 0 for row in rows)
+    assert rows[0]["tpot_ratio"] == 1
+    assert rows[1]["tpot_ratio"] > 0
     for name in names:
         assert done.stdout.count(f"| 2 | {name} |") == 2  # speeds, and processor time
 

@@ -8,6 +8,7 @@ from benchmarks.common.figures import (
     interleaved,
     median_figures,
     median_ratio,
+    median_tpot_ratio,
     percentile,
 )
 from benchmarks.common.load import Load, RequestTimes
@@ -20,8 +21,8 @@ def request(sent: int, *arrivals: tuple[int, int]) -> RequestTimes:
     return RequestTimes(sent * MS, [(at * MS, count) for at, count in arrivals])
 
 
-def figures(tokens_per_second: float) -> Figures:
-    return Figures(1, 2, 3, 4, 5, tokens_per_second)
+def figures(tokens_per_second: float, tpot_mean: float = 6) -> Figures:
+    return Figures(1, 2, 3, 4, 5, tpot_mean, 7, tokens_per_second)
 
 
 def test_a_percentile_is_one_of_the_values() -> None:
@@ -44,6 +45,7 @@ def test_latencies_and_throughput_of_two_requests() -> None:
     assert found.ttft_p99 == 200
     assert found.itl_median == (20 + 50) / 2
     assert found.itl_p99 == 250
+    assert found.tpot_median == found.tpot_mean == (30 / 2 + 300 / 2) / 2
     assert found.e2e_median == (130 + 500) / 2
     assert found.tokens_per_second == 6 / 0.5
 
@@ -53,10 +55,12 @@ def test_tokens_that_come_together_share_the_wait() -> None:
     assert found.itl_median == 10
     assert found.itl_p99 == 10
     assert found.tokens_per_second == 100
+    assert figures_of([request(0, (10, 2), (40, 3))]).tpot_mean == 10
 
 
 def test_a_lone_token_has_no_gap() -> None:
-    assert figures_of([request(0, (10, 1))]).itl_median == 0
+    found = figures_of([request(0, (10, 1))])
+    assert found.itl_median == found.tpot_mean == 0
 
 
 def test_each_figure_is_the_median_of_its_rounds() -> None:
@@ -68,6 +72,13 @@ def test_a_ratio_compares_neighbours_in_time() -> None:
     slower_and_slower = [figures(100), figures(50), figures(10)]
     half_of_each = [figures(50), figures(25), figures(5)]
     assert median_ratio(half_of_each, slower_and_slower) == 0.5
+
+
+def test_times_per_token_are_compared_in_the_same_way() -> None:
+    slower_and_slower = [figures(1, tpot_mean=each) for each in (1, 2, 10)]
+    half_as_much_again = [figures(1, tpot_mean=each) for each in (1.5, 3, 15)]
+    assert median_tpot_ratio(half_as_much_again, slower_and_slower) == 1.5
+    assert median_tpot_ratio([figures(1, tpot_mean=0)], [figures(1, tpot_mean=0)]) == 1
 
 
 def test_rounds_begin_with_another_side_each_time() -> None:
