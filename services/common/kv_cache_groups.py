@@ -117,6 +117,14 @@ def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
     return math.lcm(*(group.block_size for group in groups))
 
 
+def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
+    """Tokens of a block in the chains that tell how deep a prompt is cached: the greatest number
+    that divides the blocks of all groups whose prefixes can be cached.
+    """
+    sizes = [group.block_size for group in groups if not group.overwrites_states]
+    return math.gcd(*sizes) or hit_block_size(groups)
+
+
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:

@@ -69,7 +69,7 @@ class Ecosystem:
         Raises Unavailable if the endpoint cannot be used.
         """
         if self.recorder is not None:
-            self.recorder.watch(waiting, shape.block_size)
+            self.recorder.watch(waiting, shape.groups)
         settings = self._settings
         if settings.kv_events_endpoint is None:
             return

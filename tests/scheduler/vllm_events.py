@@ -96,21 +96,30 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 @dataclass(slots=True)
 class CacheView:
     """What is cached, as a router keeps it. Hashes are computed again from the tokens, so that a
-    wrong token, parent or salt shows.
+    wrong token, parent or salt shows. Where blocks have several sizes, not all of a window are
+    stored, and a parent may be known from a block of another group that comes later.
     """
 
     root: bytes
+    hash_block_size: int | None = None
+    """Tokens of a hash; None: those of a block. A block is named by its last hash."""
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Hashes by group."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """All of a hash, for those that were ever stored."""
+    """All of a hash, for those that were ever stored, also inside blocks."""
+    orphans: list[BlockStored] = field(default_factory=list)
+    """Events whose parent is not known yet."""
 
     def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         """Takes events in."""
         for event in events:
             match event:
                 case BlockStored():
-                    self._check(event)
+                    self.orphans.append(event)
+                    while known := [event for event in self.orphans if self._knows_parent(event)]:
+                        self.orphans = [one for one in self.orphans if one not in known]
+                        for one in known:
+                            self._check(one)
                     assert event.group_idx is not None
                     self.stored.setdefault(event.group_idx, set()).update(event.block_hashes)
                 case BlockRemoved():
@@ -124,19 +133,25 @@ class CacheView:
         """Hashes by group; groups without any are left out."""
         return {group: hashes for group, hashes in self.stored.items() if hashes}
 
+    def _knows_parent(self, event: BlockStored) -> bool:
+        return event.parent_block_hash is None or event.parent_block_hash in self.digests
+
     def _check(self, event: BlockStored) -> None:
         parent = event.parent_block_hash
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
         salt = event.extra_keys[0][0] if event.extra_keys[0] is not None else ""
-        chain = hash_full_blocks(
+        size = self.hash_block_size or event.block_size
+        hashes = hash_full_blocks(
             self.root if parent is None else self.digests[parent],
             event.token_ids,
-            event.block_size,
+            size,
             cache_salt=salt,
         )
-        assert [_last_64_bits(digest) for digest in chain] == event.block_hashes
-        self.digests |= dict(zip(event.block_hashes, chain, strict=True))
+        short = [_last_64_bits(digest) for digest in hashes]
+        num_hashes = event.block_size // size
+        assert short[num_hashes - 1 :: num_hashes] == event.block_hashes
+        self.digests |= dict(zip(short, hashes, strict=True))
 
 
 class Subscriber:

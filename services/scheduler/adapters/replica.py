@@ -180,10 +180,6 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
             return f"describes group {index} with an attention type that is not known here"
         if not group.block_size:
             return f"describes group {index} with blocks of no tokens"
-    groups = filter(None, map(kv_cache_group_from_proto, rank.groups))
-    sizes = {group.block_size for group in groups if not group.overwrites_states}
-    if len(sizes) > 1:
-        return f"has blocks of {min(sizes)} and of {max(sizes)} tokens: groups must have one size"
     if rank.groups != first.groups or rank.drop_last_hit_block != first.drop_last_hit_block:
         return "divides its layers into other groups than worker 0"
     return None

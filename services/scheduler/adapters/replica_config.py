@@ -5,6 +5,7 @@ from dataclasses import replace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
+from services.common.kv_cache_groups import chain_block_size
 from services.common.pooling_proto import pooler_to_proto
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
@@ -69,10 +70,12 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
             "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
             "prefixes are: set enable_prefix_caching"
         )
-    if built.num_tier_blocks and config.hash_block_size != config.block_size:
+    if built.num_tier_blocks and any(
+        group.block_size != config.hash_block_size for group in config.groups
+    ):
         raise FailedPrecondition(
             "the workers keep offloaded blocks (kv_offloading_size), which are found by the hash "
-            "at their end: leave prefix_match_unit unset"
+            "at their end: leave prefix_match_unit unset, and blocks must have one size"
         )
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
@@ -103,7 +106,7 @@ def session_opened_to_proto(
         max_request_tokens=config.max_model_len,
         fingerprint=built.fingerprint,
         tokenizer_fingerprint=built.tokenizer_fingerprint,
-        block_size=config.block_size,
+        block_size=chain_block_size(config.all_groups),
         hash_block_size=config.hash_block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=find_policy(config.policy).uses_priority,

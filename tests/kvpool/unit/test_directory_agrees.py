@@ -25,6 +25,8 @@ from tests.kvpool.worked_examples import (
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
 WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)
 CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)
+WIDE_FULL = KVCacheGroup(AttentionType.FULL, 2 * BLOCK_SIZE)
+WIDE_WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, 3 * BLOCK_SIZE, 6)
 STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
@@ -38,8 +40,11 @@ STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=Mam
         (FULL, WINDOW),
         (STATE, FULL),
         (WINDOW, CHUNK, STATE, FULL),
+        (WINDOW, WIDE_FULL),
+        (FULL, WIDE_WINDOW),
+        (WIDE_FULL, WIDE_WINDOW, WINDOW),
     ],
-    ids=lambda groups: "+".join(group.attention_type.value for group in groups),
+    ids=lambda groups: "+".join(f"{one.attention_type.value}-{one.block_size}" for one in groups),
 )
 def test_a_directory_is_as_deep_as_the_pool(groups: tuple[KVCacheGroup, ...]) -> None:
     directory, rng = MemoryDirectory(), random.Random(3)

@@ -36,6 +36,9 @@ WINDOW = common_pb2.KVCacheGroup(
     window=2 * BLOCK_SIZE,
     num_layers=2,
 )
+WIDE = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=2 * BLOCK_SIZE, num_layers=2
+)
 
 
 @asynccontextmanager
@@ -64,12 +67,13 @@ async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None
 
 async def view_of(subscriber: Subscriber) -> tuple[CacheView, list[object]]:
     """What all events up to now say is cached, and the events."""
-    view, seen = CacheView(ROOT), []
+    view, seen = CacheView(ROOT, BLOCK_SIZE), []
     for number, (_, sequence, payload) in enumerate(await subscriber.replay(0)):
         assert sequence == number
         events = decode(payload)
         view.apply(events)
         seen += events
+    assert not view.orphans
     return view, seen
 
 
@@ -93,12 +97,17 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "full and window"])
+@pytest.mark.parametrize(
+    "groups",
+    [(FULL,), (FULL, WINDOW), (WINDOW, WIDE), (WIDE, WINDOW)],
+    ids=["full", "full and window", "window and larger blocks", "larger blocks and window"],
+)
 async def test_the_events_lead_to_what_the_pool_has_cached(
     tmp_path: Path, asynchronous: bool, groups: tuple[common_pb2.KVCacheGroup, ...]
 ) -> None:
     """In a pool so small that requests are preempted and blocks are reused all the time."""
-    worker = FakeWorker(num_blocks=24, max_model_len=60, groups=groups)
+    num_blocks = 20 if WIDE in groups else 24
+    worker = FakeWorker(num_blocks=num_blocks, max_model_len=60, groups=groups)
     async with publishing(tmp_path, worker, async_scheduling=asynchronous) as (replica, subscriber):
         shared = prompt(12)
         for turn in range(3):
@@ -109,7 +118,7 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
             )
         view, seen = await view_of(subscriber)
         assert view.hashes == await pool_hashes(replica.pool_address)
-        assert view.hashes
+        assert set(view.hashes) == set(range(len(groups)))
         removed = [event for event in seen if isinstance(event, BlockRemoved)]
         assert removed
         assert {event.group_idx for event in removed} == set(range(len(groups)))

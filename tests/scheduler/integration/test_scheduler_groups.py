@@ -54,6 +54,35 @@ async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduli
         assert len(pool.num_common_prefix_blocks) == 3
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two steps in flight"])
+@pytest.mark.parametrize("order", [1, -1], ids=["small blocks first", "large blocks first"])
+async def test_blocks_of_several_sizes_are_served_under_preemption_and_hits(
+    async_scheduling: bool, order: int
+) -> None:
+    wide = common_pb2.KVCacheGroup(
+        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=2 * BLOCK_SIZE, num_layers=4
+    )
+    worker = FakeWorker(num_blocks=24, max_num_batched_tokens=16, groups=[WINDOW, wide][::order])
+    async with (
+        serving_replica(worker, async_scheduling=async_scheduling) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert gateway.opened is not None
+        assert gateway.opened.block_size == gateway.opened.hash_block_size == BLOCK_SIZE
+        prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
+        for number, token_ids in prompts.items():
+            await gateway.add(number, token_ids, sampling=sampling(25))
+        await gateway.finish(*prompts)
+        for number, token_ids in prompts.items():
+            assert gateway.heard[number].tokens == continuation(token_ids, 25), number
+        assert (await replica.stats()).num_preemptions > 0
+        for number in (8, 9):
+            await gateway.add(number, prompt(15, 900))
+            await gateway.finish(number)
+        # Of 15 tokens three small blocks are full, and one large one.
+        assert gateway.heard[9].num_cached_tokens == 8
+
+
 async def test_a_draft_head_has_the_last_block_of_a_hit_computed_again() -> None:
     worker = FakeWorker(drop_last_hit_block=True)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
@@ -64,16 +93,10 @@ async def test_a_draft_head_has_the_last_block_of_a_hit_computed_again() -> None
         assert gateway.heard[2].tokens == continuation(prompt(13), 4)
 
 
-NARROW = common_pb2.KVCacheGroup(
-    attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=2 * BLOCK_SIZE
-)
-
-
 @pytest.mark.parametrize(
     ("groups", "sentence"),
     [
         ([], "worker 0 describes no group of layers"),
-        ([FULL, NARROW], "worker 0 has blocks of 4 and of 8 tokens"),
         ([common_pb2.KVCacheGroup(block_size=4)], "with an attention type that is not known"),
     ],
 )

@@ -8,6 +8,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.block_hash import HASH_BYTES, BlockHash, pack_token_ids
 from services.common.ids import RequestKey
+from services.common.kv_cache_groups import KVCacheGroup, chain_block_size
 from services.common.pool_operations import Admit, Commit, Lookup, Operation, Release
 from services.scheduler.adapters.kv_events.events import (
     AllBlocksCleared,
@@ -23,33 +24,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request that the pool knows, and how many of its blocks have been published."""
+    """A request that the pool knows, and how many hashes of its chain have been published."""
 
     request: Request
     num_published: int = 0
 
 
 _Sources = dict[BlockHash, tuple[Request, int]]
-"""Where hashes that a transaction may publish come from: the request, and the block's index."""
+"""Where hashes that a transaction may publish come from: the request, and the index in its chain.
+"""
 
 
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
     A request is looked up in the queue when an operation names it first, and kept until it is
-    released.
+    released. Its chain has a hash for each `chain_block_size` tokens; a block of a group is named
+    by the last hash in it.
     """
 
     def __init__(self, log: KVEventLog) -> None:
         self._log = log
         self._waiting: Callable[[], Iterable[Request]] = tuple
         self._known: dict[RequestKey, _Known] = {}
-        self._block_size = 1
+        self._hash_block_size = 1
+        self._hashes_per_block: tuple[int, ...] = ()
 
-    def watch(self, waiting: Callable[[], Iterable[Request]], block_size: int) -> None:
-        """Sets where requests wait, and the tokens of a block."""
+    def watch(
+        self, waiting: Callable[[], Iterable[Request]], groups: Sequence[KVCacheGroup]
+    ) -> None:
+        """Sets where requests wait, and the groups of the pool."""
         self._waiting = waiting
-        self._block_size = block_size
+        self._hash_block_size = size = chain_block_size(groups)
+        self._hashes_per_block = tuple(group.block_size // size for group in groups)
 
     def opened(self) -> None:
         """The pool begins a new life, empty."""
@@ -78,7 +85,7 @@ class KVEventRecorder:
                     self._find([admission.request for admission in operation.admissions])
                     for admission in operation.admissions:
                         if (known := self._known.get(admission.request)) is not None:
-                            known.num_published = admission.num_hit_tokens // self._block_size
+                            known.num_published = admission.num_hit_tokens // self._hash_block_size
                         self._add_sources(sources, admission.request, admission.num_commit_tokens)
         if response.events:
             self._log.append(tuple(self._events(response.events, sources)))
@@ -96,11 +103,11 @@ class KVEventRecorder:
                     return
 
     def _add_sources(self, sources: _Sources, key: RequestKey, num_tokens: int) -> None:
-        """Adds the blocks of a request that become full with its first `num_tokens`."""
+        """Adds the hashes of a request that its first `num_tokens` have."""
         known = self._known.get(key)
         if known is None:
             return
-        request, end = known.request, num_tokens // self._block_size
+        request, end = known.request, num_tokens // self._hash_block_size
         for index in range(known.num_published, min(end, len(request.block_hashes))):
             sources[request.block_hashes[index]] = (request, index)
         known.num_published = max(known.num_published, end)
@@ -122,25 +129,27 @@ class KVEventRecorder:
     ) -> Iterator[BlockStored]:
         """One event for each run of consecutive blocks of a request."""
         run: tuple[Request, int, int] | None = None
+        num_hashes = self._hashes_per_block[stored.group]
         for block_hash in _split(stored.hashes):
             source = sources.get(block_hash) or self._search(block_hash)
             if source is None:
                 logger.error("a stored block is left out of the events: its tokens are not known")
                 continue
-            request, index = source
-            if run is not None and run[0] is request and run[2] == index:
-                run = (request, run[1], index + 1)
+            request, end = source[0], source[1] + 1
+            if run is not None and run[0] is request and run[2] == end - num_hashes:
+                run = (request, run[1], end)
                 continue
             if run is not None:
                 yield self._run(*run, stored.group)
-            run = (request, index, index + 1)
+            run = (request, end - num_hashes, end)
         if run is not None:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        size = self._block_size
+        """The blocks of a group in the hashes from `begin` to `end` of a request's chain."""
+        size, num_hashes = self._hash_block_size, self._hashes_per_block[group]
         return BlockStored(
-            block_hashes=tuple(request.block_hashes[begin:end]),
+            block_hashes=tuple(request.block_hashes[begin + num_hashes - 1 : end : num_hashes]),
             parent_block_hash=request.block_hashes[begin - 1] if begin else None,
             token_ids=pack_token_ids(request.token_ids[begin * size : end * size]),
             group_idx=group,
