@@ -208,12 +208,14 @@ TINY_MODELS: dict[str, TinyModel] = {
             "altup_num_inputs": 2,
         },
     ),
-    # Layers without a window have keys of another shape than those with one.
+    # Layers without a window have keys of another shape than those with one, of as many bytes in
+    # the first model, and of half as many in the second, so that its blocks differ in tokens.
     "gemma4": TinyModel(Gemma4TextConfig, _GEMMA4),
     "gemma4_moe": TinyModel(
         Gemma4TextConfig,
         {
             **_GEMMA4,
+            "num_key_value_heads": 4,
             "enable_moe_block": True,
             "num_experts": 4,
             "top_k_experts": 2,

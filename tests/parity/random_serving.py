@@ -8,6 +8,7 @@ random order with their old contents; some of them are cleared. Where the runner
 itself, steps leave them open, and count those of the step before as accepted.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -175,39 +176,39 @@ class RandomServing:
         """Finds a row, and what is cached of its tokens; all of that, or less."""
         request.row = self._rows.pop(int(self._random.integers(len(self._rows))))
         request.prompt_rows.clear()
-        block_size = self._runner.limits.block_size
+        unit = math.lcm(*self._runner.limits.block_sizes)
         hit = 0
         if request.sampling.prompt_logprobs is None and self._random.random() < 0.9:
-            hit = (len(request.tokens) - 1) // block_size
+            hit = (len(request.tokens) - 1) // unit * unit
         while hit and any(None in table for table in self._tables(request, hit)):
-            hit -= 1
+            hit -= unit
         request.tables = [[b or 0 for b in table] for table in self._tables(request, hit)]
-        request.num_computed = hit * block_size
+        request.num_computed = hit
         self.happened.hit_tokens += request.num_computed
         for table in request.tables:
             self._pool.touch(table)
 
-    def _tables(self, request: Request, num_blocks: int) -> list[list[int | None]]:
+    def _tables(self, request: Request, num_tokens: int) -> list[list[int | None]]:
         """Cached blocks in each group; 0 for what a window hides, None for what is lacking."""
-        begins = self._first_seen(num_blocks * self._runner.limits.block_size)
+        sizes = self._runner.limits.block_sizes
         return [
             [
                 0 if block < begin else self._pool.find(self._key(request, group, block))
-                for block in range(num_blocks)
+                for block in range(num_tokens // sizes[group])
             ]
-            for group, begin in enumerate(begins)
+            for group, begin in enumerate(self._first_seen(num_tokens))
         ]
 
     def _key(self, request: Request, group: int, block: int) -> Key:
-        end = (block + 1) * self._runner.limits.block_size
+        end = (block + 1) * self._runner.limits.block_sizes[group]
         return (group, request.embeds, *request.tokens[:end])
 
     def _first_seen(self, num_computed: int) -> list[int]:
         """In each group, the first block that the next token sees."""
-        block_size = self._runner.limits.block_size
+        limits = self._runner.limits
         return [
-            0 if window is None else max(0, num_computed - window + 1) // block_size
-            for window in self._runner.limits.windows
+            0 if window is None else max(0, num_computed - window + 1) // size
+            for window, size in zip(limits.windows, limits.block_sizes, strict=True)
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
@@ -223,8 +224,10 @@ class RandomServing:
         return own[: request.max_tokens - len(request.output) - 1]
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        needed = -(-num_tokens // self._runner.limits.block_size)
-        added = [[self._pool.take() for _ in range(needed - len(t))] for t in request.tables]
+        added = [
+            [self._pool.take() for _ in range(-(-num_tokens // size) - len(table))]
+            for table, size in zip(request.tables, self._runner.limits.block_sizes, strict=True)
+        ]
         for table, blocks in zip(request.tables, added, strict=True):
             table.extend(blocks)
         return added
@@ -270,10 +273,10 @@ class RandomServing:
 
     def _settle(self, request: Request) -> None:
         """Remembers full blocks, and frees what its windows have left behind, soon or later."""
-        num_full = request.num_computed // self._runner.limits.block_size
         begins = self._first_seen(request.num_computed)
+        sizes = self._runner.limits.block_sizes
         for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):
-            for block in range(num_full):
+            for block in range(request.num_computed // sizes[group]):
                 if table[block]:
                     self._pool.remember(self._key(request, group, block), table[block])
             if self._random.random() < 0.8:

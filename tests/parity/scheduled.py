@@ -142,10 +142,12 @@ async def serve(
 def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
     """A runner's KV-cache groups, as the pool is told of them."""
     attending = [
-        KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+        KVCacheGroup(AttentionType.FULL, size)
         if window is None
-        else KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, window)
-        for window in limits.windows[: limits.first_state_group]
+        else KVCacheGroup(AttentionType.SLIDING_WINDOW, size, window)
+        for window, size in list(zip(limits.windows, limits.block_sizes, strict=True))[
+            : limits.first_state_group
+        ]
     ]
     return attending + [
         KVCacheGroup(

@@ -33,6 +33,8 @@ KINDS = {
     "mistral_window": {AttentionType.SLIDING_WINDOW: 1},
     "qwen2_window": {AttentionType.FULL: 1, AttentionType.SLIDING_WINDOW: 2},
     "gemma3": {AttentionType.SLIDING_WINDOW: 5, AttentionType.FULL: 1},
+    "gemma4": {AttentionType.SLIDING_WINDOW: 1, AttentionType.FULL: 1},
+    "gemma4_moe": {AttentionType.SLIDING_WINDOW: 1, AttentionType.FULL: 1},
     "bamba": {AttentionType.FULL: 1, AttentionType.STATE_SPACE: 3},
     "falcon_h1": {AttentionType.FULL: 1, AttentionType.STATE_SPACE: 1},
 }
@@ -44,19 +46,20 @@ class Holder:
 
     groups: tuple[LayerGroup, ...]
     num_processed: int = 0
-    num_blocks: int = 0
+    num_planned: int = 0
     held: list[set[int]] = field(default_factory=list)
 
     def schedule(self, end: int) -> None:
         """A step computes its tokens up to `end`."""
         self.held = self.held or [set() for _ in self.groups]
-        num_blocks = -(-end // BLOCK_SIZE)
         for group, held in zip(self.groups, self.held, strict=True):
-            held -= set(range(self._first_kept(group) // BLOCK_SIZE))
-            held |= set(range(self.num_blocks, num_blocks))
+            size = BLOCK_SIZE * group.block_scale
+            first, num_blocks = -(-self.num_planned // size), -(-end // size)
+            held -= set(range(self._first_kept(group) // size))
+            held |= set(range(first, num_blocks))
             if group.holds_states:
-                held -= set(range(self.num_blocks, num_blocks - 1))
-        self.num_blocks = num_blocks
+                held -= set(range(first, num_blocks - 1))
+        self.num_planned = end
 
     def _first_kept(self, group: LayerGroup) -> int:
         """The first token that the next one needs of what is computed."""

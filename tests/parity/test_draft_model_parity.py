@@ -97,11 +97,14 @@ async def _answers(worker: Worker, params: dict[str, Any]) -> Outputs:
         ("llama", "mistral_window"),
         ("gemma3", "itself"),
         ("gemma3", "llama"),
+        ("gemma4_moe", "llama"),
     ],
     ids=" by ".join,
 )
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Models with full attention and with windows beside it; draft models of each sort."""
+    """Models with full attention and with windows beside it, also in smaller blocks; draft models
+    of each sort.
+    """
     torch.set_num_threads(1)
     model, kind = request.param
     directory: Path = tmp_path_factory.mktemp(model)
@@ -198,6 +201,7 @@ def assert_continued(model: PreTrainedModel, proposed: Proposed) -> None:
 async def test_cached_blocks_hold_what_the_draft_model_computed(drafting: Drafting) -> None:
     _, expected = drafting.outputs[0]
     half = MAX_TOKENS // 2
+    size = BLOCK_SIZE * max(group.block_scale for group in drafting.worker.description.groups)
     async with serving(drafting.worker, TOGETHER, async_scheduling=True) as (_, gateway):
         assert await generate(gateway, prompts(), GREEDY) == expected
         turns = [prompt + answer[:half] for prompt, answer in zip(prompts(), expected, strict=True)]
@@ -206,7 +210,7 @@ async def test_cached_blocks_hold_what_the_draft_model_computed(drafting: Drafti
         assert await generate(gateway, turns, params) == [answer[half:] for answer in expected]
         for handle, turn in enumerate(turns, first):
             cached = gateway.heard[handle].num_cached_tokens
-            assert cached == (len(turn) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert cached == (len(turn) - 1) // size * size
     assert_share(drafting.kind, recorded)
 
 

@@ -235,6 +235,16 @@ async def test_a_tier_of_a_few_blocks_replaces_them_and_changes_no_token(
                 await reset(replica)
 
 
+def test_blocks_have_one_size_where_they_are_offloaded(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "gemma4_moe")
+    settings = settings_for(tmp_path, 64)
+    offloaded = build_worker(settings, "offloaded", lambda: None).description.groups
+    assert [(group.window, group.block_scale) for group in offloaded] == [(None, 1)]
+    settings = replace(settings, kv_offloading_size=None)
+    sized = build_worker(settings, "sized", lambda: None).description.groups
+    assert [(group.window, group.block_scale) for group in sized] == [(20, 1), (None, 2)]
+
+
 def test_states_that_are_overwritten_are_not_offloaded(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "bamba")
     settings = replace(settings_for(tmp_path, 64), mamba_cache_mode=MambaCacheMode.NONE)

@@ -29,6 +29,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "cohere2": {},
     "gemma2": {},
     "gemma3": {},
+    "gemma4": {},
+    "gemma4_moe": {},
     "mistral_window": {},
     "mixtral": {},
     "qwen2_window": {},

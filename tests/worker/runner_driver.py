@@ -1,5 +1,6 @@
 """Drives a runner as a scheduler would: block tables, chunks, prefix hits, preemptions."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,12 @@ from services.worker.core.draft_model import DraftModel
 from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import group_layers, grouping_windows, state_block_sizes
+from services.worker.core.kv_groups import (
+    block_scales,
+    group_layers,
+    layer_kinds,
+    state_block_sizes,
+)
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
@@ -93,7 +99,8 @@ def build_runner(
     )
     loaded = load_model(checkpoint, options, kernels, lambda *_: None, ranks)
     link = None if group is None else group.link
-    groups = group_layers(grouping_windows(loaded.attention), len(loaded.states), mamba_cache_mode)
+    kinds = layer_kinds(loaded.attention, kv_cache_dtype, scales_blocks=not loaded.states)
+    groups = group_layers(kinds, len(loaded.states), mamba_cache_mode)
     shape = AttentionShape(
         loaded.own_attention,
         block_size,
@@ -103,6 +110,7 @@ def build_runner(
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
         kv_cache_dtype=kv_cache_dtype,
+        block_scales=block_scales(groups),
     )
     limits = BatchLimits(
         max_num_seqs=max_num_seqs,
@@ -114,6 +122,7 @@ def build_runner(
         windows=tuple(group.window for group in groups),
         state_block_sizes=state_block_sizes(groups, block_size, MAX_MODEL_LEN),
         num_speculative_tokens=4 if proposer is not None or draft_model is not None else 0,
+        block_scales=block_scales(groups),
     )
     device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
     attention, states = cache_of(kernels, shape)
@@ -156,14 +165,14 @@ def _loaded_draft_model(
     """
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
+    group = limits.windows.index(None)
     shape = AttentionShape(
         loaded.attention,
-        limits.block_size,
+        limits.block_sizes[group],
         limits.num_blocks,
         loaded.dtype,
         kv_cache_dtype=kv_cache_dtype,
     )
-    group = limits.windows.index(None)
     attention = kernels.paged_attention(shape)
     return DraftModel(
         loaded.model, attention, limits, group=group, max_model_len=loaded.max_model_len
@@ -301,11 +310,16 @@ class Driver:
                     self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
-        """A prefix hit: the follower begins with blocks of the first, those that it will see. If
-        layers are recurrent, a step of the first must have ended there.
+        """A prefix hit: the follower begins with blocks of the first, those that it will see, where
+        blocks differ in size as far as all end together. If layers are recurrent, a step of the
+        first must have ended there.
         """
-        follower.num_computed = num_blocks * self.block_size
-        follower.tables = [table[:num_blocks] for table in first.tables]
+        unit = math.lcm(*self._block_sizes[: self._first_state_group])
+        follower.num_computed = num_tokens = num_blocks * self.block_size // unit * unit
+        follower.tables = [
+            table[: -(-num_tokens // size)]
+            for table, size in zip(first.tables, self._block_sizes, strict=True)
+        ]
         for table, seen in zip(follower.tables, self._first_seen(follower), strict=True):
             table[:seen] = [0] * seen
             self.shared.update(table)
@@ -342,8 +356,8 @@ class Driver:
         """In each group, the first block that the next token sees; of states that of the last."""
         attending = self._windows[: self._first_state_group]
         return [
-            0 if window is None else max(0, request.num_computed - window + 1) // self.block_size
-            for window in attending
+            0 if window is None else max(0, request.num_computed - window + 1) // size
+            for window, size in zip(attending, self._block_sizes, strict=False)
         ] + [
             max(0, request.num_computed - 1) // size
             for size in self._block_sizes[self._first_state_group :]

@@ -121,7 +121,7 @@ class PagedAttention(Protocol):
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """Prepares a step. The result serves all layers, and is valid until the next step begins.
 
-        There is one layout for each KV-cache group; they differ only in `tables`.
+        There is one layout for each KV-cache group; they differ in `tables` and `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
@@ -142,6 +142,12 @@ class AttentionLayer:
     scale: float
     window: int | None = None
     softcap: float | None = None
+
+
+def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
+    """Elements of pages that a key, or a value, of one head takes."""
+    has_codes = kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
+    return bytes_of_head(layer.head_dim) if has_codes else layer.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +173,9 @@ class AttentionShape:
     it. Empty `groups` stand for one group of all layers. Only if there is one group may its layers
     differ in `window`, `num_kv_heads` or `head_dim`.
 
+    `block_scales`: by group, how many times `block_size` tokens its blocks hold; empty: once. Pages
+    are equally large in all groups: layers with fewer or smaller heads hold more tokens in them.
+
     `states`: recurrent layers, which are counted apart from those that attend; `state_groups`:
     theirs, which follow the others. A block of such a group holds one state of each layer.
 
@@ -183,6 +192,7 @@ class AttentionShape:
     states: tuple[StateLayer, ...] = ()
     state_groups: tuple[tuple[int, ...], ...] = ()
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    block_scales: tuple[int, ...] = ()
 
     @property
     def has_codes(self) -> bool:
@@ -194,10 +204,17 @@ class AttentionShape:
         """Data type of the elements of pages."""
         return torch.int8 if self.has_codes else self.dtype
 
-    def page_shape(self, layer: AttentionLayer) -> tuple[int, ...]:
-        """Of all pages of keys and values of such a layer, and of each token and head in them."""
-        head = bytes_of_head(layer.head_dim) if self.has_codes else layer.head_dim
-        return 2, self.num_blocks, self.block_size, layer.num_kv_heads, head
+    def page_shape(self, layer: int) -> tuple[int, ...]:
+        """Of all pages of keys and values of a layer, and of each token and head in them."""
+        own = self.layers[layer]
+        head = head_elements(own, self.kv_cache_dtype)
+        return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block in each group of layers that attend."""
+        scales = self.block_scales or (1,) * len(self.layer_groups)
+        return tuple(scale * self.block_size for scale in scales)
 
     @property
     def layer_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -217,9 +234,17 @@ class AttentionShape:
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
-    def page_layers(self) -> tuple[AttentionLayer, ...]:
+    def page_layers(self) -> tuple[int, ...]:
         """A layer for each page of keys, and of values, in a block: those of the largest group."""
-        return tuple(self.layers[layer] for layer in max(self.layer_groups, key=len))
+        return max(self.layer_groups, key=len)
+
+    def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For each layer a view of its pages, of its `page_shape`, of those that `page_layers` are
+        allocated for.
+        """
+        return [
+            pages[page].view(self.page_shape(layer)) for layer, page in enumerate(self.pages_of)
+        ]
 
     @property
     def page_bytes(self) -> tuple[int, ...]:

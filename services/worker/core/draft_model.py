@@ -56,7 +56,7 @@ class DraftModel:
         self.model = model
         self._attention = attention
         self._group = group
-        self._block_size = limits.block_size
+        self._block_size = limits.block_sizes[group]
         self._max_model_len = max_model_len
         self._longest = limits.max_model_len
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens

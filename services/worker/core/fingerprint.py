@@ -73,7 +73,8 @@ def model_fingerprint(
     add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
     for group in groups:
         mode = f" {group.mamba_cache_mode.value}" if group.mamba_cache_mode is not None else ""
-        add("group", f"{group.window} {list(group.layers)}{mode}".encode())
+        scale = f" x{group.block_scale}" if group.block_scale > 1 else ""
+        add("group", f"{group.window} {list(group.layers)}{mode}{scale}".encode())
     if pooling is not None:
         add("pooling", str(pooling).encode())
     if quantization is not QuantizationSetting.AUTO:

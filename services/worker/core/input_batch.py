@@ -22,7 +22,9 @@ class BatchLimits:
 
     `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
     `state_block_sizes`: tokens that a block of each group of recurrent layers stands for; these
-    groups are the last ones. `num_tier_blocks`: blocks of the tier of offloaded keys and values.
+    groups are the last ones. `block_scales`: of each of the others, how many times `block_size`
+    tokens its blocks hold; empty: once. `num_tier_blocks`: blocks of the tier of offloaded keys and
+    values.
     `num_speculative_tokens`: drafts that are proposed here for a request and step, at most;
     `num_speculative_rows`: that tokens and drafts of decoding requests fill at most, 0: any number.
     """
@@ -38,6 +40,7 @@ class BatchLimits:
     num_tier_blocks: int = 0
     num_speculative_tokens: int = 0
     num_speculative_rows: int = 0
+    block_scales: tuple[int, ...] = ()
 
     @property
     def num_groups(self) -> int:
@@ -59,16 +62,17 @@ class BatchLimits:
     @property
     def block_sizes(self) -> tuple[int, ...]:
         """Tokens that a block of each group stands for."""
-        return (self.block_size,) * self.first_state_group + self.state_block_sizes
+        scales = self.block_scales or (1,) * self.first_state_group
+        return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of max_model_len tokens."""
+        """Blocks of a sequence of max_model_len tokens, in the group with the smallest."""
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
         """The number of tokens of one sequence that fit in so many blocks of each group."""
-        if not self.state_block_sizes:
+        if not (self.state_block_sizes or self.block_scales):
             return min(min(num_blocks) * self.block_size, self.max_model_len)
         sizes = zip(num_blocks, self.block_sizes, strict=True)
         return min(self.max_model_len, *(count * size for count, size in sizes))

@@ -34,9 +34,10 @@ def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftMo
     with memory_for(weights, "use a machine with more, or a smaller draft model"):
         layer_read = progress_logger("loading layers of the draft model", setup.checkpoint_reached)
         loaded = load_model(checkpoint, options, parts.kernels, layer_read, setup.ranks)
+    group = parts.limits.windows.index(None)
     shape = AttentionShape(
         loaded.attention,
-        parts.shape.block_size,
+        parts.limits.block_sizes[group],
         num_blocks=0,
         dtype=loaded.dtype,
         device=setup.platform.torch_device,
@@ -45,5 +46,4 @@ def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftMo
     fingerprint = model_fingerprint(
         checkpoint, shape.block_size, dtype_name(loaded.dtype), loaded.rope_length
     )
-    group = parts.limits.windows.index(None)
     return DraftModelParts(loaded, shape, group, fingerprint)

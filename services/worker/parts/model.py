@@ -7,8 +7,9 @@ from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import (
     LayerGroup,
+    block_scales,
     group_layers,
-    grouping_windows,
+    layer_kinds,
     state_block_sizes,
 )
 from services.worker.core.pooler import PromptPooler, vector_end
@@ -45,11 +46,14 @@ def load_parts(
     with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
         layer_read = progress_logger("loading layers", setup.checkpoint_reached)
         loaded = load_model(checkpoint, options, kernels, layer_read, setup.ranks, wait_for_ranks)
-    groups = group_layers(
-        grouping_windows(loaded.attention),
-        len(loaded.states),
-        settings.mamba_cache_mode,
+    kinds = layer_kinds(
+        loaded.attention,
+        settings.kv_cache_dtype,
+        scales_blocks=setup.platform.scales_blocks
+        and not loaded.states
+        and settings.kv_offloading_size is None,
     )
+    groups = group_layers(kinds, len(loaded.states), settings.mamba_cache_mode)
     shape = _cache_shape(setup, loaded, groups)
     limits = _batch_limits(setup, loaded, groups, shape.block_size)
     pooler = None if pooling is None else _prompt_pooler(loaded, pooling)
@@ -72,6 +76,7 @@ def _cache_shape(
         states=loaded.states,
         state_groups=tuple(group.layers for group in groups if group.holds_states),
         kv_cache_dtype=setup.settings.kv_cache_dtype,
+        block_scales=block_scales(groups),
     )
     return replace(shape, block_size=setup.settings.block_size or shape.block_size_for_states)
 
@@ -89,6 +94,7 @@ def _batch_limits(
         num_blocks=0,
         windows=tuple(group.window for group in groups),
         state_block_sizes=state_block_sizes(groups, block_size, loaded.max_model_len),
+        block_scales=block_scales(groups),
     )
 
 

@@ -28,6 +28,7 @@ class CpuPlatform:
     default_memory_utilization = 0.7
     has_tier = True
     has_draft_models = True
+    scales_blocks = True
     num_speculative_rows = 12
     """What a step computes while it reads the weights: by the ratio of 0.4 TFLOP/s and 35 GB/s."""
 
@@ -64,7 +65,8 @@ class CpuPlatform:
             + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len)
         )
         if draft is not None:
-            num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs * limits.block_size
+            size = draft.shape.block_size
+            num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs * size
             activation_bytes += (
                 num_tokens * _bytes_per_token(draft.loaded)
                 + limits.max_num_seqs * 4 * draft.loaded.vocab_size

@@ -51,6 +51,7 @@ class CudaPlatform:
     default_memory_utilization = 0.9
     has_tier = False
     has_draft_models = False
+    scales_blocks = False
     num_speculative_rows = 0
 
     def __init__(

@@ -97,6 +97,10 @@ class Platform(Protocol):
         """Whether its runners can keep offloaded blocks in a tier."""
 
     @property
+    def scales_blocks(self) -> bool:
+        """Whether its cache can have blocks of several numbers of tokens (see kv_groups)."""
+
+    @property
     def has_draft_models(self) -> bool:
         """Whether its runners can propose drafts with a second model."""
 

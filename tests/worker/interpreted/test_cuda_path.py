@@ -15,7 +15,7 @@ from benchmarks.gpu.parity import largest_difference
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
 from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import group_layers
+from services.worker.core.kv_groups import group_layers, layer_kinds
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
@@ -70,7 +70,7 @@ def runner_as_on_cuda(directory: Path, *, batch_invariant: bool = False) -> Mode
     kernels = BatchInvariantKernels() if batch_invariant else grouped
     options = LoadOptions(MAX_MODEL_LEN, DtypeSetting.FLOAT32)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None)
-    groups = group_layers([layer.window for layer in loaded.attention])
+    groups = group_layers(layer_kinds(loaded.attention, scales_blocks=False))
     shape = AttentionShape(
         loaded.attention,
         BLOCK_SIZE,

@@ -67,7 +67,7 @@ class XformersPagedAttention:
                 dtype=shape.dtype,
                 device=device.torch_device,
             )
-            for layer in shape.page_layers
+            for layer in (shape.layers[index] for index in shape.page_layers)
         ]
         self._pages_of = shape.pages_of
         self.call_keys = [

@@ -62,13 +62,15 @@ class NativePagedAttention:
         ]
         """Keys and values, see PagesOfKeys."""
         cache_format = CACHE_FORMATS[shape.kv_cache_dtype]
-        pages = [
-            Pages(keys.data_ptr(), values.data_ptr(), shape.block_size, cache_format)
-            for keys, values in self.pages
-        ]
         self._layers = [
-            NativeLayer(_native(layer), pages[page], group)
-            for layer, page, group in zip(shape.layers, shape.pages_of, shape.group_of, strict=True)
+            NativeLayer(
+                _native(layer),
+                Pages(keys.data_ptr(), values.data_ptr(), shape.block_sizes[group], cache_format),
+                group,
+            )
+            for layer, (keys, values), group in zip(
+                shape.layers, shape.layer_pages(self.pages), shape.group_of, strict=True
+            )
         ]
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> "NativePagedStep":

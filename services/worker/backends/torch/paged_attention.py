@@ -80,16 +80,16 @@ class TorchPagedAttention:
         )
         self._attend = partial(attend, alike=batch_invariant)
         self._cutter = StepCutter(shape, self._device, ranges, max_group_tokens)
-        self._pages_of = shape.pages_of
         self._windows = [
             {shape.layers[layer].window for layer in group} for group in shape.layer_groups
         ]
         self._row_multiples = [
             row_multiple(layer, shape.dtype) if batch_invariant else 1 for layer in shape.layers
         ]
-        self._page_elements = max(math.prod(shape.page_shape(x)[2:]) for x in shape.layers)
         self.pages = [_allocate(shape, layer) for layer in shape.page_layers]
         """Keys and values, see PagesOfKeys."""
+        self._layer_pages = shape.layer_pages(self.pages)
+        self._page_elements = max(math.prod(pages.shape[2:]) for pages in self._layer_pages)
         self._workspace = torch.empty(2, 0, dtype=shape.page_dtype, device=shape.device)
         self._run_masks: dict[int | None, torch.Tensor] = {}
         self._mask_width = 0
@@ -125,7 +125,7 @@ class TorchPagedAttention:
         value: torch.Tensor,
     ) -> None:
         """Writes keys and values [n, num_kv_heads, head_dim] to cache slots [n]."""
-        own = self.pages[self._pages_of[layer]]
+        own = self._layer_pages[layer]
         if len(opened_blocks):
             own.index_fill_(1, opened_blocks, 0)
         for pages, heads in zip(own.flatten(1, 2), (key, value), strict=True):
@@ -171,7 +171,7 @@ class TorchPagedAttention:
         """Pages of keys and values, [len(block_ids), block_size, num_kv_heads, head_dim] each, in
         the workspace or decoded from there.
         """
-        own = self.pages[self._pages_of[layer]]
+        own = self._layer_pages[layer]
         shape = (2, len(block_ids), *own.shape[2:])
         gathered = self._workspace[:, : math.prod(shape[1:])].view(shape)
         for pages, target in zip(own, gathered, strict=True):
@@ -213,14 +213,14 @@ class TorchPagedAttention:
         They are cleared: a mask hides what an earlier request left in them, but not if it is NaN,
         which must not reach another request.
         """
-        size = self._shape.block_size
+        size = layout.block_size
         last = (layout.seq_lens - 1) // size
         computed = layout.seq_lens - np.diff(layout.query_starts)
         opened = np.flatnonzero((last * size >= computed) & (layout.seq_lens % size != 0))
         return self._device.upload(layout.block_tables[opened, last[opened]].astype(np.int64))
 
 
-def _allocate(shape: AttentionShape, layer: AttentionLayer) -> torch.Tensor:
+def _allocate(shape: AttentionShape, layer: int) -> torch.Tensor:
     """Pages of keys and of values, which take memory when they are first written. Only the null
     block, which is read as padding, is cleared here.
     """

@@ -60,7 +60,7 @@ class StepCutter:
         num_decodes = layout.num_decodes
         widest = _widest(windows)
         starts, lengths = self.ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
-        offsets = starts % self.shape.block_size
+        offsets = starts % layout.block_size
         groups, begin = [], 0
         for end in range(1, num_decodes + 1):
             if end < num_decodes and (
@@ -76,29 +76,31 @@ class StepCutter:
     def _decode_group(
         self, layout: StepLayout, begin: int, end: int, windows: set[int | None]
     ) -> DecodeGroup:
-        size, seq_lens = self.shape.block_size, layout.seq_lens[begin:end, None]
+        size, seq_lens = layout.block_size, layout.seq_lens[begin:end, None]
         starts, lengths = self.ranges.of_decodes(seq_lens - 1, _widest(windows))
         length, offset = int(lengths.max()), int(starts[0, 0]) % size
         columns = starts // size + np.arange(-(-(offset + length) // size))
-        ids = self._block_ids(layout.block_tables[begin:end], columns, seq_lens, seq_lens, windows)
+        ids = self._block_ids(
+            layout, slice(begin, end), columns, first_lens=seq_lens, widest=_widest(windows)
+        )
         positions = starts + np.arange(length)
         masks = {window: self._decode_mask(positions, seq_lens, window) for window in windows}
         return DecodeGroup(begin, end, length, offset, ids, masks)
 
     def _block_ids(
         self,
-        tables: Int32Array,
+        layout: StepLayout,
+        sequences: slice,
         columns: Int64Array,
         first_lens: Int32Array,
-        seq_lens: Int32Array,
-        windows: set[int | None],
+        widest: int | None,
     ) -> torch.Tensor:
-        """Blocks in these columns [n, any] of sequences' tables. The null block replaces those
-        beyond the `seq_lens` [n, 1] tokens of a sequence, and those whose tokens no query sees, the
-        first query being the last of `first_lens` [n, 1] tokens.
+        """Blocks in these columns [n, any] of the tables of n sequences. The null block replaces
+        those beyond the end of a sequence, and those whose tokens no query sees within the widest
+        window, the first query being the last of `first_lens` [n, 1] tokens.
         """
-        size, widest = self.shape.block_size, _widest(windows)
-        hidden = columns * size >= seq_lens
+        size, tables = layout.block_size, layout.block_tables[sequences]
+        hidden = columns * size >= layout.seq_lens[sequences, None]
         if widest is not None:
             hidden |= (columns + 1) * size <= first_lens - widest
         ids = np.take_along_axis(tables, np.where(hidden, 0, columns), axis=1)
@@ -115,7 +117,7 @@ class StepCutter:
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
         """The chunks, each with the runs of its queries."""
-        size, widest = self.shape.block_size, _widest(windows)
+        size, widest = layout.block_size, _widest(windows)
         chunks = []
         for row in range(layout.num_decodes, len(layout.seq_lens)):
             begin, end = (int(start) for start in layout.query_starts[row : row + 2])
@@ -125,8 +127,7 @@ class StepCutter:
             last = max(run.keys.end for run in parts)
             columns = np.arange(parts[0].keys.start // size, -(-last // size))[None]
             first_lens = seq_lens - (end - begin) + 1
-            tables = layout.block_tables[row : row + 1]
-            ids = self._block_ids(tables, columns, first_lens, seq_lens, windows)
+            ids = self._block_ids(layout, slice(row, row + 1), columns, first_lens, widest)
             chunks.append(Chunk(begin, context, parts, int(columns[0, 0]) * size, ids))
         return chunks
 
