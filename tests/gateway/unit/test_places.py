@@ -127,25 +127,39 @@ def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
-    """Half of its share of 16; two where that is less."""
+    """An eighth of its share of 32; two where that is less."""
     places = running({A: 8, B: 3})
-    places.of(A).num_starting = 7
-    assert may_take(places, A, 21)
-    places.of(A).num_starting = 8
-    assert not may_take(places, A, 21)
-    assert may_take(places, B, 21)
+    places.of(A).num_starting = 3
+    assert may_take(places, A, 53, 64)
+    places.of(A).num_starting = 4
+    assert not may_take(places, A, 53, 64)
+    assert may_take(places, B, 53, 64)
     places.of(B).num_starting = 1
     assert may_take(places, B, 3, 5)
     places.of(B).num_starting = 2
     assert not may_take(places, B, 3, 5)
 
 
+@pytest.mark.parametrize(
+    ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
+)
+def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
+    """Of 20 that run, in four steps; at most half of its share of 16."""
+    places = running({A: 20, B: 3})
+    use = places.of(A)
+    use.mean_output_tokens = mean_output_tokens
+    use.num_starting = num_starting - 1
+    assert may_take(places, A, 9)
+    use.num_starting = num_starting
+    assert not may_take(places, A, 9)
+
+
 def test_nothing_is_given_back_for_what_may_not_start_yet() -> None:
     places = running({A: 22, B: 10})
     places.of(B).num_waiting = 1
-    places.of(B).num_starting = 8
+    places.of(B).num_starting = 2
     assert gives_back(places) is None
-    places.of(B).num_starting = 7
+    places.of(B).num_starting = 1
     assert gives_back(places) is A
 
 

@@ -16,8 +16,14 @@ _KEPT_FREE = 16
 """One in so many places is kept free, at most."""
 _AHEAD = 16
 """A tenant alone may have one sequence in so many places ahead, so that no step runs short."""
-_STARTING, _LEAST_STARTING = 2, 2
-"""Of a tenant's share, one in so many sequences may be starting; so many may in any case."""
+_LEAST_STARTING = 2
+"""So many sequences of a tenant may be starting in any case."""
+_STARTING_ALWAYS, _STARTING_AT_MOST = 8, 2
+"""Of its share, one in so many may be where that is more, and one in so many at most."""
+_STEPS_TO_START = 4
+"""With two steps in flight, so many run about while a sequence starts: from when it is sent until
+its first step is known to be done.
+"""
 
 
 @dataclass(slots=True)
@@ -39,6 +45,10 @@ class Use:
         """What so many answers of the tenant are charged, their prompts left out."""
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
+    def num_ending(self, num_steps: int) -> int:
+        """Of its sequences that run, how many end in so many steps of a token each, rounded up."""
+        return math.ceil(self.num_running * num_steps / max(1.0, self.mean_output_tokens))
+
 
 class Division:
     """How places are divided at one moment.
@@ -53,8 +63,9 @@ class Division:
        1981). One that lacks the service of as many answers, since it asked for less before, counts
        as below its share with so many more places, for which no other gives one back; and it gives
        none of them back as long as it lacks any.
-    4. A tenant has a part of its share at once in sequences that start: else the prompts of a flood
-       would be computed together, before those of others that come meanwhile.
+    4. A tenant has few sequences at once that start: else the prompts of a flood would be computed
+       together, before those of others that come meanwhile. As many start as end while one does,
+       so that its places do not empty: more where its answers are short.
     5. A tenant alone has all places.
     """
 
@@ -97,7 +108,9 @@ class Division:
         return max(1, int(self._num_places * use.tenant.weight / self._weights))
 
     def _may_start(self, use: Use) -> bool:
-        return use.num_starting < max(_LEAST_STARTING, self._share(use) // _STARTING)
+        share = self._share(use)
+        most = min(use.num_ending(_STEPS_TO_START), share // _STARTING_AT_MOST)
+        return use.num_starting < max(_LEAST_STARTING, share // _STARTING_ALWAYS, most)
 
     def _most_to_take(self, use: Use) -> int:
         """As long as it has fewer, places are kept free for it."""
