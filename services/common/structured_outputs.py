@@ -3,6 +3,7 @@
 import enum
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 from services.common.errors import InvalidArgument
 
@@ -46,54 +47,63 @@ class StructuredOutputs:
     def validate(self) -> None:
         """Raises InvalidArgument for a text that is empty, or larger than is compiled: its bytes
         and, of JSON, its values and how deep they are nested.
+
+        Every service asks for this with every request: what passed lately is not read again.
         """
-        try:
-            size = len(self.text.encode())
-        except UnicodeEncodeError as error:
-            raise invalid("holds half a surrogate pair, which is no text") from error
-        if not size:
-            raise invalid(f"{self.kind.value} is empty")
-        if size > MAX_TEXT_BYTES:
-            raise invalid(f"{self.kind.value} has {size} bytes; at most {MAX_TEXT_BYTES}")
-        if "\0" in self.text:
-            raise invalid(f"{self.kind.value} must not hold NUL")
-        if self.kind is StructuredOutputsKind.JSON:
-            self._check_schema()
-        elif self.kind is StructuredOutputsKind.CHOICE:
-            self.choices()
+        _validate(self)
 
     def choices(self) -> list[str]:
         """The texts of CHOICE. Raises InvalidArgument unless there is a list of some."""
-        choices = self._read()
+        choices = _parsed(self)
         if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
             raise invalid("choice must be a list of strings")
         if not 0 < len(choices) <= MAX_CHOICES:
             raise invalid(f"choice has {len(choices)} texts; it may have 1 to {MAX_CHOICES}")
         return choices
 
-    def _check_schema(self) -> None:
-        schema = self._read()
-        if not isinstance(schema, dict):
-            raise invalid("json must be a JSON Schema, which is an object")
-        num_nodes, depth, level = 0, 0, list[object]([schema])
-        while level and depth < MAX_DEPTH:
-            num_nodes, depth = num_nodes + len(level), depth + 1
-            level = [inner for outer in level for inner in _inside(outer)]
-        if level:
-            raise invalid(f"json is nested more than {MAX_DEPTH} deep")
-        if num_nodes > MAX_NODES:
-            raise invalid(f"json has {num_nodes} values; at most {MAX_NODES}")
-
-    def _read(self) -> object:
-        try:
-            return json.loads(self.text)
-        except (ValueError, RecursionError) as error:
-            raise invalid(f"{self.kind.value} is not JSON") from error
-
 
 def invalid(problem: str) -> InvalidArgument:
     """The refusal of a request whose `structured_outputs` has this problem."""
     return InvalidArgument(f"{FIELD}: {problem}", field=FIELD)
+
+
+@lru_cache(KEPT_GRAMMARS)
+def _validate(wanted: StructuredOutputs) -> None:
+    try:
+        size = len(wanted.text.encode())
+    except UnicodeEncodeError as error:
+        raise invalid("holds half a surrogate pair, which is no text") from error
+    if not size:
+        raise invalid(f"{wanted.kind.value} is empty")
+    if size > MAX_TEXT_BYTES:
+        raise invalid(f"{wanted.kind.value} has {size} bytes; at most {MAX_TEXT_BYTES}")
+    if "\0" in wanted.text:
+        raise invalid(f"{wanted.kind.value} must not hold NUL")
+    if wanted.kind is StructuredOutputsKind.JSON:
+        _check_schema(_parsed(wanted))
+    elif wanted.kind is StructuredOutputsKind.CHOICE:
+        wanted.choices()
+
+
+def _check_schema(schema: object) -> None:
+    if not isinstance(schema, dict):
+        raise invalid("json must be a JSON Schema, which is an object")
+    num_nodes, depth, level = 0, 0, list[object]([schema])
+    while level and depth < MAX_DEPTH:
+        num_nodes, depth = num_nodes + len(level), depth + 1
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
+        raise invalid(f"json is nested more than {MAX_DEPTH} deep")
+    if num_nodes > MAX_NODES:
+        raise invalid(f"json has {num_nodes} values; at most {MAX_NODES}")
+
+
+def _parsed(wanted: StructuredOutputs) -> object:
+    """The text of a kind that is written as JSON."""
+    try:
+        return json.loads(wanted.text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"{wanted.kind.value} is not JSON") from error
 
 
 def _inside(value: object) -> list[object]:

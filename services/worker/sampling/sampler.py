@@ -211,7 +211,7 @@ class Sampler:
             for row, num_top in self.num_logprobs(batch_rows).items()
             if usable[row]
         }
-        self._append(batch_rows, token_ids)
+        self._append(batch_rows, token_ids, usable)
         return SamplerOutput(
             token_ids=token_ids.astype(np.int32),
             logprobs=logprobs,
@@ -311,10 +311,15 @@ class Sampler:
     def _states(self, batch_rows: np.ndarray) -> UInt64Array:
         return random_states(self._seeds[batch_rows], self._num_tokens[batch_rows], SAMPLING_STREAM)
 
-    def _append(self, batch_rows: np.ndarray, token_ids: Int64Array) -> None:
+    def _append(self, batch_rows: np.ndarray, token_ids: Int64Array, usable: BoolArray) -> None:
+        """Takes in tokens. Requests without a usable one end: what they keep is not read again."""
         self._num_tokens[batch_rows] += 1
-        for row in (~self._is_plain[batch_rows]).nonzero()[0].tolist():
-            request, token_id = self._requests[batch_rows[row]], int(token_ids[row])
+        changed = (usable & ~self._is_plain[batch_rows]).nonzero()[0]
+        if not len(changed):
+            return
+        tokens = zip(batch_rows[changed].tolist(), token_ids[changed].tolist(), strict=True)
+        for row, token_id in tokens:
+            request = self._requests[row]
             if request.grammar is not None:
                 request.grammar.append(token_id)
             for edit in request.edits:

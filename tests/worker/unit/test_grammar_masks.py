@@ -138,6 +138,22 @@ def test_what_other_parameters_leave_nothing_of_is_refused_and_not_called_nan(
     assert (output.refused_rows.tolist(), output.nan_rows.tolist()) == ([0], [])
 
 
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_row_without_a_token_does_not_compile_its_form_again(
+    *, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, params = made_grammars(), constrained("phone", 0)
+    kept.prepare(FORMS["phone"].wanted)
+    monkeypatch.setattr(kept, "_compile", None)
+    if is_refused:
+        params = replace(params, allowed_token_ids=(VOCAB_SIZE - 1,))
+    sampler = Sampler(1, VOCAB_SIZE, kept)
+    sampler.add(0, params, np.array([7], np.int32), 1)
+    row = logits(0) if is_refused else torch.full((1, VOCAB_SIZE), torch.nan)
+    output = sampler.sample(row, np.array([0]))
+    assert len(output.refused_rows if is_refused else output.nan_rows) == 1
+
+
 def test_logits_without_a_distribution_are_nan_with_a_form_too(grammars: Grammars) -> None:
     sampler = Sampler(1, VOCAB_SIZE, grammars)
     sampler.add(0, constrained("phone", 0), np.array([7], np.int32), 1)
