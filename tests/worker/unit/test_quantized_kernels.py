@@ -14,7 +14,7 @@ from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantize_int8, stacked
 from services.worker.backends.torch.kernels import TorchKernels
 
-ROWS = (1, 2, 5, 12, 13, 40)
+ROWS = (1, 2, 3, 4, 5, 12, 13, 40)
 _SHAPES = st.tuples(
     st.integers(1, 70),  # rows of the weight
     st.integers(1, 4),  # groups
@@ -81,17 +81,19 @@ def test_a_projection_of_any_shape(
     ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
 )
 def test_a_large_one_in_several_blocks(native, bits: int, group: int) -> None:
-    """Of more rows than a block, a depth of several chunks, and panels for two threads."""
+    """Of more rows than a block, a depth of several chunks, and panels for two threads, an odd
+    number of them, also where few rows are multiplied by pairs of panels.
+    """
     torch.manual_seed(1)
-    weight = drawn(200, 2816 // group, group, bits, native.dtype, offsets=True)
-    bias = torch.randn(200).to(native.dtype)
+    weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)
+    bias = torch.randn(800).to(native.dtype)
     linear = NativeLinear(native.functions, LargePages(), weight, bias)
     x = torch.randn(300, 2816).to(native.dtype)
     together = linear(x)
     exact = F.linear(x.double(), in_double(weight), bias.double())
     error = (together.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < (1e-6 if native.dtype is torch.float32 else 3e-3)
-    for first, count in ((0, 1), (299, 1), (7, 12), (100, 13), (3, 130)):
+    for first, count in ((0, 1), (299, 1), (5, 4), (7, 12), (100, 13), (3, 130)):
         assert torch.equal(linear(x[first : first + count]), together[first : first + count])
     torch.set_num_threads(1)
     try:

@@ -186,7 +186,7 @@ class StepThread {
   // Waits for the team. Before, prefetches the first weights of the next projection: with a small
   // batch reading weights is most of the work, and memory would idle until the projection begins.
   void prefetch_and_wait(const Projection<T>* next) {
-    if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, team_);
+    if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, rows_, team_);
     team_.wait();
   }
 

@@ -88,18 +88,41 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
   write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
+// The functions that multiply rows by a panel, and MAX_PAIR_ROWS or fewer by a panel and the next
+// one; the latter is null where no number of rows is multiplied so.
 template <class T, class Out>
-auto panel_function(WeightFormat format) {
+struct PanelFunctions {
+  decltype(&project_panel<T, Out>) one;
+  decltype(&project_panel<T, Out>) pair;
+};
+
+template <class T, class Out, WeightFormat FORMAT>
+PanelFunctions<T, Out> quantized_functions() {
+  if constexpr (MAX_PAIR_ROWS > 0) {
+    return {project_quantized_panel<T, Out, FORMAT>, project_quantized_pair<T, Out, FORMAT>};
+  } else {
+    return {project_quantized_panel<T, Out, FORMAT>, nullptr};
+  }
+}
+
+template <class T, class Out>
+PanelFunctions<T, Out> panel_functions(WeightFormat format) {
   switch (format) {
     case WeightFormat::INT8:
-      return project_quantized_panel<T, Out, WeightFormat::INT8>;
+      return quantized_functions<T, Out, WeightFormat::INT8>();
     case WeightFormat::INT4:
-      return project_quantized_panel<T, Out, WeightFormat::INT4>;
+      return quantized_functions<T, Out, WeightFormat::INT4>();
     case WeightFormat::FP8:
-      return project_quantized_panel<T, Out, WeightFormat::FP8>;
+      return quantized_functions<T, Out, WeightFormat::FP8>();
     default:
-      return project_panel<T, Out>;
+      return {project_panel<T, Out>, nullptr};
   }
+}
+
+// How many panels are read side by side.
+template <class T>
+int panels_at_once(const Projection<T>& p, std::int64_t rows) {
+  return p.format != WeightFormat::PLAIN && rows <= MAX_PAIR_ROWS ? 2 : 1;
 }
 
 }  // namespace
@@ -140,10 +163,11 @@ template <class T, class Out>
   const std::int64_t most_rows = most_block_rows(p);
   const std::int64_t groups = divide_up(rows, MAX_TILE_ROWS);
   const std::int64_t blocks = divide_up(rows, most_rows);
-  const std::int64_t panels = p.num_panels();
+  const int at_once = panels_at_once(p, rows);
+  const std::int64_t panels = divide_up<std::int64_t>(p.num_panels(), at_once);
   const std::int64_t width = p.is_gated() ? p.columns / 2 : p.columns;
   alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
-  const auto project_one = panel_function<T, Out>(p.format);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out>(p.format);
   WorkItems items(team, blocks * panels);
   InputRows<T> near{};
   std::int64_t block = -1, first = 0;
@@ -155,17 +179,25 @@ template <class T, class Out>
       near =
           without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
     }
-    project_one(p, near, output + first * width, item % panels, totals, delta, first, ahead);
+    const std::int64_t panel = item % panels * at_once;
+    const bool is_pair = at_once == 2 && panel + 1 < p.num_panels();
+    (is_pair ? functions.pair : functions.one)(p, near, output + first * width, panel, totals,
+                                               delta, first, ahead);
   }
 }
 
-// Prefetches what this thread will read first of a projection.
+// Prefetches what this thread will read first when it projects so many rows.
 template <class T>
-void prefetch(const Projection<T>& p, Team team) {
-  const Range own = team.part(p.num_panels());
-  const char* first = p.panel_of(own.begin);
-  const std::int64_t count = std::min((own.end - own.begin) * p.panel_bytes(), PREFETCHED_BYTES);
-  for (std::int64_t i = 0; i < count; i += 64) __builtin_prefetch(first + i, 0, 2);
+void prefetch(const Projection<T>& p, std::int64_t rows, Team team) {
+  const int at_once = panels_at_once(p, rows);
+  const Range own = team.part(divide_up<std::int64_t>(p.num_panels(), at_once));
+  const std::int64_t end = std::min(own.end * at_once, p.num_panels());
+  for (std::int64_t panel = own.begin * at_once, i = 0; i < at_once && panel < end; ++i, ++panel) {
+    const char* first = p.panel_of(panel);
+    const std::int64_t count =
+        std::min((end - panel) * p.panel_bytes(), PREFETCHED_BYTES / at_once);
+    for (std::int64_t at = 0; at < count; at += LINE_BYTES) __builtin_prefetch(first + at, 0, 2);
+  }
 }
 
 }  // namespace stepwell

@@ -41,47 +41,52 @@ constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
+// A vector of registers: part(i) is the one whose first lane is i.
+template <class Part>
+inline Vector of_registers(Part&& part) {
+#ifdef __AVX512F__
+  return part(0);
+#else
+  return {part(0), part(LANES / 2)};
+#endif
+}
+
+// Conversions are intrinsic functions: from vectors of bytes the compiler (GCC 12) converts one
+// number at a time.
 template <>
 struct Unpacker<float, WeightFormat::INT8> {
   static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
-  static Vector wide(const char* codes) {
-    constexpr int COUNT = REGISTER_BYTES / sizeof(float);
-    float numbers[LANES];
-#pragma GCC unroll 2
-    for (int i = 0; i < LANES; i += COUNT) {
-      Bytes some;
-      std::memcpy(&some, codes + i, sizeof some);
-      const Register converted = __builtin_convertvector(some, Register);
-      std::memcpy(numbers + i, &converted, sizeof converted);
-    }
-    return load(numbers);
+  static Register numbers(const char* codes) {
+#ifdef __AVX512F__
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    return (Register)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(some));
+#else
+    const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+    return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(some));
+#endif
   }
   void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL_VECTORS; ++v) step[0][v] = wide(codes + v * LANES);
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      step[0][v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
+    }
   }
 };
 
 template <>
 struct Unpacker<float, WeightFormat::INT4> {
   static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH;
-  // The codes in bits from `shift` on of 16 words.
-  static Vector wide(const char* words, int shift) {
-    constexpr int COUNT = REGISTER_BYTES / sizeof(float);
-    float numbers[LANES];
-#pragma GCC unroll 2
-    for (int i = 0; i < LANES; i += COUNT) {
-      IntRegister some;
-      std::memcpy(&some, words + 4 * i, sizeof some);
-      const Register converted = __builtin_convertvector(((some >> shift) & 15) - 8, Register);
-      std::memcpy(numbers + i, &converted, sizeof converted);
-    }
-    return load(numbers);
+  // The codes in bits from `shift` on of as many words as a register has.
+  static Register numbers(const char* words, int shift) {
+    IntRegister some;
+    std::memcpy(&some, words, sizeof some);
+    return __builtin_convertvector(((some >> shift) & 15) - 8, Register);
   }
   void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
 #pragma GCC unroll 8
-    for (int i = 0; i < STEPS * PANEL_VECTORS; ++i) {
-      step[i / PANEL_VECTORS][i % PANEL_VECTORS] = wide(codes, 4 * i);
+    for (int v = 0; v < STEPS * PANEL_VECTORS; ++v) {
+      step[v / PANEL_VECTORS][v % PANEL_VECTORS] =
+          of_registers([=](int i) { return numbers(codes + 4 * i, 4 * v); });
     }
   }
 };
@@ -93,22 +98,27 @@ constexpr float OF_FP8_IN_HALVES = 256;
 template <>
 struct Unpacker<float, WeightFormat::FP8> {
   static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
-  static Vector wide(const char* codes) {
-    float numbers[LANES];
-#pragma GCC unroll 2
-    for (int i = 0; i < LANES; i += 8) {
-      const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i));
-      const __m128i words = _mm_unpacklo_epi8(_mm_setzero_si128(), some);
-      const __m128i sign = _mm_and_si128(words, _mm_set1_epi16(-0x8000));
-      const __m128i rest = _mm_srli_epi16(_mm_and_si128(words, _mm_set1_epi16(0x7f00)), 1);
-      const __m256 halves = _mm256_cvtph_ps(_mm_or_si128(sign, rest));
-      _mm256_storeu_ps(numbers + i, _mm256_mul_ps(halves, _mm256_set1_ps(OF_FP8_IN_HALVES)));
-    }
-    return load(numbers);
+  static Register numbers(const char* codes) {
+#ifdef __AVX512F__
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    const __m256i words = _mm256_slli_epi16(_mm256_cvtepu8_epi16(some), 8);
+    const __m256i sign = _mm256_and_si256(words, _mm256_set1_epi16(-0x8000));
+    const __m256i rest = _mm256_srli_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7f00)), 1);
+    const __m512 halves = _mm512_cvtph_ps(_mm256_or_si256(sign, rest));
+#else
+    const __m128i some = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
+    const __m128i words = _mm_unpacklo_epi8(_mm_setzero_si128(), some);
+    const __m128i sign = _mm_and_si128(words, _mm_set1_epi16(-0x8000));
+    const __m128i rest = _mm_srli_epi16(_mm_and_si128(words, _mm_set1_epi16(0x7f00)), 1);
+    const __m256 halves = _mm256_cvtph_ps(_mm_or_si128(sign, rest));
+#endif
+    return (Register)halves * OF_FP8_IN_HALVES;
   }
   void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL_VECTORS; ++v) step[0][v] = wide(codes + v * LANES);
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      step[0][v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
+    }
   }
 };
 
@@ -231,15 +241,22 @@ struct Unpacker<BFloat16, WeightFormat::INT4> {
 };
 #endif
 
-// total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps; see
-// `multiply`, which adds up in the same order. With UNPACKS writes the panel that the codes
-// are to `unpacked`.
-template <class T, WeightFormat FORMAT, int ROWS, bool UNPACKS>
-inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][PANEL_VECTORS],
-                                                          const Unpacker<T, FORMAT>& block,
-                                                          const T* a, std::int64_t stride,
-                                                          const char* codes, int steps,
-                                                          T* unpacked) {
+// Codes of PANELS panels that are read side by side: those of one, how far apart panels are, and
+// where the first one ends.
+struct PanelCodes {
+  const char* first;
+  std::int64_t panel_bytes;
+  const char* panel_end;
+};
+
+// total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps of PANELS
+// panels; see `multiply`, which adds up in the same order. With UNPACKS writes the panel that the
+// codes are to `unpacked`. Prefetches codes, at the end of panels those of the next PANELS ones.
+template <class T, WeightFormat FORMAT, int ROWS, int PANELS, bool UNPACKS>
+inline __attribute__((always_inline)) void multiply_codes(
+    Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& block, const T* a,
+    std::int64_t stride, const PanelCodes panels, int steps, T* unpacked) {
+  static_assert(PANELS == 1 || !UNPACKS);
   using Ops = PanelOps<T>;
   using Block = Unpacker<T, FORMAT>;
   const T* fourths[(ROWS + 3) / 4];
@@ -251,10 +268,16 @@ inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][
     asm("" : "+r"(fourth));
     a += 4 * stride;
   }
+  const char* codes = panels.first;
   for (int done = 0; done < steps; done += Block::STEPS, codes += Block::BYTES) {
-    Vector step[Block::STEPS][PANEL_VECTORS];
-    block(codes, step);
-    __builtin_prefetch(codes + CODES_AHEAD, 0, 2);
+    Vector step[PANELS][Block::STEPS][PANEL_VECTORS];
+    const char* ahead = codes + CODES_AHEAD;
+    if (PANELS > 1 && ahead >= panels.panel_end) ahead += (PANELS - 1) * panels.panel_bytes;
+#pragma GCC unroll 4
+    for (int panel = 0; panel < PANELS; ++panel) {
+      block(codes + panel * panels.panel_bytes, step[panel]);
+      __builtin_prefetch(ahead + panel * panels.panel_bytes, 0, PANELS > 1 ? 3 : 2);
+    }
     if constexpr (UNPACKS) {
       std::memcpy(unpacked, step, sizeof step);
       unpacked += sizeof step / sizeof(T);
@@ -265,9 +288,10 @@ inline __attribute__((always_inline)) void multiply_codes(Vector (&total)[ROWS][
       for (int row = 0; row < ROWS; ++row) {
         const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
         const Vector value = Ops::broadcast(fourths[row / 4] + offset + i * Ops::DEPTH);
-#pragma GCC unroll 4
-        for (int v = 0; v < PANEL_VECTORS; ++v) {
-          total[row][v] = Ops::multiply_add(total[row][v], value, step[i][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) {
+          const Vector columns = step[v / PANEL_VECTORS][i][v % PANEL_VECTORS];
+          total[row][v] = Ops::multiply_add(total[row][v], value, columns);
         }
       }
     }

@@ -1,9 +1,10 @@
 // Multiplication by a panel of a quantized weight: see quantized.h.
 //
-// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers. Of
-// more rows the first tile does the same and writes what it unpacks to memory that stays in a
-// cache, for all other tiles of a block: a part of the panel at a time. Whatever the number of
-// rows, the products of a group are added up in order of depth, and groups in order.
+// For a tile of rows, which is bound by the reading of codes, these are unpacked in registers; for
+// a few rows those of two panels side by side. Of more rows the first tile does the same and writes
+// what it unpacks to memory that stays in a cache, for all other tiles of a block: a part of the
+// panel at a time. Whatever the number of rows, the products of a group are added up in order of
+// depth, and groups in order.
 
 #pragma once
 
@@ -16,6 +17,15 @@
 namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
+
+// Most rows that are multiplied by two panels side by side: the sums of so few rows and one panel
+// are less than what the processor adds up while one addition is not finished. With AVX2, whose
+// registers hold fewer sums, no row is faster so.
+#ifdef __AVX512F__
+constexpr int MAX_PAIR_ROWS = 4;
+#else
+constexpr int MAX_PAIR_ROWS = 0;
+#endif
 
 // The sum of a row's elements.
 template <class T>
@@ -61,6 +71,10 @@ struct Piece {
   bool ends_panel;
 };
 
+inline Piece whole_panel(const Groups& groups) {
+  return {0, groups.count, 0, groups.depth, true, true};
+}
+
 // Calls work(piece) for pieces of at most `most` elements of each column.
 template <class Work>
 void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
@@ -75,67 +89,76 @@ void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
   }
 }
 
-// Rows of the sums of a group that has been added up in part, and of the totals of all groups
-// before, which begin as the bias: [rows, PANEL_WIDTH] both.
+// Rows of the totals of all groups before, which begin as the bias, and of the sums of a group that
+// has been added up in part: [rows, PANEL_WIDTH] both. Of several panels, one after the other.
 struct PanelTotals {
-  const float* bias;
-  float* sums;
   float* totals;
+  float* sums;
 
-  PanelTotals from(int row) const {
-    return {bias, sums + row * PANEL_WIDTH, totals + row * PANEL_WIDTH};
-  }
+  PanelTotals from(int row) const { return {totals + row * PANEL_WIDTH, sums + row * PANEL_WIDTH}; }
 };
 
-// Calls work(row, v, place) for each vector of ROWS rows of totals and its place in them.
-template <int ROWS, class Work>
+// Calls work(row, v, place) for each vector of ROWS rows of totals, v counting those of a row in
+// all panels, and its place in them.
+template <int ROWS, int PANELS, class Work>
 inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; ++row) {
-#pragma GCC unroll 4
-    for (int v = 0; v < PANEL_VECTORS; ++v) work(row, v, row * PANEL_WIDTH + v * LANES);
+#pragma GCC unroll 8
+    for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) {
+      work(row, v, (v / PANEL_VECTORS * ROWS + row) * PANEL_WIDTH + v % PANEL_VECTORS * LANES);
+    }
   }
 }
 
-// Adds a piece to ROWS rows. multiply(sums, i) adds the products of the piece's group i.
-template <int ROWS, class Multiply>
-inline __attribute__((always_inline)) void add_piece(const Piece& piece, const Groups& groups,
-                                                     const PanelTotals& to, Multiply&& multiply) {
+// Adds a piece to ROWS rows of PANELS panels, whose first one's groups are given. multiply(sums, i)
+// adds the products of the piece's group i. The description is passed by value: the compiler would
+// read members of references anew after each store.
+template <int ROWS, int PANELS, class Multiply>
+inline __attribute__((always_inline)) void add_piece(const Piece piece, const Groups groups,
+                                                     std::int64_t panel_bytes, const PanelTotals to,
+                                                     Multiply&& multiply) {
   for (int i = 0; i < piece.count; ++i) {
-    Vector sums[ROWS][PANEL_VECTORS] = {};
+    Vector sums[ROWS][PANELS * PANEL_VECTORS] = {};
     if (piece.done > 0) {
-      for_vectors_of_rows<ROWS>(
+      for_vectors_of_rows<ROWS, PANELS>(
           [&](int row, int v, int place) { sums[row][v] = load(to.sums + place); });
     }
     multiply(sums, i);
     if (!piece.ends_groups) {
-      for_vectors_of_rows<ROWS>(
+      for_vectors_of_rows<ROWS, PANELS>(
           [&](int row, int v, int place) { store(to.sums + place, sums[row][v]); });
       return;
     }
-    const int group = piece.group + i;
-    const float* before = group == 0 ? to.bias : to.totals;
-    const std::int64_t stride = group == 0 ? 0 : PANEL_WIDTH;
-    const Vector scales[] = {load(groups.scales(group)), load(groups.scales(group) + LANES)};
-    for_vectors_of_rows<ROWS>([&](int row, int v, int place) {
-      const Vector total = load(before + row * stride + v * LANES);
-      store(to.totals + place, fmadd(sums[row][v], scales[v], total));
+    const char* scales = reinterpret_cast<const char*>(groups.scales(piece.group + i));
+    Vector scale[PANELS * PANEL_VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) {
+      const char* own = scales + v / PANEL_VECTORS * panel_bytes;
+      scale[v] = load(reinterpret_cast<const float*>(own) + v % PANEL_VECTORS * LANES);
+    }
+    for_vectors_of_rows<ROWS, PANELS>([&](int row, int v, int place) {
+      store(to.totals + place, fmadd(sums[row][v], scale[v], load(to.totals + place)));
     });
   }
 }
 
 // Adds ROWS rows of `a` times a piece's codes; with UNPACKS writes the piece to `unpacked`.
-template <class T, WeightFormat FORMAT, int ROWS, bool UNPACKS>
+template <class T, WeightFormat FORMAT, int ROWS, int PANELS, bool UNPACKS>
 __attribute__((noinline)) void add_codes(const Piece& piece, const Groups& groups,
                                          const PanelTotals& to, const T* a, std::int64_t stride,
                                          T* unpacked) {
   const Unpacker<T, FORMAT> block;
   const int steps = int(piece.depth / PanelOps<T>::DEPTH);
-  add_piece<ROWS>(piece, groups, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
-    const char* codes = groups.codes(piece.group + i) + code_bytes(FORMAT, piece.done);
-    multiply_codes<T, FORMAT, ROWS, UNPACKS>(sums, block, a + i * piece.depth, stride, codes, steps,
-                                             unpacked + i * piece.depth * PANEL_WIDTH);
-  });
+  const std::int64_t panel_bytes = groups.count * groups.bytes;
+  const auto multiply = [&](Vector(&sums)[ROWS][PANELS* PANEL_VECTORS], int i) {
+    const PanelCodes panels{groups.codes(piece.group + i) + code_bytes(FORMAT, piece.done),
+                            panel_bytes, groups.record + panel_bytes};
+    multiply_codes<T, FORMAT, ROWS, PANELS, UNPACKS>(sums, block, a + i * piece.depth, stride,
+                                                     panels, steps,
+                                                     unpacked + i * piece.depth * PANEL_WIDTH);
+  };
+  add_piece<ROWS, PANELS>(piece, groups, panel_bytes, to, multiply);
 }
 
 // Adds ROWS rows of `a` times an unpacked piece.
@@ -144,7 +167,7 @@ __attribute__((noinline)) void add_unpacked(const Piece& piece, const Groups& gr
                                             const PanelTotals& to, const T* a, std::int64_t stride,
                                             const T* unpacked) {
   const int steps = int(piece.depth / PanelOps<T>::DEPTH);
-  add_piece<ROWS>(piece, groups, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
+  add_piece<ROWS, 1>(piece, groups, 0, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
     multiply<T, ROWS>(sums, a + i * piece.depth, stride, unpacked + i * piece.depth * PANEL_WIDTH,
                       steps);
   });
@@ -166,6 +189,14 @@ void add_offsets(const T* rows, std::int64_t stride, int count, const Groups& gr
   }
 }
 
+// Begins totals [rows, PANEL_WIDTH] of a panel as its bias.
+template <class T>
+void begin_totals(const PanelColumns<T>& columns, int rows, float* totals) {
+  for (int row = 0; row < rows; ++row, totals += PANEL_WIDTH) {
+    std::memcpy(totals, columns.bias, sizeof columns.bias);
+  }
+}
+
 // Multiplies rows by one panel and writes the results; see project_panel.
 template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
@@ -178,7 +209,8 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
-  const PanelTotals all{columns.bias, sums, totals};
+  const PanelTotals all{totals, sums};
+  begin_totals(columns, rows.count, totals);
   const auto finish = [&](int row, int count) {
     float* to = totals + row * PANEL_WIDTH;
     const T* tile = rows.first + row * rows.stride;
@@ -187,16 +219,17 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
     write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
   };
   if (rows.count <= MAX_TILE_ROWS) {
-    const Piece whole{0, groups.count, 0, groups.depth, true, true};
+    const Piece whole = whole_panel(groups);
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-      add_codes<T, FORMAT, ROWS, false>(whole, groups, all.from(row),
-                                        rows.first + row * rows.stride, rows.stride, unpacked);
+      add_codes<T, FORMAT, ROWS, 1, false>(whole, groups, all.from(row),
+                                           rows.first + row * rows.stride, rows.stride, unpacked);
       finish(row, ROWS);
     });
   } else {
     for_pieces(groups, CHUNK, [&](const Piece& piece) {
       const T* input = rows.first + piece.group * groups.depth + piece.done;
-      add_codes<T, FORMAT, MAX_TILE_ROWS, true>(piece, groups, all, input, rows.stride, unpacked);
+      add_codes<T, FORMAT, MAX_TILE_ROWS, 1, true>(piece, groups, all, input, rows.stride,
+                                                   unpacked);
       if (piece.ends_panel) finish(0, MAX_TILE_ROWS);
       for_row_tiles(MAX_TILE_ROWS, rows.count, [&]<int ROWS>(int row) {
         add_unpacked<T, ROWS>(piece, groups, all.from(row), input + row * rows.stride, rows.stride,
@@ -208,6 +241,32 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   if (delta == nullptr) return;
   add_delta(*delta, first_row, rows.count, panel, totals);
   write_rows(p, totals, rows.count, columns.first, columns.width, output);
+}
+
+// Multiplies MAX_PAIR_ROWS rows or fewer by a panel and the next one, and writes the results.
+template <class T, class Out, WeightFormat FORMAT>
+__attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
+                                                      const InputRows<T>& rows, Out* output,
+                                                      std::int64_t first, float* totals,
+                                                      const LoraDelta<T>* delta,
+                                                      std::int64_t first_row, LoraReadAhead<T>*) {
+  const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};
+  const std::int64_t size = rows.count * PANEL_WIDTH;
+  for (int i = 0; i < 2; ++i) begin_totals(columns[i], rows.count, totals + i * size);
+  const Groups groups(p, first);
+  const Piece whole = whole_panel(groups);
+  for_row_tiles<MAX_PAIR_ROWS>(0, rows.count, [&]<int ROWS>(int) {
+    add_codes<T, FORMAT, ROWS, 2, false>(whole, groups, {totals, nullptr}, rows.first, rows.stride,
+                                         nullptr);
+  });
+  for (int i = 0; i < 2; ++i, totals += size) {
+    const std::int64_t panel = first + i;
+    if (p.has_offsets) {
+      add_offsets(rows.first, rows.stride, rows.count, Groups(p, panel), totals);
+    }
+    if (delta != nullptr) add_delta(*delta, first_row, rows.count, panel, totals);
+    write_rows(p, totals, rows.count, columns[i].first, columns[i].width, output);
+  }
 }
 
 }  // namespace
