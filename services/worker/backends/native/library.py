@@ -27,6 +27,7 @@ CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 
 _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ADDRESS, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_DOUBLE = ctypes.c_double
 _Fields = list[tuple[str, type[Any]]]
 
 
@@ -212,6 +213,17 @@ class NativeRowParameters(ctypes.Structure):
     _fields_ = _fields({"values seeds positions": _ADDRESS})
 
 
+class NativeSuffixSettings(ctypes.Structure):
+    """See SuffixRules; `max_bytes` of the trees of responses."""
+
+    _fields_ = _fields(
+        {
+            "depth max_cached max_bytes": _COUNT,
+            "max_spec_factor min_token_prob": _DOUBLE,
+        }
+    )
+
+
 class SamplingFunctions:
     """The library's functions for sampling, whatever the model's data type is."""
 
@@ -224,6 +236,26 @@ class SamplingFunctions:
         self.sample_rows.restype = None
         self.copy_rows = library.copy_rows
         self.copy_rows.argtypes, self.copy_rows.restype = (rows, masks, *2 * (_ADDRESS,)), None
+
+
+class SuffixFunctions:
+    """The library's functions for suffix trees, whatever the model's data type is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, *arguments: type[Any], returns: type[Any] | None = None) -> Any:
+            return ctypes.CFUNCTYPE(returns, *arguments)((f"suffix_{name}", library))
+
+        self.new = function("new", ctypes.POINTER(NativeSuffixSettings), returns=_ADDRESS)
+        self.delete = function("delete", _ADDRESS)
+        self.clear = function("clear", _ADDRESS)
+        self.enter = function("enter", _ADDRESS, _INT, ctypes.c_char_p, *2 * (_COUNT,))
+        self.take_in = function("take_in", *2 * (_ADDRESS,), _COUNT, *2 * (_ADDRESS,), _COUNT)
+        self.propose = function(
+            *("propose", _ADDRESS, _INT, _ADDRESS, _COUNT, _COUNT, _ADDRESS), returns=_COUNT
+        )
+        self.leave = function("leave", _ADDRESS, _INT)
+        self.num_cached = function("num_cached", _ADDRESS, returns=_COUNT)
+        self.cached_bytes = function("cached_bytes", _ADDRESS, returns=_COUNT)
 
 
 class Functions:
@@ -275,6 +307,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "LogitRows": NativeLogitRows,
     "RowMasks": NativeRowMasks,
     "RowParameters": NativeRowParameters,
+    "SuffixSettings": NativeSuffixSettings,
 }
 """By their names in C++."""
 

@@ -4,6 +4,7 @@
 
 #include "exports.h"
 #include "sampling.h"
+#include "suffix_decoding.h"
 
 namespace stepwell {
 
@@ -30,6 +31,7 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "LogitRows") return sizeof(LogitRows);
   if (wanted == "RowMasks") return sizeof(RowMasks);
   if (wanted == "RowParameters") return sizeof(RowParameters);
+  if (wanted == "SuffixSettings") return sizeof(SuffixSettings);
   return 0;
 }
 

@@ -1,0 +1,166 @@
+// Drafts by suffix trees: one of the tokens of each request, and one of responses for each key.
+//
+// Suffix decoding (Oliaro et al., arXiv 2411.04975), as vLLM's method "suffix" decides it.
+
+#pragma once
+
+#include <deque>
+#include <string>
+#include <unordered_map>
+
+#include "suffix_tree.h"
+
+namespace stepwell {
+
+struct SuffixSettings {
+  std::int64_t depth;       // Most tokens of a match and its drafts together.
+  std::int64_t max_cached;  // Responses of requests that have left, which are kept.
+  std::int64_t max_bytes;   // Of the trees of responses together.
+  DraftRules rules;
+};
+
+class SuffixDecoding {
+ public:
+  explicit SuffixDecoding(const SuffixSettings& settings)
+      : settings_(settings), responses_(make_responses()) {}
+
+  // A request enters a free row, with so many known tokens. Those that follow are its response.
+  // Responses are seen by requests of the same key.
+  void enter(std::int32_t row, std::string key, std::size_t num_tokens) {
+    rows_.insert_or_assign(row, Row{std::move(key), num_tokens, settings_.max_cached > 0});
+  }
+
+  // Adds what is new of a row's tokens to the responses. For each token, tokens of the response
+  // that ended first are forgotten where there is too much. A response that finds no room ends.
+  void take_in(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
+    const auto found = rows_.find(row);
+    if (found == rows_.end()) return;
+    Row& own = found->second;
+    for (; own.is_recorded && own.num_taken_in < num_tokens; ++own.num_taken_in) {
+      if (responses_.bytes() >= std::size_t(settings_.max_bytes)) {
+        end_response(own);
+      } else {
+        if (own.response == NO_SEQUENCE) begin_response(own);
+        responses_.append(own.response, tokens[own.num_taken_in]);
+      }
+      for (int i = 0; i < NUM_FORGOTTEN && has_too_much(); ++i) forget_token();
+    }
+  }
+
+  // Writes up to `most` drafts of what follows a row's tokens, and returns their number. Of equal
+  // scores the request's own tree counts.
+  std::size_t propose(std::int32_t row, const Token* tokens, std::size_t num_tokens,
+                      std::size_t most, Token* drafts) {
+    const auto found = rows_.find(row);
+    if (found == rows_.end()) return 0;
+    Row& own = found->second;
+    if (own.tree == nullptr) {
+      own.tree = std::make_unique<SuffixTree>(settings_.depth, num_tokens);
+      own.root = own.tree->add_root();
+      own.sequence = own.tree->open(own.root);
+    }
+    for (std::size_t at = own.tree->size(own.sequence); at < num_tokens; ++at) {
+      own.tree->append(own.sequence, tokens[at]);
+    }
+    const DraftRules& rules = settings_.rules;
+    Draft best = own.tree->guess(own.root, own.sequence, tokens, num_tokens, most, rules);
+    if (const auto tree = trees_.find(own.key); tree != trees_.end()) {
+      const NodeId root = tree->second.root;
+      Draft other = responses_.guess(root, own.response, tokens, num_tokens, most, rules);
+      if (other.score > best.score) best = std::move(other);
+    }
+    std::copy(best.tokens.begin(), best.tokens.end(), drafts);
+    return best.tokens.size();
+  }
+
+  // The request in a row has left; its response stays.
+  void leave(std::int32_t row) {
+    const auto found = rows_.find(row);
+    if (found == rows_.end()) return;
+    end_response(found->second);
+    rows_.erase(found);
+  }
+
+  // Forgets requests and responses.
+  void clear() {
+    rows_.clear();
+    trees_.clear();
+    ended_.clear();
+    responses_ = make_responses();
+  }
+
+  std::size_t num_cached() const { return ended_.size(); }
+  std::size_t cached_bytes() const { return responses_.bytes(); }
+
+ private:
+  static constexpr int NUM_FORGOTTEN = 4;  // Tokens that make way for one.
+
+  struct Row {
+    std::string key;
+    std::size_t num_taken_in;  // Tokens that entered, and those of the response.
+    bool is_recorded;          // Whether there are trees of responses, and its own has not ended.
+    SequenceId response = NO_SEQUENCE;
+    std::unique_ptr<SuffixTree> tree = nullptr;
+    NodeId root = NO_NODE;
+    SequenceId sequence = NO_SEQUENCE;
+  };
+
+  struct Tree {
+    NodeId root;
+    std::size_t num_responses = 0;
+  };
+
+  struct Response {
+    std::string key;
+    SequenceId sequence;
+  };
+
+  // With room for the edges of as many nodes as there may be: they are never moved.
+  SuffixTree make_responses() const {
+    const std::size_t num_nodes = settings_.max_cached ? settings_.max_bytes : 0;
+    return SuffixTree(settings_.depth, num_nodes / TokenTrie::NODE_BYTES);
+  }
+
+  void begin_response(Row& own) {
+    auto tree = trees_.find(own.key);
+    if (tree == trees_.end()) tree = trees_.emplace(own.key, Tree{responses_.add_root()}).first;
+    ++tree->second.num_responses;
+    own.response = responses_.open(tree->second.root);
+  }
+
+  // Of a request that leaves, or for whose response there is no room.
+  void end_response(Row& own) {
+    own.is_recorded = false;
+    if (own.response == NO_SEQUENCE) return;
+    responses_.close(own.response);
+    ended_.push_back({own.key, own.response});
+    own.response = NO_SEQUENCE;
+  }
+
+  // An eighth of the memory is left free, for tokens that bring more than others leave.
+  bool has_too_much() const {
+    const std::size_t most = settings_.max_bytes - settings_.max_bytes / 8;
+    const bool is_large = responses_.bytes() > most;
+    return !ended_.empty() && (is_large || ended_.size() > std::size_t(settings_.max_cached));
+  }
+
+  // Forgets the first token of the response that ended first.
+  void forget_token() {
+    const Response& oldest = ended_.front();
+    if (!responses_.forget_first(oldest.sequence)) return;
+    const auto tree = trees_.find(oldest.key);
+    if (--tree->second.num_responses == 0) {
+      responses_.remove_root(tree->second.root);
+      trees_.erase(tree);
+    }
+    ended_.pop_front();
+  }
+
+  const SuffixSettings settings_;
+  SuffixTree responses_;
+  std::unordered_map<std::int32_t, Row> rows_;
+  std::unordered_map<std::string, Tree> trees_;  // By key.
+  std::deque<Response> ended_;                   // Those that ended first come first.
+};
+
+}  // namespace stepwell

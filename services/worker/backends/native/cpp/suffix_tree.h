@@ -1,0 +1,212 @@
+// The strings of up to so many tokens that occur in sequences which grow, and how often each does.
+//
+// A string that occurs once is a leaf, which names its place: what follows there are the tokens of
+// the sequence. So text that does not repeat itself takes a node a token. Where a string occurs
+// again, its leaf becomes an inner node, and the string of one more token a leaf.
+//
+// A token that is appended extends the strings that ended before it, by one node each. The last m
+// tokens of a sequence are an inner node up to some m; the longer ones occur nowhere else, and
+// grow with the sequence.
+
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "token_trie.h"
+
+namespace stepwell {
+
+// What may follow: tokens, and the sum of their probabilities.
+struct Draft {
+  double score = 0;
+  std::vector<Token> tokens;
+};
+
+// What a draft is made by.
+struct DraftRules {
+  double max_spec_factor;  // Most tokens of a draft, as a multiple of those that match.
+  double min_token_prob;   // The product of shares of children down to a token is at least this.
+};
+
+class SuffixTree {
+ public:
+  // `depth`: tokens of the longest strings. `num_nodes`: as many as there is room for at first.
+  SuffixTree(std::size_t depth, std::size_t num_nodes) : depth_(depth), trie_(num_nodes) {}
+
+  std::size_t bytes() const { return trie_.bytes() + num_tokens_ * sizeof(Token); }
+
+  // Sequences of different roots do not share strings.
+  NodeId add_root() { return trie_.add_root(); }
+
+  // Removes a root without sequences.
+  void remove_root(NodeId root) { trie_.remove(root); }
+
+  // A sequence without tokens.
+  SequenceId open(NodeId root) {
+    if (free_.empty()) {
+      free_.push_back(SequenceId(sequences_.size()));
+      sequences_.emplace_back();
+    }
+    const SequenceId id = free_.back();
+    free_.pop_back();
+    sequences_[id].root = root;
+    sequences_[id].is_open = true;
+    return id;
+  }
+
+  std::size_t size(SequenceId id) const { return sequences_[id].tokens.size(); }
+
+  void append(SequenceId id, Token token) {
+    Sequence& sequence = sequences_[id];
+    sequence.tokens.push_back(token);
+    ++num_tokens_;
+    ends_.clear();
+    NodeId node = sequence.root;
+    // The shortest string first: a leaf that becomes an inner node needs the shorter ones to be.
+    for (std::size_t length = 1;; ++length) {
+      const NodeId end = extend(node, token, id, length);
+      if (end != NO_NODE) ends_.push_back(end);
+      if (length > sequence.ends.size() || length == depth_) break;
+      node = sequence.ends[length - 1];
+    }
+    sequence.ends.swap(ends_);
+  }
+
+  // No tokens will be appended.
+  void close(SequenceId id) {
+    sequences_[id].is_open = false;
+    sequences_[id].ends = {};
+  }
+
+  // Forgets the first token of a closed sequence, and with the last one the sequence. Returns
+  // whether that is so.
+  bool forget_first(SequenceId id) {
+    Sequence& sequence = sequences_[id];
+    const std::vector<Token>& tokens = sequence.tokens;
+    const std::size_t end = std::min(tokens.size(), sequence.first + depth_);
+    NodeId node = sequence.root;
+    for (std::size_t at = sequence.first; at < end && !trie_[node].is_leaf(); ++at) {
+      node = trie_.child(node, tokens[at]);
+    }
+    while (node != sequence.root) {
+      const NodeId parent = trie_[node].parent;
+      trie_[node].count > 1 ? trie_.count_down(node) : trie_.remove(node);
+      node = parent;
+    }
+    if (++sequence.first < tokens.size()) return false;
+    num_tokens_ -= tokens.size();
+    sequence = {};
+    free_.push_back(id);
+    return true;
+  }
+
+  // The best draft of up to `most` tokens of what follows so many known ones. Of strings that end
+  // them and occur in the tree, each proposes what follows it most often; the highest score counts,
+  // of equals the longest string. `own`: a sequence that ends as they do; NO_SEQUENCE: none.
+  Draft guess(NodeId root, SequenceId own, const Token* known, std::size_t num_known,
+              std::size_t most, const DraftRules& rules) {
+    Draft best, draft;
+    for (std::size_t length = 1; length <= std::min(num_known, depth_ - 1); ++length) {
+      const NodeId node = find(root, own, known + num_known - length, length);
+      if (node == NO_NODE) break;
+      const double allowed = double(length) * rules.max_spec_factor + 1e-6;
+      follow(node, length, std::size_t(std::min(double(most), allowed)), rules, draft);
+      if (draft.score >= best.score) std::swap(best, draft);
+    }
+    return best;
+  }
+
+ private:
+  struct Sequence {
+    NodeId root = NO_NODE;
+    bool is_open = false;
+    std::size_t first = 0;  // The first token that is not forgotten.
+    std::vector<Token> tokens;
+    std::vector<NodeId> ends;  // Inner nodes of the last 1, 2, 3, ... tokens.
+  };
+
+  // One more occurrence of a node's string and a token, `length` tokens together, at the end of a
+  // sequence. Returns the inner node; NO_NODE for a leaf, of a string that did not occur before.
+  NodeId extend(NodeId node, Token token, SequenceId id, std::size_t length) {
+    const NodeId child = trie_.child(node, token);
+    if (child == NO_NODE) {
+      trie_.add_leaf(node, token, id, std::uint32_t(sequences_[id].tokens.size() - length));
+      return NO_NODE;
+    }
+    if (trie_[child].is_leaf()) open_leaf(child, length);
+    trie_.count_up(child);
+    return child;
+  }
+
+  // Makes a leaf whose string has `length` tokens an inner node.
+  void open_leaf(NodeId id, std::size_t length) {
+    TrieNode& node = trie_[id];
+    const SequenceId owner = node.sequence;
+    Sequence& sequence = sequences_[owner];
+    const std::uint32_t start = node.start;
+    const std::size_t next = start + length;
+    node.sequence = NO_SEQUENCE;
+    node.first_child = NO_NODE;
+    if (next < sequence.tokens.size()) {
+      if (length < depth_) trie_.add_leaf(id, sequence.tokens[next], owner, start);
+    } else if (sequence.is_open) {
+      sequence.ends.push_back(id);
+    }
+  }
+
+  // The node of a string: an inner one, or the leaf of it or of a string that it begins with.
+  // NO_NODE where it does not occur, or only as the end of `own`.
+  NodeId find(NodeId root, SequenceId own, const Token* tokens, std::size_t length) const {
+    if (own != NO_SEQUENCE && length <= size(own)) {
+      const std::vector<NodeId>& ends = sequences_[own].ends;
+      return length <= ends.size() ? ends[length - 1] : NO_NODE;
+    }
+    NodeId node = root;
+    for (std::size_t at = 0; at < length; ++at) {
+      node = trie_.child(node, tokens[at]);
+      if (node == NO_NODE || !trie_[node].is_leaf()) {
+        if (node == NO_NODE) return NO_NODE;
+        continue;
+      }
+      const std::vector<Token>& there = sequences_[trie_[node].sequence].tokens;
+      const std::size_t start = trie_[node].start;
+      if (there.size() - start < length) return NO_NODE;
+      return std::equal(tokens, tokens + length, there.begin() + start) ? node : NO_NODE;
+    }
+    return node;
+  }
+
+  // What follows a string of so many tokens most often.
+  void follow(NodeId node, std::size_t length, std::size_t most, const DraftRules& rules,
+              Draft& draft) {
+    draft.score = 0;
+    draft.tokens.clear();
+    double probability = 1;
+    for (; draft.tokens.size() < most && length < depth_; ++length) {
+      if (!trie_[node].is_leaf()) {
+        const NodeId child = trie_.favourite(node);
+        if (child == NO_NODE) break;
+        probability *= double(trie_[child].count) / trie_[node].count;
+        if (probability < rules.min_token_prob) break;
+        node = child;
+        draft.tokens.push_back(trie_[child].token);
+      } else {
+        const std::vector<Token>& there = sequences_[trie_[node].sequence].tokens;
+        const std::size_t next = trie_[node].start + length;
+        if (next == there.size()) break;
+        draft.tokens.push_back(there[next]);
+      }
+      draft.score += probability;
+    }
+  }
+
+  std::size_t depth_;
+  TokenTrie trie_;
+  std::vector<Sequence> sequences_;
+  std::vector<SequenceId> free_;
+  std::vector<NodeId> ends_;
+  std::size_t num_tokens_ = 0;
+};
+
+}  // namespace stepwell

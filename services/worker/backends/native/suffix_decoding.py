@@ -1,0 +1,67 @@
+"""Suffix trees in the compiled library: see cpp/suffix_decoding.h."""
+
+import ctypes
+import weakref
+
+import numpy as np
+
+from services.worker.backends.native.library import NativeSuffixSettings, SuffixFunctions
+from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
+
+MAX_RESPONSE_BYTES = 256 << 20
+"""Memory of all trees of responses: of half a million tokens of text that occurs twice, or of six
+million that occur once.
+"""
+
+
+class NativeSuffixDecoding:
+    """See SuffixDecoding. The trees of responses take at most `max_bytes`."""
+
+    def __init__(
+        self, library: ctypes.CDLL, rules: SuffixRules, max_bytes: int = MAX_RESPONSE_BYTES
+    ) -> None:
+        self._functions = functions = SuffixFunctions(library)
+        settings = NativeSuffixSettings(
+            rules.max_tree_depth,
+            rules.max_cached_requests,
+            max_bytes,
+            rules.max_spec_factor,
+            rules.min_token_prob,
+        )
+        self._trees: int = functions.new(settings)
+        weakref.finalize(self, functions.delete, self._trees)
+
+    @property
+    def num_cached(self) -> int:
+        """Responses in the trees."""
+        return int(self._functions.num_cached(self._trees))
+
+    @property
+    def cached_bytes(self) -> int:
+        """Memory of the trees of responses."""
+        return int(self._functions.cached_bytes(self._trees))
+
+    def enter(self, row: int, key: bytes, num_tokens: int) -> None:
+        self._functions.enter(self._trees, row, key, len(key), num_tokens)
+
+    def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
+        rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
+        width = token_ids.strides[0] // token_ids.itemsize
+        tokens = token_ids.ctypes.data
+        self._functions.take_in(
+            *(self._trees, tokens, width, rows.ctypes.data, num_tokens.ctypes.data, len(rows))
+        )
+
+    def propose(self, row: int, token_ids: Int32Array, most: int) -> list[int]:
+        drafts, tokens = np.empty(most, np.int32), token_ids.ctypes.data
+        found = self._functions.propose(
+            self._trees, row, tokens, len(token_ids), most, drafts.ctypes.data
+        )
+        proposed: list[int] = drafts[:found].tolist()
+        return proposed
+
+    def leave(self, row: int) -> None:
+        self._functions.leave(self._trees, row)
+
+    def clear(self) -> None:
+        self._functions.clear(self._trees)

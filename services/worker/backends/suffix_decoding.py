@@ -1,0 +1,60 @@
+"""Drafts by suffix trees, which there is compiled code for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixRules:
+    """How drafts are found. `max_tree_depth`: most tokens of a match and its drafts together.
+    `max_cached_requests`: responses in the trees of responses, at most; 0: there are no such trees.
+    `max_spec_factor`: most drafts, as a multiple of the tokens that match. `min_token_prob`: what
+    the product of the shares of the tokens that are proposed is at least.
+    """
+
+    max_tree_depth: int
+    max_cached_requests: int
+    max_spec_factor: float
+    min_token_prob: float
+
+
+class SuffixDecoding(Protocol):
+    """Suffix trees: one of the tokens of each request, and for each key one of responses. Requests
+    are named by their row of the batch. Same calls give the same drafts, on every machine.
+
+    A tree holds, for each string of up to `max_tree_depth` tokens, how often it occurs: the share
+    of a token behind a string is how often both together do, over how often the string does. Of
+    each end of a request's tokens that a tree holds, of m tokens, up to m * `max_spec_factor`
+    drafts are made: always the token that followed most often, the lowest one of equals, as long as
+    the product of their shares is at least `min_token_prob`. The drafts with the largest sum of
+    these products count, of equals those of the longest match; and of the two trees the better
+    ones, the request's own of equals.
+    """
+
+    def enter(self, row: int, key: bytes, num_tokens: int) -> None:
+        """A request enters a row that is free, with so many known tokens. Those that follow are its
+        response, which requests of the same key have drafts from, also after it has left.
+        """
+
+    def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
+        """Adds new tokens to the responses of these rows. `token_ids` [all rows, n] holds all
+        tokens of each, of which the first `num_tokens`, parallel to `rows`, are known. Where there
+        are too many responses, or too large ones, those that began first are forgotten, whole.
+        """
+
+    def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
+        """Up to `most` drafts of what follows these tokens, which are all that are known of the
+        request. Calls for a row bring the same tokens as before, and further ones.
+        """
+
+    def leave(self, row: int) -> None:
+        """The request in a row, if there is one, has left."""
+
+    def clear(self) -> None:
+        """Forgets all requests and responses."""

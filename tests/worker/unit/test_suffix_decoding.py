@@ -1,0 +1,169 @@
+"""Drafts of suffix trees are those that counting all occurrences gives."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.worker.backends.native.suffix_decoding import NativeSuffixDecoding
+from services.worker.backends.suffix_decoding import SuffixRules
+from tests.worker.suffix_reference import RULES, CountedSuffixes, suffix_trees
+
+ROWS, LENGTH = 3, 400
+KEYS = (b"", b"ann", b"ben")
+
+
+class Requests:
+    """Rows of tokens, told to some implementations alike."""
+
+    def __init__(self, *told: NativeSuffixDecoding | CountedSuffixes) -> None:
+        self._told = told
+        self.token_ids = np.zeros((ROWS, LENGTH), np.int32)
+        self.num_tokens = np.zeros(ROWS, np.int32)
+
+    def enter(self, row: int, prompt: list[int], key: bytes = b"") -> None:
+        self.leave(row)
+        self.num_tokens[row] = 0
+        self._append(row, prompt)
+        for one in self._told:
+            one.enter(row, key, len(prompt))
+
+    def write(self, written: dict[int, list[int]]) -> None:
+        """Tokens that are sampled in one step, by row."""
+        for row, tokens in written.items():
+            self._append(row, tokens)
+        rows = np.array(list(written), np.int32)
+        for one in self._told:
+            one.take_in(rows, self.token_ids, self.num_tokens[rows])
+
+    def propose(self, row: int, most: int) -> list[list[int]]:
+        known = self.token_ids[row, : self.num_tokens[row]]
+        return [list(one.propose(row, known, most)) for one in self._told]
+
+    def leave(self, row: int) -> None:
+        for one in self._told:
+            one.leave(row)
+
+    def _append(self, row: int, tokens: list[int]) -> None:
+        begin = self.num_tokens[row]
+        self.token_ids[row, begin : begin + len(tokens)] = tokens
+        self.num_tokens[row] += len(tokens)
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+rows = st.integers(0, ROWS - 1)
+events = st.one_of(
+    st.tuples(st.just("enter"), rows, tokens, st.sampled_from(KEYS)),
+    st.tuples(st.just("write"), st.dictionaries(rows, tokens, min_size=1)),
+    st.tuples(st.just("propose"), rows, st.integers(1, 8)),
+    st.tuples(st.just("leave"), rows),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    events=st.lists(events, max_size=40),
+    depth=st.integers(2, 7),
+    max_cached=st.sampled_from([0, 1, 2, 5, 100]),
+    factor=st.sampled_from([0.3, 1.0, 1.7]),
+    least=st.sampled_from([0.0, 0.1, 0.4, 1.0]),
+)
+def test_trees_propose_what_counting_does(
+    events: list[tuple],
+    depth: int,
+    max_cached: int,
+    factor: float,
+    least: float,
+) -> None:
+    rules = SuffixRules(depth, max_cached, factor, least)
+    native, counted = suffix_trees(rules), CountedSuffixes(rules)
+    requests, present = Requests(native, counted), set[int]()
+    for kind, *of in events:
+        if kind == "enter":
+            present.add(of[0])
+            requests.enter(*of)
+        elif kind == "leave":
+            present.discard(of[0])
+            requests.leave(*of)
+        elif kind == "write" and (written := {row: of[0][row] for row in of[0] if row in present}):
+            requests.write(written)
+        elif kind == "propose" and of[0] in present:
+            ours, expected = requests.propose(*of)
+            assert ours == expected
+        assert native.num_cached == len(counted.ended)
+
+
+def test_what_another_request_wrote_is_proposed() -> None:
+    requests = Requests(suffix_trees())
+    requests.enter(0, [1, 2, 3])
+    requests.write({0: [10, 11, 12, 13, 14, 15]})
+    requests.leave(0)
+    requests.enter(0, [7, 8])
+    requests.write({0: [10, 11]})
+    # The string 10, 11 occurs twice, and was followed by 12 once.
+    assert requests.propose(0, 8) == [[12, 13]]
+    requests.write({0: [12, 13]})
+    assert requests.propose(0, 8) == [[14, 15]]
+
+
+def test_no_request_sees_what_was_written_for_another_key() -> None:
+    requests = Requests(suffix_trees())
+    requests.enter(0, [1, 2, 3], b"ann")
+    requests.write({0: [10, 11, 12, 13]})
+    for key, expected in ((b"ben", []), (b"", []), (b"ann", [12, 13])):
+        requests.enter(1, [7, 8], key)
+        requests.write({1: [10, 11]})
+        assert requests.propose(1, 8) == [expected]
+
+
+def test_prompts_and_what_was_known_at_entry_are_not_proposed_to_others() -> None:
+    requests = Requests(suffix_trees())
+    requests.enter(0, [10, 11, 12, 13])
+    requests.write({0: [20]})
+    requests.enter(1, [9, 10, 11])
+    assert requests.propose(1, 8) == [[]]
+    requests.enter(1, [9, 10, 11, 12, 10, 11])
+    assert requests.propose(1, 8) == [[12, 10]]
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), max_bytes=st.sampled_from([2000, 20_000, 60_000]))
+def test_trees_stay_within_their_memory_and_go_on(seed: int, max_bytes: int) -> None:
+    """Texts of which some occur again in parts, which takes more memory than new ones."""
+    random = np.random.default_rng(seed)
+    native = suffix_trees(RULES, max_bytes)
+    requests, texts = Requests(native), random.integers(0, 500, (5, 300))
+    a_node = 40
+    for _ in range(100):
+        requests.enter(0, [1])
+        if random.random() < 0.5:
+            texts[random.integers(5)] = random.integers(0, 500, 300)
+        start, end = np.sort(random.integers(0, 301, 2))
+        requests.write({0: texts[random.integers(5), start:end].tolist()})
+        assert native.cached_bytes <= max_bytes + RULES.max_tree_depth * a_node
+    requests.leave(0)
+    for _ in range(2 * max_bytes // 300):
+        requests.enter(0, [1])
+        requests.write({0: random.integers(0, 500, 300).tolist()})
+    assert native.cached_bytes <= max_bytes * 7 // 8 + 300 * a_node
+    requests.enter(0, [1])
+    requests.write({0: [1000, 1001, 1002, 1003]})
+    requests.enter(0, [1])
+    requests.write({0: [1000, 1001]})
+    assert requests.propose(0, 8) == [[1002, 1003]]
+
+
+def test_the_response_that_ended_first_is_forgotten_first() -> None:
+    random = np.random.default_rng(5)
+    native = suffix_trees(RULES, 64 << 10)
+    requests = Requests(native)
+    written = [random.integers(0, 50, 300).tolist() for _ in range(60)]
+    for text in written:
+        requests.enter(0, [1])
+        requests.write({0: text})
+    assert 1 < native.num_cached < 20
+    for text, expected in ((written[0], []), (written[-2], written[-2][12:16])):
+        requests.enter(1, [1])
+        requests.write({1: text[:12]})
+        assert requests.propose(1, 4) == [expected]
+    native.clear()
+    assert (native.num_cached, native.cached_bytes) == (0, 0)
