@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from services.common.block_hash import cache_key
 from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import BlockTables
 from services.gateway.core.request import EngineRequest
@@ -99,6 +100,7 @@ def _new_request(request: Request, tables: BlockTables) -> NewRequest:
         num_prompt_tokens=request.num_prompt_tokens,
         sampling=request.sampling,
         block_tables=tuple(_ints(table) for table in tables),
+        cache_key=cache_key(request.cache_salt, request.adapter_digest),
     )
 
 

@@ -53,6 +53,14 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     return extra_keys + b"adapter\0" + adapter_digest if adapter_digest else extra_keys
 
 
+def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
+    """What requests must have in common to be served from what others left behind: SHA-256 of the
+    extra keys of their first blocks, empty where there are none.
+    """
+    extra_keys = encode_extra_keys(cache_salt, adapter_digest)
+    return sha256(extra_keys).digest() if extra_keys else b""
+
+
 def encode_items(encoder_inputs: Sequence[EncoderInput], start: int, end: int) -> bytes:
     """Extra keys of the block of tokens `start` up to `end`: of each item that it touches a tag,
     the length of the item's identifier, the identifier, and where the item begins, counted from

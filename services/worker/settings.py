@@ -107,8 +107,8 @@ class WorkerSettings(ServiceSettings):
     speculative_config: str | None = setting(
         None,
         doc="JSON: guess tokens that follow, and verify them beside the next one; with method "
-        "ngram, or draft_model and model, num_speculative_tokens, prompt_lookup_min, "
-        "prompt_lookup_max and num_rows, see docs/speculation.md (default: no speculation)",
+        "ngram, suffix, or draft_model and model, num_speculative_tokens, num_rows, and what else "
+        "the method takes, see docs/speculation.md (default: no speculation)",
         check=speculative_config_problem,
     )
     kernels: KernelsSetting = setting(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from services.worker.core.draft_source import DraftSource, WantedDrafts
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.step import Int32Array, StepInput
+from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.core.worker import Worker
 
 
@@ -59,6 +59,12 @@ class Recorded:
         for row, tokens, drafts, want in zip(rows, known, proposed, wanted, strict=True):
             self._open[row] = (tokens, list(drafts), len(want.forced))
         return proposed
+
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        self._source.enter(requests)
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        self._source.sampled(rows, batch)
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         for row in rows.tolist():

@@ -17,6 +17,7 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.suffix_source import SuffixSource
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.parity.proposers import KnownProposer, RandomProposer
@@ -24,6 +25,7 @@ from tests.parity.random_serving import Happened, RandomServing
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Request, build_runner
+from tests.worker.suffix_reference import suffix_trees
 
 MAX_NUM_SEQS = 6
 MOST_TOKENS = 70
@@ -156,10 +158,12 @@ def test_a_model_that_drafts_for_itself_is_always_right_with_codes(served: Serve
     assert happened.accepted == happened.drafts > 20
 
 
-def serve_tokens(runner: ModelRunner, schedule: Schedule) -> tuple[list[Request], Happened]:
-    """Twice, without the prompt that is embedded, of which a draft model knows nothing."""
+def serve_tokens(
+    runner: ModelRunner, schedule: Schedule, times: int = 2
+) -> tuple[list[Request], Happened]:
+    """So many times, without the prompt that is embedded, of which a draft model knows nothing."""
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
-    served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(2)]
+    served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(times)]
     for requests in served:
         serving.run(requests, {})
     return [request for requests in served for request in requests], serving.happened
@@ -180,6 +184,21 @@ def test_two_ranks_draft_with_a_model_of_two_ranks(served: Served) -> None:
     check(served, requests)
     assert [request.output for request in others] == [request.output for request in requests]
     assert happened.accepted == happened.drafts > 20
+
+
+def test_two_ranks_draft_alike_from_what_others_wrote(served: Served) -> None:
+    schedule = Schedule(seed=3, block_size=4, max_chunk=7)
+
+    def work(thread: RankThread) -> tuple[list[Request], Happened]:
+        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        source = SuffixSource(suffix_trees())
+        runner = served.runner(schedule, ranks=thread.group.ranks, lockstep=lockstep, source=source)
+        return serve_tokens(runner, schedule, times=5)
+
+    (requests, happened), (others, _) = on_ranks(2, work)
+    check(served, requests)
+    assert [request.output for request in others] == [request.output for request in requests]
+    assert happened.drafts > happened.accepted > 5
 
 
 @pytest.mark.parametrize("proposes", [False, True])

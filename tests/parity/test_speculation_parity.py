@@ -12,14 +12,14 @@ import torch
 from stepwell.common.v1 import common_pb2
 
 from services.worker.build import build_worker
-from services.worker.core.draft_source import ProposerSource
+from services.worker.core.draft_source import DraftSource, ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.suffix_source import SuffixSource
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
 from services.worker.speculation.config import SpeculativeConfig
 from services.worker.speculation.ngram import NgramProposer
-from services.worker.speculation.proposer import Proposer
 from tests.cli.replaying import replay
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.situations import (
@@ -34,7 +34,9 @@ from tests.parity.situations import (
     reference_outputs,
 )
 from tests.parity.test_services_parity import Outputs, generate, serving
+from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model
+from tests.worker.suffix_reference import suffix_trees
 
 NUM_DRAFTS = 4
 NGRAM = SpeculativeConfig(NUM_DRAFTS, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -50,11 +52,12 @@ EDITED: dict[str, Any] = {
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 TOGETHER = SITUATIONS["sixteen together"]
 
-PROPOSERS: dict[str, Callable[[KnownProposer], Proposer]] = {
-    "always right": lambda known: known,
-    "never right": lambda known: KnownProposer(known.sequences, shift=1),
-    "random": RandomProposer,
-    "ngram": lambda _: NgramProposer(NGRAM),
+PROPOSERS: dict[str, Callable[[KnownProposer], DraftSource]] = {
+    "always right": ProposerSource,
+    "never right": lambda known: ProposerSource(KnownProposer(known.sequences, shift=1)),
+    "random": lambda known: ProposerSource(RandomProposer(known)),
+    "ngram": lambda _: ProposerSource(NgramProposer(NGRAM)),
+    "suffix": lambda _: SuffixSource(suffix_trees()),
 }
 
 
@@ -71,7 +74,7 @@ class Speculating:
         given = [prompt for _ in self.outputs for prompt in prompts()]
         answers = [answer for _, outputs in self.outputs for answer in outputs]
         known = [prompt + answer for prompt, answer in zip(given, answers, strict=True)]
-        source = ProposerSource(PROPOSERS[name](KnownProposer(known)))
+        source = PROPOSERS[name](KnownProposer(known))
         self.loaded.runner.drafter = Drafter(source, NUM_DRAFTS)
 
 
@@ -163,6 +166,26 @@ async def test_a_run_whose_requests_share_rows_is_reproduced_from_its_log(
     assert await asyncio.to_thread(replay, path) == 0
 
 
+async def test_an_answer_is_drafted_from_others_of_the_same_salt(
+    speculating: Speculating,
+) -> None:
+    speculating.propose_with("suffix")
+    _, expected = speculating.outputs[0]
+    num_steps = []
+    async with serving(speculating.loaded, TOGETHER, async_scheduling=True) as (replica, gateway):
+        for salt in ("ann", "ben", "", "ann"):
+            before = (await replica.stats()).num_steps
+            for prompt, answer in zip(prompts(), expected, strict=True):
+                handle = len(gateway.heard)
+                await gateway.add(handle, prompt, sampling=sampling(**GREEDY), cache_salt=salt)
+                await gateway.finish(handle)
+                assert gateway.heard[handle].tokens == answer
+            num_steps.append((await replica.stats()).num_steps - before)
+    first, *others, again = num_steps
+    assert again < 0.6 * first
+    assert min(others) > 0.9 * first
+
+
 async def test_accepted_drafts_are_cached_as_they_were_computed(speculating: Speculating) -> None:
     speculating.propose_with("random")
     _, expected = speculating.outputs[0]
@@ -201,12 +224,13 @@ async def test_drafts_change_no_token_of_a_form(temperature: float) -> None:
         "structured_outputs": wanted,
     }
     answers, num_steps = [], []
-    for config in ({}, {"num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 2}):
+    by_ngrams = {"num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_min": 2}
+    for config in ({}, by_ngrams, {"method": "suffix"}):
         async with serving(build(DEMO, **config), TOGETHER, async_scheduling=True) as (
             replica,
             gateway,
         ):
             answers.append(await generate(gateway, [[5, 6, 7], [8, 9]], params))
             num_steps.append((await replica.stats()).num_steps)
-    assert answers[0] == answers[1]
-    assert num_steps[1] < num_steps[0]
+    assert answers[0] == answers[1] == answers[2]
+    assert max(num_steps[1:]) < num_steps[0]

@@ -21,7 +21,7 @@ from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.draft_model import DraftModel
-from services.worker.core.draft_source import ProposerSource
+from services.worker.core.draft_source import DraftSource, ProposerSource
 from services.worker.core.drafter import Drafter
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.kv_groups import (
@@ -78,11 +78,12 @@ def build_runner(
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO,
     proposer: Proposer | None = None,
     draft_model: Path | None = None,
+    source: DraftSource | None = None,
 ) -> ModelRunner:
     """A runner over the model in a directory, or one rank of it. `keeps_tokens_on_device`: sampled
     tokens stay where logits are, as on CUDA. `group`: of which this is a rank, in one of its
-    pipeline stages. `around` may wrap model and attention. `proposer`, or the model in the
-    directory `draft_model`: of up to four drafts of a request in a step.
+    pipeline stages. `around` may wrap model and attention. `proposer`, `source`, or the model in
+    the directory `draft_model`: of up to four drafts of a request in a step.
     """
     own = Membership() if group is None else group.membership
     ranks = ranks if group is None else group.ranks
@@ -121,7 +122,7 @@ def build_runner(
         num_blocks=num_blocks,
         windows=tuple(group.window for group in groups),
         state_block_sizes=state_block_sizes(groups, block_size, MAX_MODEL_LEN),
-        num_speculative_tokens=4 if proposer is not None or draft_model is not None else 0,
+        num_speculative_tokens=0 if proposer is draft_model is source is None else 4,
         block_scales=block_scales(groups),
     )
     device_tokens = DeviceTokens(CpuDevice(), max_num_seqs) if keeps_tokens_on_device else None
@@ -129,10 +130,10 @@ def build_runner(
     model = loaded.model
     if around is not None:
         model, attention = around(model, attention)
-    drafter = None if proposer is None else Drafter(ProposerSource(proposer), 4)
+    if proposer is not None:
+        source = ProposerSource(proposer)
     if draft_model is not None:
         source = _loaded_draft_model(draft_model, kernels, limits, asked, kv_cache_dtype, ranks)
-        drafter = Drafter(source, 4)
     stage = None
     if link is not None:
         place = own.stage, own.pipeline_parallel_size
@@ -147,7 +148,7 @@ def build_runner(
         stage=stage,
         states=states,
         adapters=_loaded_adapters(loaded, adapters) if adapters else None,
-        drafter=drafter,
+        drafter=None if source is None else Drafter(source, 4),
         row_sampler=kernels.row_sampler(),
     )
 

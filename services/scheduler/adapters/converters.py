@@ -7,7 +7,7 @@ from typing import cast
 from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.block_hash import cache_key, pack_token_ids, unpack_token_ids
 from services.common.pool_operations import BlockTables
 from services.common.pooling_proto import pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
@@ -156,6 +156,7 @@ def _new_request(
         prompt_embeds=prompt_embeds_to_proto(embeds and embeds.rest(num_computed_tokens)),
         num_placeholders=embeds.num_tokens if embeds is not None else 0,
         adapter_digest=request.adapter_digest,
+        cache_key=cache_key(request.cache_salt, request.adapter_digest),
         pooling=pooling_to_proto(request.pooling),
     )
 

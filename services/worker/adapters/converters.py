@@ -141,6 +141,7 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         num_placeholders=message.num_placeholders,
         pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
         adapter_digest=message.adapter_digest,
+        cache_key=message.cache_key,
     )
 
 

@@ -32,7 +32,7 @@ from services.worker.backends.attention import PagedAttention
 from services.worker.core.draft_source import WantedDrafts
 from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.layout import lay_out
-from services.worker.core.step import Int32Array, StepInput
+from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.models.model import Model
 
 
@@ -68,6 +68,9 @@ class DraftModel:
         """By row, drafts that were computed behind these tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
 
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        """What is computed of them is found out when they are part of a step."""
+
     def forget(self, rows: Int32Array) -> None:
         self._num_computed[rows] = self._longest
         self._num_guesses[rows] = 0
@@ -95,6 +98,9 @@ class DraftModel:
                 num_own[want.index], ends[want.index] = count, first
         self._compute_due(batch, rows, starts, ends, num_own)
         return [self._take(batch, int(rows[w.index]), w, int(num_own[w.index])) for w in wanted]
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        """Tokens are read when drafts are wanted."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """See DraftSource. Computes drafts that stood, as far as they fill blocks."""

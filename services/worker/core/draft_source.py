@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.worker.core.input_batch import InputBatch
-from services.worker.core.step import Int32Array, StepInput
+from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 
@@ -20,9 +20,17 @@ class WantedDrafts:
     most: int
     forced: list[int]
 
+    def possible(self, proposed: Sequence[int]) -> Sequence[int]:
+        """What is proposed, or only the forced drafts if it does not begin so."""
+        begins_so = list(proposed[: len(self.forced)]) == self.forced
+        return proposed if begins_so else self.forced
+
 
 class DraftSource(Protocol):
     """Proposes drafts, the same on every rank of a model."""
+
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        """These requests have entered the batch, in rows that are free."""
 
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
@@ -33,6 +41,9 @@ class DraftSource(Protocol):
         step without its drafts: all its tokens are known, and of those requests it computes the
         last known one. Entries of `batch.token_ids` behind the known tokens may be overwritten.
         """
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        """A step of these rows has ended, and the tokens that it sampled of some are known."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """The drafts of these rows were verified. Those that stood are known tokens now, and so is
@@ -52,17 +63,20 @@ class ProposerSource:
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
 
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        """A request is known from its first proposal on."""
+
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> list[Sequence[int]]:
-        """See DraftSource; only forced drafts if what is proposed does not begin so."""
         return [self._of_request(int(step.rows[want.index]), batch, want) for want in wanted]
 
     def _of_request(self, row: int, batch: InputBatch, want: WantedDrafts) -> Sequence[int]:
         known = batch.token_ids[row, : batch.num_tokens[row]]
-        proposed = list(self._proposer.propose(row, known, want.most))
-        is_possible = proposed[: len(want.forced)] == want.forced
-        return proposed if is_possible else want.forced
+        return want.possible(self._proposer.propose(row, known, want.most))
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        """A proposer is given all tokens when it is asked."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Nothing depends on what became of drafts."""

@@ -29,19 +29,23 @@ class Drafter:
         self._most = most
         self._lengths: dict[int, DraftLength] = {}
 
-    def forget(self, rows: Int32Array) -> None:
-        """The requests in these rows have left."""
-        self.source.forget(rows)
-        for row in rows.tolist():
+    def update(self, step: StepInput) -> None:
+        """Takes in which requests leave and enter."""
+        self.source.forget(step.removed_rows)
+        for row in step.removed_rows.tolist():
             self._lengths.pop(row, None)
+        self.source.enter(step.new_requests)
 
     def clear(self) -> None:
         """All requests have left."""
         self.source.clear()
         self._lengths.clear()
 
-    def verified(self, tokens: StepTokens, batch: InputBatch) -> None:
-        """Takes in which drafts of a step stood: all tokens that were sampled but the last."""
+    def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
+        """Takes in what a step sampled, and which of its drafts stood: all tokens that were sampled
+        but the last.
+        """
+        self.source.sampled(tokens.rows, batch)
         if tokens.num_draft_tokens is None:
             return
         drafted = np.flatnonzero(tokens.num_draft_tokens)

@@ -5,7 +5,7 @@ InvalidArgument
 StepwellError
 ├── KVCacheTooSmall      the memory set aside cannot hold one sequence
 ├── NoTier               offloaded blocks cannot be kept
-└── NoSpeculation        drafts cannot be verified
+└── NoSpeculation        drafts cannot be proposed or verified
 """
 
 from services.common.errors import InvalidArgument, StepwellError
@@ -30,6 +30,8 @@ class NoTier(StepwellError):
 
 
 class NoSpeculation(StepwellError):
-    """The model, or the way that it is divided, does not allow drafts to be verified."""
+    """The model, or the way that it is divided, does not allow drafts to be verified, or the
+    machine has no code that proposes them.
+    """
 
     reason = "NO_SPECULATION"

@@ -189,7 +189,7 @@ class ModelRunner:
             return Sampled().output(step, {})
         output = self._sampler.sample(step, tokens, sampling, logits, logits_of)
         if self.drafter is not None:
-            self.drafter.verified(tokens, self._batch)
+            self.drafter.sampled(tokens, self._batch)
         return output
 
     def _prepare_blocks(self, step: StepInput) -> None:
@@ -221,7 +221,7 @@ class ModelRunner:
         if not self._samples:
             return
         if self.drafter is not None:
-            self.drafter.forget(step.removed_rows)
+            self.drafter.update(step)
         self._sampler.update(step)
 
     def _forward(

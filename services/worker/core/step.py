@@ -25,7 +25,7 @@ class NewRequest:
     Its first `num_placeholders` tokens are placeholders for embeddings. `prompt_embeds` holds those
     of the last of them; embeddings of tokens that are computed already may be left out. `pooling`
     is how its prompt is pooled, where the model does that. `adapter_digest`: of the files of its
-    adapter; empty if it has none.
+    adapter; empty if it has none. `cache_key`: see block_hash.cache_key.
     """
 
     row: int
@@ -37,6 +37,7 @@ class NewRequest:
     num_placeholders: int = 0
     pooling: PoolingParams | None = None
     adapter_digest: bytes = b""
+    cache_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,17 @@
 
 from dataclasses import replace
 
+from services.worker.backends.native.compiled import (
+    NotCompiled,
+    default_cache_directory,
+    load_compiled,
+)
+from services.worker.backends.native.suffix_decoding import NativeSuffixDecoding
+from services.worker.backends.suffix_decoding import SuffixRules
 from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
+from services.worker.core.errors import NoSpeculation
+from services.worker.core.suffix_source import SuffixSource
 from services.worker.parts.draft_model import load_draft_model
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_speculation
@@ -27,4 +36,19 @@ def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
     parts = replace(parts, limits=limits)
     if config.model is not None:
         return replace(parts, draft_model=load_draft_model(setup, parts, config.model))
+    if config.suffix is not None:
+        return replace(parts, drafter=Drafter(_suffix_source(setup, config.suffix), most))
     return replace(parts, drafter=Drafter(ProposerSource(NgramProposer(config)), most))
+
+
+def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
+    """Suffix trees in the compiled library, on whatever device the model is computed. Raises
+    NoSpeculation.
+    """
+    try:
+        library = load_compiled(default_cache_directory(), setup.checkpoint_reached)
+    except NotCompiled as error:
+        raise NoSpeculation(
+            f"speculative_config: suffix trees are compiled code, which there is none of: {error}"
+        ) from error
+    return SuffixSource(NativeSuffixDecoding(library, rules))

@@ -5,19 +5,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.worker.backends.suffix_decoding import SuffixRules
+
 MAX_SPECULATIVE_TOKENS = 128
 """Most drafts of a request in a step, as in vLLM."""
 
-NGRAM, DRAFT_MODEL = "ngram", "draft_model"
-_NAMES = {NGRAM: ("prompt_lookup_min", "prompt_lookup_max"), DRAFT_MODEL: ("model",)}
+NGRAM, DRAFT_MODEL, SUFFIX = "ngram", "draft_model", "suffix"
+_TREE_DEPTH = "suffix_decoding_max_tree_depth"
+_CACHED_REQUESTS = "suffix_decoding_max_cached_requests"
+_SPEC_FACTOR, _TOKEN_PROB = "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"
+_NAMES = {
+    NGRAM: ("prompt_lookup_min", "prompt_lookup_max"),
+    DRAFT_MODEL: ("model",),
+    SUFFIX: (_TREE_DEPTH, _CACHED_REQUESTS, _SPEC_FACTOR, _TOKEN_PROB),
+}
 """What each method takes besides what all take."""
 
 _DEFAULT_LOOKUP = 5
-_RANGES = {
+_DEFAULT_SUFFIX = SuffixRules(
+    max_tree_depth=24, max_cached_requests=10_000, max_spec_factor=1.0, min_token_prob=0.1
+)
+_RANGES: Mapping[str, tuple[float, float]] = {
     "num_speculative_tokens": (1, MAX_SPECULATIVE_TOKENS),
     "num_rows": (0, 1_048_576),
     "prompt_lookup_min": (1, 1024),
     "prompt_lookup_max": (1, 1024),
+    _TREE_DEPTH: (2, 1024),
+    _CACHED_REQUESTS: (0, 1_048_576),
+    _SPEC_FACTOR: (0.01, 1024),
+    _TOKEN_PROB: (0, 1),
 }
 _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
@@ -25,9 +41,9 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How drafts are proposed: up to `num_speculative_tokens`, where the last `prompt_lookup_min`
-    to `prompt_lookup_max` tokens occurred before, or by the draft model in the directory `model`.
-    `num_rows`: that tokens and drafts of decoding requests are to fill in a step, 0 if any number;
-    None: as many as the device computes in about the time of one.
+    to `prompt_lookup_max` tokens occurred before, by the draft model in the directory `model`, or
+    by suffix trees with these rules. `num_rows`: that tokens and drafts of decoding requests are to
+    fill in a step, 0 if any number; None: as many as the device computes in about the time of one.
     """
 
     num_speculative_tokens: int
@@ -35,17 +51,21 @@ class SpeculativeConfig:
     prompt_lookup_max: int = _DEFAULT_LOOKUP
     num_rows: int | None = None
     model: Path | None = None
+    suffix: SuffixRules | None = None
 
     @property
     def method(self) -> str:
         """Its name in the setting."""
+        if self.suffix is not None:
+            return SUFFIX
         return NGRAM if self.model is None else DRAFT_MODEL
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
     """The configuration that a text holds. Without a method it is "draft_model" if a model is
     given, else "ngram". Of the two lengths of a match, one that is given sets the other, and both
-    are 5 by default. Raises ValueError, which says what is wrong with it.
+    are 5 by default. With suffix trees there are as many drafts as they are deep, by default.
+    Raises ValueError, which says what is wrong with it.
     """
     try:
         given = json.loads(text)
@@ -60,16 +80,23 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     if unknown := sorted(given.keys() - set(known)):
         what = f"with method {method} may have only {', '.join(known)}"
         raise ValueError(f"has {unknown[0]!r}, and {what}")
-    if "num_speculative_tokens" not in given:
+    if "num_speculative_tokens" not in given and method != SUFFIX:
         raise ValueError("must have num_speculative_tokens")
-    numbers = {key: _number(key, given[key]) for key in _RANGES if key in given}
-    longest = numbers.get("prompt_lookup_max", numbers.get("prompt_lookup_min", _DEFAULT_LOOKUP))
-    shortest = numbers.get("prompt_lookup_min", longest)
+    num_rows = _integer(given, "num_rows", 0) if "num_rows" in given else None
+    if method == SUFFIX:
+        rules = _suffix_rules(given)
+        most = min(rules.max_tree_depth, MAX_SPECULATIVE_TOKENS)
+        most = _integer(given, "num_speculative_tokens", most)
+        return SpeculativeConfig(most, num_rows=num_rows, suffix=rules)
+    most = _integer(given, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
+    if method == DRAFT_MODEL:
+        return SpeculativeConfig(most, num_rows=num_rows, model=_model(given))
+    shortest = _integer(given, "prompt_lookup_min", _DEFAULT_LOOKUP)
+    longest = _integer(given, "prompt_lookup_max", shortest)
+    shortest = _integer(given, "prompt_lookup_min", longest)
     if shortest > longest:
         raise ValueError(f"must have prompt_lookup_min of at most prompt_lookup_max {longest}")
-    most, num_rows = numbers["num_speculative_tokens"], numbers.get("num_rows")
-    model = _model(given) if method == DRAFT_MODEL else None
-    return SpeculativeConfig(most, shortest, longest, num_rows, model)
+    return SpeculativeConfig(most, shortest, longest, num_rows)
 
 
 def speculative_config_problem(text: str) -> str | None:
@@ -81,11 +108,33 @@ def speculative_config_problem(text: str) -> str | None:
     return None
 
 
-def _number(key: str, value: object) -> int:
-    low, high = _RANGES[key]
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ValueError(f"must have {key} from {low} to {high}")
+def _suffix_rules(given: Mapping[str, object]) -> SuffixRules:
+    default = _DEFAULT_SUFFIX
+    return SuffixRules(
+        _integer(given, _TREE_DEPTH, default.max_tree_depth),
+        _integer(given, _CACHED_REQUESTS, default.max_cached_requests),
+        _number(given, _SPEC_FACTOR, default.max_spec_factor),
+        _number(given, _TOKEN_PROB, default.min_token_prob),
+    )
+
+
+def _integer(given: Mapping[str, object], key: str, default: int) -> int:
+    value = given.get(key, default)
+    if not isinstance(value, int):
+        raise ValueError(_range_of(key))
+    return int(_number(given, key, default))
+
+
+def _number(given: Mapping[str, object], key: str, default: float) -> float:
+    value, (low, high) = given.get(key, default), _RANGES[key]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(_range_of(key))
     return value
+
+
+def _range_of(key: str) -> str:
+    low, high = _RANGES[key]
+    return f"must have {key} from {low} to {high}"
 
 
 def _model(given: Mapping[str, object]) -> Path:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.block_hash import (
     HASH_BYTES,
+    cache_key,
     encode_extra_keys,
     hash_full_blocks,
     pack_token_ids,
@@ -132,3 +133,12 @@ def test_an_item_is_in_the_hash_of_each_block_that_it_touches() -> None:
             ROOT, tokens, 2, cache_salt="s", encoder_inputs=items, known=hashes[:known]
         )
         assert rest == hashes[known:]
+
+
+def test_a_cache_key_for_each_pair_of_salt_and_adapter() -> None:
+    adapter, other = bytes(32), bytes(range(32))
+    pairs = [(salt, of) for salt in ("", "ann", "ben") for of in (b"", adapter, other)]
+    assert len({cache_key(*pair) for pair in pairs}) == len(pairs)
+    assert cache_key("") == b""
+    packed = b"cache_salt\0" + struct.pack("<I", 3) + b"ann" + b"adapter\0" + adapter
+    assert cache_key("ann", adapter) == sha256(packed).digest()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.backends.suffix_decoding import SuffixRules
 from services.worker.speculation.config import (
     SpeculativeConfig,
     parse_speculative_config,
@@ -41,6 +42,34 @@ def test_a_draft_model(method: dict[str, str], tmp_path: Path) -> None:
     assert config.method == "draft_model"
 
 
+def test_suffix_trees_as_vllm_has_them_by_default() -> None:
+    config = parse_speculative_config('{"method": "suffix"}')
+    assert config == SpeculativeConfig(24, suffix=SuffixRules(24, 10_000, 1.0, 0.1))
+    assert config.method == "suffix"
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "rules"),
+    [
+        ({"num_speculative_tokens": 7}, 7, SuffixRules(24, 10_000, 1.0, 0.1)),
+        ({"suffix_decoding_max_tree_depth": 500}, 128, SuffixRules(500, 10_000, 1.0, 0.1)),
+        (
+            {
+                "suffix_decoding_max_tree_depth": 9,
+                "suffix_decoding_max_cached_requests": 0,
+                "suffix_decoding_max_spec_factor": 2,
+                "suffix_decoding_min_token_prob": 0.5,
+            },
+            9,
+            SuffixRules(9, 0, 2, 0.5),
+        ),
+    ],
+)
+def test_suffix_trees_that_are_set(given: dict[str, float], most: int, rules: SuffixRules) -> None:
+    config = parse_speculative_config(json.dumps({"method": "suffix", **given}))
+    assert config == SpeculativeConfig(most, suffix=rules)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -67,6 +96,26 @@ def test_a_draft_model(method: dict[str, str], tmp_path: Path) -> None:
         (
             '{"num_speculative_tokens": 3, "model": "/nowhere"}',
             "must have as model the directory of a draft model, not '/nowhere'",
+        ),
+        (
+            '{"method": "suffix", "prompt_lookup_min": 2}',
+            "has 'prompt_lookup_min', and with method suffix may have only method, ",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_tree_depth": 1}',
+            "must have suffix_decoding_max_tree_depth from 2 to 1024",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_tree_depth": 2.5}',
+            "must have suffix_decoding_max_tree_depth from 2 to 1024",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_min_token_prob": "0.1"}',
+            "must have suffix_decoding_min_token_prob from 0 to 1",
+        ),
+        (
+            '{"method": "suffix", "suffix_decoding_max_spec_factor": 0}',
+            "must have suffix_decoding_max_spec_factor from 0.01 to 1024",
         ),
         ("{}", "must have num_speculative_tokens"),
         ('{"num_speculative_tokens": 0}', "must have num_speculative_tokens from 1 to 128"),

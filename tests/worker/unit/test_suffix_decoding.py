@@ -1,11 +1,18 @@
 """Drafts of suffix trees are those that counting all occurrences gives."""
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.worker.backends.native.suffix_decoding import NativeSuffixDecoding
 from services.worker.backends.suffix_decoding import SuffixRules
+from services.worker.build import build_worker
+from services.worker.core.errors import NoSpeculation
+from services.worker.settings import WorkerSettings
+from tests.tiny_models import save_tiny_model
 from tests.worker.suffix_reference import RULES, CountedSuffixes, suffix_trees
 
 ROWS, LENGTH = 3, 400
@@ -167,3 +174,15 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
         assert requests.propose(1, 4) == [expected]
     native.clear()
     assert (native.num_cached, native.cached_bytes) == (0, 0)
+
+
+def test_a_worker_without_compiled_code_refuses_suffix_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path, "llama")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    config = '{"method": "suffix"}'
+    wanted = WorkerSettings(model=tmp_path, num_blocks=8, speculative_config=config)
+    with pytest.raises(NoSpeculation, match=r"^speculative_config: suffix trees are compiled code"):
+        build_worker(wanted, "worker", lambda: None)
