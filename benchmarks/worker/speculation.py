@@ -3,18 +3,22 @@
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
-Runner, scheduler and pool in one process, twice over the same weights: once with speculation, once
-without. A model of random weights writes nothing that could be guessed, so it is told what to
-write: the logit of the next token of a text is raised. All else is computed as it would be. Texts
-are this project's, by the tokens of the demo model.
+Runner, scheduler and pool in one process, several times over the same weights: without speculation,
+with n-grams and with suffix trees, or with a draft model. A model of random weights writes nothing
+that could be guessed, so it is told what to write: the logit of the next token of a text is raised.
+All else is computed as it would be. Texts are this project's, by the tokens of the demo model.
 
-With n-grams, what is gained goes by what is written:
+Without a draft model, what is gained goes by what is written:
 
 * an edit of a program: the prompt is one of its files, the answer the same with names changed;
 * an extraction: the prompt is lines of JSON, the answer some fields of each;
 * a continuation: the prompt is the beginning of a page in prose, the answer goes on with it;
 * tokens drawn at random, which nothing repeats;
-* what misleads: two tokens that come again and again, each time with another one behind them.
+* what misleads: two tokens that come again and again, each time with another one behind them;
+* a step of an agent: a sentence and a call of a tool, in a form that steps of other requests, which
+  ended before, have too, with other files, names and lines.
+
+But for these steps nothing is left of what other requests wrote when a request comes.
 
 With a draft model it goes by how often that one is right. It is told the same text, but for some
 tokens, chosen by chance, in whose place it is told another one. A size stands for a random model of
@@ -39,7 +43,7 @@ from benchmarks.common.arguments import make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model, vocab_size
-from benchmarks.worker.texts import Text, texts
+from benchmarks.worker.texts import Text, agent_steps, texts
 from benchmarks.worker.told_engine import MAX_NUM_SEQS, ToldEngine
 
 NUM_AT_ONCE, NUM_TOKENS_EACH = MAX_NUM_SEQS, 64
@@ -50,6 +54,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 5,
 }
+SUFFIX = {"method": "suffix"}
 NUM_DRAFTS = 5
 SHARES_RIGHT = (0.95, 0.8, 0.6, 0.3)
 FEW_AT_ONCE = 4
@@ -57,17 +62,21 @@ FEW_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What so many requests write at once. Such a share of what a draft model writes is right."""
+    """What so many requests write at once, after others wrote what is `before`, one by one. Such a
+    share of what a draft model writes is right.
+    """
 
     text: Text
     num_at_once: int
     share_right: float = 1
+    before: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Milliseconds a token, the ratio of both, tokens a step, and milliseconds of a step of the
-    draft model and of the model, the latter without speculation.
+    """Of one way of speculation: milliseconds a token with it and without, the ratio of both,
+    tokens a step, and milliseconds of a step of the draft model and of the model, the latter
+    without speculation.
     """
 
     without: float
@@ -85,7 +94,7 @@ def main() -> None:
         "--model", default="135m", help="a directory, or the size of a random model"
     )
     parser.add_argument(
-        "--draft-model", help="a directory or a size (default: n-grams in place of a draft model)"
+        "--draft-model", help="a directory or a size (default: n-grams and suffix trees)"
     )
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
@@ -100,25 +109,27 @@ def main() -> None:
     if arguments.quick:
         num_tokens, num_rounds = 24, 1
     if draft is None:
-        table = measure_ngrams(model, arguments.threads, num_rounds, num_tokens)
+        table = measure_repetition(model, arguments.threads, num_rounds, num_tokens)
     else:
         directory = find_model(draft, vocab_size(model))
         table = measure_draft_model(model, directory, arguments.threads, num_rounds, num_tokens)
     show(uvloop.run(table))
 
 
-async def measure_ngrams(model: Path, num_threads: int, num_rounds: int, num_tokens: int) -> str:
-    """The table of n-grams: of answers of so many tokens."""
-    lines = ["| text | at once | without, ms a token | with | speed-up | tokens a step |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    wanted = ngram_loads(num_tokens)
-    for load, gain in zip(
-        wanted, await measure(model, num_threads, NGRAM, wanted, num_rounds), strict=True
-    ):
-        lines.append(
-            f"| {load.text.name} | {load.num_at_once} | {gain.without:.2f} | {gain.speculating:.2f}"
-            f" | {gain.times:.2f} | {gain.tokens_a_step:.2f} |"
-        )
+async def measure_repetition(
+    model: Path, num_threads: int, num_rounds: int, num_tokens: int
+) -> str:
+    """The table of n-grams and suffix trees: of answers of so many tokens."""
+    lines = ["| text | at once | without, ms a token |"]
+    lines[0] += " n-grams | speed-up | tokens a step | suffix trees | speed-up | tokens a step |"
+    lines.append("| --- |" + 8 * " ---: |")
+    wanted, configs = repetition_loads(num_tokens), (NGRAM, SUFFIX)
+    measured = await measure(model, num_threads, configs, wanted, num_rounds)
+    for load, gains in zip(wanted, measured, strict=True):
+        line = f"| {load.text.name} | {load.num_at_once} | {gains[0].without:.2f} |"
+        for gain in gains:
+            line += f" {gain.speculating:.2f} | {gain.times:.2f} | {gain.tokens_a_step:.2f} |"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -131,9 +142,8 @@ async def measure_draft_model(
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
     wanted = draft_model_loads(num_tokens)
-    for load, gain in zip(
-        wanted, await measure(model, num_threads, config, wanted, num_rounds), strict=True
-    ):
+    measured = await measure(model, num_threads, (config,), wanted, num_rounds)
+    for load, (gain,) in zip(wanted, measured, strict=True):
         lines.append(
             f"| {load.share_right} | {load.num_at_once} | {gain.without:.2f} | "
             f"{gain.speculating:.2f} | {gain.times:.2f} | {gain.tokens_a_step:.2f} | "
@@ -145,13 +155,13 @@ async def measure_draft_model(
 async def measure(
     model: Path,
     num_threads: int,
-    config: Mapping[str, object],
+    configs: Sequence[Mapping[str, object]],
     loads: Sequence[Load],
     num_rounds: int,
-) -> list[Gain]:
-    """What each load gains, after a round that does not count."""
+) -> list[list[Gain]]:
+    """What each load gains by each way of speculation, after a round that does not count."""
     async with AsyncExitStack() as stack:
-        engines = [ToldEngine(model, num_threads, speculation) for speculation in (None, config)]
+        engines = [ToldEngine(model, num_threads, config) for config in (None, *configs)]
         for engine in engines:
             await stack.enter_async_context(engine.composed)
         gc.collect()
@@ -159,21 +169,23 @@ async def measure(
         gains = []
         for load in loads:
             turns = [await _round(engines, load, at) for at in range(num_rounds + 1)]
-            gains.append(_gain(engines, turns))
+            gains.append([_gain(engines, turns, at) for at in range(1, len(engines))])
             log(f"{load.text.name}, {load.num_at_once} at once: {gains[-1]}")
     return gains
 
 
-def _gain(engines: Sequence[ToldEngine], turns: Sequence[Sequence[tuple[float, float]]]) -> Gain:
+def _gain(
+    engines: Sequence[ToldEngine], turns: Sequence[Sequence[tuple[float, float]]], which: int
+) -> Gain:
     without, speculating = (
-        statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, 1)
+        statistics.median(turn[index][0] for turn in turns[1:]) for index in (0, which)
     )
-    draft = engines[1].draft_model
+    draft = engines[which].draft_model
     return Gain(
         without=without,
         speculating=speculating,
-        times=statistics.median(turn[0][0] / turn[1][0] for turn in turns[1:]),
-        tokens_a_step=turns[-1][1][1],
+        times=statistics.median(turn[0][0] / turn[which][0] for turn in turns[1:]),
+        tokens_a_step=turns[-1][which][1],
         draft_step=0 if draft is None else 1000 * statistics.median(draft.seconds),
         step=1000 * statistics.median(engines[0].model.seconds),
     )
@@ -182,18 +194,24 @@ def _gain(engines: Sequence[ToldEngine], turns: Sequence[Sequence[tuple[float, f
 async def _round(
     engines: Sequence[ToldEngine], load: Load, number: int
 ) -> list[tuple[float, float]]:
-    """A turn of each engine, the other one first in every second round."""
-    order = engines if number % 2 else engines[::-1]
-    turns = [await engine.turn(load.text, load.num_at_once, load.share_right) for engine in order]
+    """A turn of each engine, the last one first in every second round."""
+    turns = []
+    for engine in engines if number % 2 else engines[::-1]:
+        engine.forget()
+        for text in load.before:
+            await engine.turn(text, 1)
+        turns.append(await engine.turn(load.text, load.num_at_once, load.share_right))
     return turns if number % 2 else turns[::-1]
 
 
-def ngram_loads(num_tokens: int) -> list[Load]:
+def repetition_loads(num_tokens: int) -> list[Load]:
     """Every text by one request, some of them by many."""
     every = texts(num_tokens)
     together = [replace(text, answer=text.answer[:NUM_TOKENS_EACH]) for text in every[::2]]
+    *before, step = agent_steps(num_tokens)
     return [
         *(Load(text, 1) for text in every),
+        Load(step, 1, before=tuple(before)),
         *(Load(text, NUM_AT_ONCE) for text in together),
     ]
 

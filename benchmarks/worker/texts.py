@@ -49,6 +49,23 @@ def texts(num_tokens: int) -> list[Text]:
     return [replace(text, answer=text.answer[:num_tokens]) for text in every]
 
 
+def agent_steps(num_tokens: int) -> list[Text]:
+    """Steps of an agent that works on a program, each with a prompt of its own: a sentence, a call
+    of a tool, and what comes next. About three quarters of its tokens are those of the form.
+    """
+    steps = []
+    for number, (path, name, need) in enumerate(zip(_PATHS, _FUNCTIONS, _NEEDS, strict=True)):
+        prompt = f"Issue {4100 + 17 * number}: {need} The function is {name}, in {path}.\n"
+        call = {"path": path, "first_line": 20 + 31 * number, "last_line": 60 + 43 * number}
+        answer = (
+            f"I need to see how `{name}` works before I change it, so I will read it first.\n"
+            f"```json\n{json.dumps({'tool': 'read_file', 'arguments': call})}\n```\n"
+            f"Next I will change `{name}`, add a test, and run the tests of {path}.\n"
+        )
+        steps.append(Text("step of an agent", _tokens(prompt), _tokens(answer)[:num_tokens]))
+    return steps
+
+
 def _tokens(text: str) -> list[int]:
     tokenizer = Tokenizer.from_file(str(ROOT / "models/demo/tokenizer.json"))
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -61,4 +78,23 @@ _NAMES = (
 _CITIES = (
     *("London", "Springfield", "Los Angeles", "Rotterdam", "New York"),
     *("Philadelphia", "Camrose", "Brooklyn", "Winterthur", "Portsmouth"),
+)
+_PATHS = (
+    *("services/gateway/core/routing.py", "src/parser/lexer.ts", "lib/net/socket.c"),
+    *("app/models/invoice.rb", "internal/store/wal.go", "tools/lint/rules.py"),
+    *("web/cart/total.js", "core/src/vm/heap.rs"),
+)
+_FUNCTIONS = (
+    *("choose_replica", "nextToken", "sock_drain", "amount_due", "appendEntry", "check_imports"),
+    *("sumOfItems", "sweep_pages"),
+)
+_NEEDS = (
+    "A replica that is full should not be chosen.",
+    "Comments that are nested end too early.",
+    "What was sent last is lost when the peer closes.",
+    "Discounts of more than one kind are not added up.",
+    "After a crash the last record is read twice.",
+    "Relative imports are reported although they are allowed.",
+    "Prices in other currencies are rounded twice.",
+    "Memory is not returned after a large object was freed.",
 )

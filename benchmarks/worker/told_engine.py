@@ -95,6 +95,7 @@ class ToldEngine:
             speculative_config=None if config is None else json.dumps(config),
         )
         self.composed = InProcess(settings, self._replace_models)
+        self._runner: ModelRunner
         self.model: ToldModel
         self.draft_model: ToldModel | None = None
 
@@ -102,10 +103,17 @@ class ToldEngine:
         runner = worker.runner
         if not isinstance(runner, ModelRunner):
             raise TypeError("this model is not run in steps of tokens")
+        self._runner = runner
         runner.model = self.model = ToldModel(runner.model)
         source = None if runner.drafter is None else runner.drafter.source
         if isinstance(source, DraftModel):
             source.model = self.draft_model = ToldModel(source.model)
+
+    def forget(self) -> None:
+        """Forgets what requests wrote, as far as drafts come from it."""
+        runner = self._runner
+        if runner.drafter is not None:
+            runner.drafter.clear()
 
     async def turn(
         self, text: Text, num_at_once: int, share_right: float = 1
