@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
 from services.gateway.core.admission.admission import Admission
@@ -124,8 +125,13 @@ class Fleet:
         timeout, ready = self._timeout(deadline), self.membership.ready()
         num_arriving = self.admission.arrivals.num(ANYONE) / max(1, len(ready))
         refusals = [one.queue_refusal(timeout, num_arriving=num_arriving) for one in ready]
-        if refusals and (first := refusals[0]) is not None and None not in refusals:
-            raise first
+        if refusals and None not in refusals:
+            try:
+                raise cast(ResourceExhausted, refusals[0])
+            finally:
+                # Its traceback refers to this frame: what a refusal holds would be garbage in a
+                # cycle, and refusals are many.
+                refusals.clear()
 
     def model_fingerprint(self) -> bytes:
         return self.membership.model_fingerprint

@@ -316,6 +316,8 @@ class Inference:
         The rule is vLLM's: the form with the space counts when it differs in its first token and
         is as long.
         """
+        if not words:
+            return ()
         if len(words) > MAX_BAD_WORDS:
             raise InvalidArgument(
                 f"bad_words holds {len(words)} entries; at most {MAX_BAD_WORDS}", field="bad_words"

@@ -1,5 +1,8 @@
 """Which replica a sequence goes to, and where it goes when that one is lost, stalls or refuses."""
 
+import gc
+import weakref
+
 import pytest
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -295,6 +298,21 @@ def test_there_is_room_while_one_replica_takes_requests() -> None:
         world.fleet.check_room(ANYONE, None)
     world.replicas["a"].closed("killed")
     world.fleet.check_room(ANYONE, None)  # requests wait for a replica
+
+
+def test_a_refusal_is_freed_without_a_search_for_garbage() -> None:
+    world = FakeFleet(1)
+    world.connect("a")
+    world.replicas["a"].queue_changed(queue(4))
+    gc.disable()
+    try:
+        try:
+            world.fleet.check_room(ANYONE, None)
+        except ResourceExhausted as error:
+            refusal = weakref.ref(error)
+        assert refusal() is None
+    finally:
+        gc.enable()
 
 
 def test_a_replica_whose_queue_has_room_is_preferred() -> None:
