@@ -1,13 +1,15 @@
 """Logs: one line an event, as text or JSON, with the ids of the current trace."""
 
+import asyncio
 import enum
 import json
 import logging
 import sys
 import time
 from collections.abc import Mapping
-from contextvars import ContextVar
-from typing import Any
+from contextvars import Context, ContextVar
+from functools import lru_cache
+from typing import Any, TextIO
 
 from opentelemetry import trace
 
@@ -40,13 +42,61 @@ class LogLevel(enum.Enum):
 
 def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     """Sends the process's logs to standard error in the given style."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _LinesHandler(sys.stderr)
     formatter = _JsonFormatter if style is LogFormat.JSON else _TextFormatter
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
     # What no line says is not looked up for each ("Optimization", in logging's documentation).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+class _LinesHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of one turn of the event loop together, soon after it: each write is a call
+    of the system, and a busy server logs several calls in a turn.
+
+    Warnings and what is more severe, and lines that come outside an event loop, are written at
+    once, after those that wait.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._waiting: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where they are to be written; None if none waits for its turn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+            return
+        loop = None if record.levelno >= logging.WARNING else _running_loop()
+        if loop is None:
+            self.flush()
+        elif loop is not self._loop:
+            self._loop = loop
+            # In a context of its own: the present one is a request's, and keeps it.
+            loop.call_soon(self.flush, context=Context())
+
+    def flush(self) -> None:
+        self.acquire()
+        try:
+            waiting, self._waiting, self._loop = self._waiting, [], None
+            if waiting:
+                self.stream.write("".join(waiting))
+            super().flush()
+        except Exception:
+            self.handleError(logging.makeLogRecord({"msg": "".join(waiting)}))
+        finally:
+            self.release()
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
@@ -69,12 +119,18 @@ class _TextFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
+        clock = _clock(int(record.created))
+        fields = "".join([f" {key}={value}" for key, value in _fields(record).items()])
         line = (
             f"{clock} {record.levelname.lower():7} {self._service}: {record.getMessage()}{fields}"
         )
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+@lru_cache(maxsize=2)
+def _clock(seconds: int) -> str:
+    """The local time of a line."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 class _JsonFormatter(_TextFormatter):

@@ -1,5 +1,6 @@
 """Log lines: text for people, JSON for machines, each with its trace."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -81,3 +82,49 @@ def test_a_line_names_its_trace(capsys: pytest.CaptureFixture[str], style: LogFo
     assert trace.format_span_id(span.get_span_context().span_id) in here
     assert "trace_id" not in there
     tracing.shutdown()
+
+
+async def test_lines_of_one_turn_of_the_event_loop_are_written_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("gateway", LogLevel.INFO, LogFormat.TEXT)
+    logger = logging.getLogger("x")
+    logger.info("first")
+    logger.info("second")
+    assert lines(capsys) == []
+    await asyncio.sleep(0)
+    assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["first", "second"]
+    logger.info("third")
+    await asyncio.sleep(0)
+    assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["third"]
+
+
+async def test_a_warning_is_written_at_once_after_the_lines_before_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("gateway", LogLevel.INFO, LogFormat.TEXT)
+    logger = logging.getLogger("x")
+    logger.info("before")
+    logger.warning("late")
+    assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["before", "late"]
+    logger.info("after")
+    await asyncio.to_thread(logger.info, "elsewhere")
+    assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["after", "elsewhere"]
+
+
+def test_lines_of_a_loop_that_has_ended_are_written_with_the_next(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("gateway", LogLevel.INFO, LogFormat.TEXT)
+    loop = asyncio.new_event_loop()
+
+    async def log_last() -> None:
+        loop.stop()
+        logging.getLogger("x").info("last")
+
+    task = loop.create_task(log_last())
+    loop.run_forever()
+    assert task.done()
+    loop.close()
+    logging.shutdown()
+    assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["last"]
