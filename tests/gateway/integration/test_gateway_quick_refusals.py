@@ -62,6 +62,10 @@ class Client:
             body = await self._reader.readexactly(int(headers["content-length"]))
         return int(status.split(" ")[1]), headers, body
 
+    def end(self) -> None:
+        """Sends no more; answers are still read."""
+        self._writer.write_eof()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -164,6 +168,25 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
         client.send(BODY + version)  # the rest of what was refused before it came
         assert (await client.answer())[0] == 200
         client.close()
+        end(streams)
+
+
+async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_at_once(
+    model: Path,
+) -> None:
+    """Of so many some wait for their turn, while their end is there already."""
+    async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
+        streams = await filled(served)
+        clients = [await Client.of(served) for _ in range(40)]
+        for client in clients:
+            client.send(post(PATH, BODY, KEY))
+        assert {(await client.answer())[0] for client in clients} == {429}
+        for client in clients:
+            client.send(post(PATH, BODY, KEY))
+            client.end()
+        assert {(await client.answer())[0] for client in clients} == {429}
+        for client in clients:
+            client.close()
         end(streams)
 
 

@@ -122,6 +122,7 @@ class GuardedConnection(SlicedProtocol):
             super().parse_soon()
 
     def eof_received(self) -> bool:  # type: ignore[override]
+        super().eof_received()
         if self.scheme == "https":  # Python's TLS cannot go on writing after the client's end
             self._disconnect_application()
             return False

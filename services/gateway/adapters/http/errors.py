@@ -2,8 +2,9 @@
 
 import json
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Hashable, Iterable
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -32,6 +33,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
 }
 
 _MEDIA_TYPE = "application/json"
+_KEPT_BODIES = 256
 
 MESSAGES = "/v1/messages"
 """The path of Anthropic's API."""
@@ -40,22 +42,34 @@ HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of refusals that say whether and when to try again."""
 
 
+class Described(NamedTuple):
+    """What the answer to a request says of an error."""
+
+    status: int
+    kind: str
+    """OpenAI's type: where a limit of the tenant refuses, what that limits."""
+    message: str
+    field: str | None
+    code: str
+
+
+def described(error: errors.StepwellError) -> Described:
+    status, kind = _kind(error)
+    if isinstance(error, errors.QuotaExceeded):
+        kind = error.quota or kind
+    return Described(status, kind, error.message, error.field, error.error_reason.lower())
+
+
 def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
     """The body of an error; `message` takes the place of the error's own."""
-    return {
-        "error": {
-            "message": error.message if message is None else message,
-            "type": _type(error),
-            "param": error.field,
-            "code": error.error_reason.lower(),
-        }
-    }
+    said = described(error)
+    return _OPENAI.body(said if message is None else said._replace(message=message))
 
 
-class ErrorWriter(Protocol):
+class ErrorWriter(Hashable, Protocol):
     """One API's way to write the bodies of errors."""
 
-    def body(self, error: errors.StepwellError) -> dict[str, object]:
+    def body(self, error: Described) -> dict[str, object]:
         """The body of an error."""
 
     def plain_body(self, status_code: int, message: str) -> dict[str, object]:
@@ -65,8 +79,15 @@ class ErrorWriter(Protocol):
 class OpenAiErrors:
     """{"error": {message, type, param, code}}"""
 
-    def body(self, error: errors.StepwellError) -> dict[str, object]:
-        return error_body(error)
+    def body(self, error: Described) -> dict[str, object]:
+        return {
+            "error": {
+                "message": error.message,
+                "type": error.kind,
+                "param": error.field,
+                "code": error.code,
+            }
+        }
 
     def plain_body(self, _status_code: int, message: str) -> dict[str, object]:
         kind = "invalid_request_error"
@@ -76,13 +97,12 @@ class OpenAiErrors:
 class AnthropicErrors:
     """{"type": "error", "error": {type, message, details}}, with a code for programs in details."""
 
-    def body(self, error: errors.StepwellError) -> dict[str, object]:
+    def body(self, error: Described) -> dict[str, object]:
         """Without a place of its own, the field at fault is named in the message."""
         message = error.message
         if error.field and error.field not in message:
             message = f"{error.field}: {message}"
-        code = error.error_reason.lower()
-        return self._body(status_of(error), message, {"error_code": code})
+        return self._body(error.status, message, {"error_code": error.code})
 
     def plain_body(self, status_code: int, message: str) -> dict[str, object]:
         return self._body(status_code, message, None)
@@ -121,9 +141,10 @@ def error_writer(scope: Scope) -> ErrorWriter:
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:
     """The whole answer to a request."""
+    said = described(error)
     return Response(
-        json.dumps(error_writer(scope).body(error)),
-        status_code=status_of(error),
+        json.dumps(error_writer(scope).body(said)),
+        status_code=said.status,
         headers=error_headers(error),
         media_type=_MEDIA_TYPE,
     )
@@ -148,27 +169,24 @@ def raw_error_response(
     error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
     """The whole answer as it is sent on a connection that is used on, with further headers."""
-    body = json.dumps(error_writer(scope).body(error)).encode()
-    own = {
-        "content-length": str(len(body)),
-        "content-type": _MEDIA_TYPE,
-        **error_headers(error),
-    }
-    head = "".join(f"{name.lower()}: {value}\r\n" for name, value in own.items())
+    said = described(error)
+    fixed, body = _encoded(error_writer(scope), said)
+    own = "".join([f"{name.lower()}: {value}\r\n" for name, value in error_headers(error).items()])
     further = [b"%b: %b\r\n" % header for header in headers]
-    return b"".join([STATUS_LINE[status_of(error)], *further, head.encode(), b"\r\n", body])
+    return b"".join([STATUS_LINE[said.status], *further, fixed, own.encode(), b"\r\n", body])
+
+
+@lru_cache(maxsize=_KEPT_BODIES)
+def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
+    """The headers of an error's body, and the body: in an overload most refusals have the same."""
+    body = json.dumps(writer.body(error)).encode()
+    headers = f"content-length: {len(body)}\r\ncontent-type: {_MEDIA_TYPE}\r\n"
+    return headers.encode(), body
 
 
 def status_of(error: errors.StepwellError) -> int:
     """The HTTP status of an error."""
     return _kind(error)[0]
-
-
-def _type(error: errors.StepwellError) -> str:
-    """OpenAI's type: where a limit of the tenant refuses, what that limits."""
-    if isinstance(error, errors.QuotaExceeded) and error.quota:
-        return error.quota
-    return _kind(error)[1]
 
 
 def _kind(error: errors.StepwellError) -> tuple[int, str]:

@@ -12,11 +12,10 @@ from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.deadline import deadline_of
 from services.gateway.adapters.http.errors import raw_error_response, status_of
 from services.gateway.adapters.http.hosts import HostNames, hosts_of
-from services.gateway.adapters.http.request_records import call_of, headers_of
+from services.gateway.adapters.http.request_records import call_of, headers_of, names_of
 from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.request_record import REQUEST_ID, TRACE_ID
 from services.gateway.adapters.request_recorder import RequestRecorder
 from services.gateway.core.gate import Gate
 from services.gateway.core.idempotency.key import FIELD
@@ -102,5 +101,4 @@ class QuickRefusals:
         self.recorder.end(record)
         seconds = (time.perf_counter_ns() - arrived) / 1e9
         self.metrics.answered(path, scope["method"], status, seconds)
-        names = ((REQUEST_ID, record.request_id), (TRACE_ID, record.trace_id))
-        return tuple((name.lower().encode(), value.encode()) for name, value in names)
+        return names_of(record)

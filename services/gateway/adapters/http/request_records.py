@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, HEADERS
-from services.gateway.adapters.request_record import CANCELLED, REQUEST_ID, TRACE_ID, Call
+from services.gateway.adapters.request_record import (
+    CANCELLED,
+    REQUEST_ID,
+    TRACE_ID,
+    Call,
+    RequestRecord,
+)
 from services.gateway.adapters.request_recorder import RequestRecorder
 
 CLIENT_CLOSED_REQUEST = "499"
@@ -44,11 +50,7 @@ class RequestRecords:
         async def send_with_names(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = str(message["status"])
-                message["headers"] = [
-                    *message["headers"],
-                    (_REQUEST_ID, record.request_id.encode()),
-                    (_TRACE_ID, record.trace_id.encode()),
-                ]
+                message["headers"] = [*message["headers"], *names_of(record)]
             await send(message)
 
         app = self._counted if ARRIVAL in state else self._app
@@ -59,6 +61,11 @@ class RequestRecords:
                 record.status = CLIENT_CLOSED_REQUEST
                 record.failed(CANCELLED, "the client went away", is_failure=False)
             self._recorder.end(record)
+
+
+def names_of(record: RequestRecord) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
+    """The headers of an answer that name its request and its trace."""
+    return (_REQUEST_ID, record.request_id.encode()), (_TRACE_ID, record.trace_id.encode())
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:

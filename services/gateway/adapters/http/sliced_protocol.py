@@ -43,9 +43,15 @@ class SlicedProtocol(HttpToolsProtocol):
         self._unread.extend(
             data[start : start + _SLICE_BYTES] for start in range(0, len(data), _SLICE_BYTES)
         )
-        if is_first:
+        if len(self._unread) > 1:
             self.transport.pause_reading()
+        if is_first:
             self.parse_soon()
+
+    def eof_received(self) -> None:
+        """The client sends no more: what came before its end is parsed before the end is seen."""
+        if self._unread:
+            self.parse_on()
 
     def parse_on(self) -> None:
         """Parses the next slice of what came, unless the request is to be served first."""

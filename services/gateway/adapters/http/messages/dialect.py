@@ -7,7 +7,7 @@ from services.common import names
 from services.common.errors import StepwellError
 from services.common.finish_reason import FinishReason
 from services.gateway.adapters.http.dialect import StreamingDialect, named_event
-from services.gateway.adapters.http.errors import AnthropicErrors
+from services.gateway.adapters.http.errors import AnthropicErrors, described
 from services.gateway.adapters.http.messages.block_writer import BlockWriter
 from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.core.choice import Piece
@@ -66,7 +66,7 @@ class MessagesDialect(StreamingDialect):
         return named_event(last) + named_event({"type": "message_stop"})
 
     def broken_off(self, error: StepwellError) -> bytes:
-        return named_event(AnthropicErrors().body(error))
+        return named_event(AnthropicErrors().body(described(error)))
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         [answer] = answers
