@@ -134,7 +134,7 @@ class Story:
             new=names(plan.new),
             resumed=names(plan.resumed),
             preempted=names(plan.preempted),
-            zeroed=plan.block_ids_to_zero,
+            zeroed=list(plan.block_ids_to_zero),
             round_trips=round_trips,
             tokens=tokens,
         )

@@ -47,7 +47,7 @@ class GroupRecord:
             for request in plan.new + plan.resumed
             if request.shared_prefix_boundary
         }
-        record["to_zero"] = plan.block_ids_to_zero
+        record["to_zero"] = list(plan.block_ids_to_zero)
         record["copies"] = [[copy.source, copy.target] for copy in plan.copies]
         record["freed_sched"] = self._take_freed()
 

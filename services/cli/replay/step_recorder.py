@@ -51,7 +51,7 @@ class StepRecorder:
         record["spec"] = _by_id(plan.draft_token_ids)
         record["resumed"] = request_ids(plan.resumed)
         record["encoder"] = _by_id(plan.encoder_inputs)
-        record["encoder_evicted"] = plan.evicted_encoder_inputs
+        record["encoder_evicted"] = list(plan.evicted_encoder_inputs)
         record["preempted"] = request_ids(plan.preempted)
         record["cached"] = {
             request.request_id: start[request.request_id] for request in plan.new + plan.resumed

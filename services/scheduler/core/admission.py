@@ -92,7 +92,8 @@ class AdmissionPlanner:
         transaction in every step until it does.
         """
         size, budget = self.config.hash_block_size, builder.token_budget
-        published, only_grows = set(builder.published), self.config.only_grows
+        prefixes, only_grows = builder.prefixes, self.config.only_grows
+        published = set(prefixes.published)
         passing_over = builder.passing_over.copy()
         encoder: StepEncoder | None = None
         plan = AdmissionPlan()
@@ -104,10 +105,10 @@ class AdmissionPlanner:
             if reason is not None:
                 plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
                 continue
-            hit = builder.hits[request]
+            hit = prefixes.hits[request]
             if only_grows and not request.holds_blocks:
                 hit = self._hit(request, hit, published)
-            start = hit + builder.external.get(request, 0)
+            start = hit + prefixes.external.get(request, 0)
             may_grow = bool(plan.admissions) and not (only_grows or request.holds_blocks)
             if builder.defers_prefills and start < request.num_tokens - 1:
                 return plan.look_up_again() if may_grow else plan.stop(WaitReason.PREFILL_INTERVAL)
@@ -165,14 +166,15 @@ class AdmissionPlanner:
         *,
         joins: bool,
     ) -> PlannedAdmission:
-        start = hit + builder.external.get(request, 0)
+        prefixes = builder.prefixes
+        start = hit + prefixes.external.get(request, 0)
         end = start + num_new
         num_drafts = self._padding(builder, request, start, end)
         terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
-        if request in builder.diverging:
-            terms = replace(terms, diverges=True, max_hit_tokens=builder.max_hit_tokens(request))
-        if request in builder.num_stored:
-            terms = replace(terms, num_stored_tokens=builder.num_stored[request])
+        if request in prefixes.diverging:
+            terms = replace(terms, diverges=True, max_hit_tokens=prefixes.max_hit_tokens(request))
+        if request in prefixes.num_stored:
+            terms = replace(terms, num_stored_tokens=prefixes.num_stored[request])
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:

@@ -87,16 +87,16 @@ class ConnectorAdmission:
             self._pass_over(builder, request, reason)
             return None
         if request.holds_blocks:
-            builder.go_on(request, self._steps)
+            builder.prefixes.go_on(request, self._steps)
             self._kv_cache_manager.hash_continuation(request)
-            builder.external[request] = 0
+            builder.prefixes.external[request] = 0
         else:
             await self._look_up(builder, request, traceparent)
             match = self._match(builder, request)
             if match is None:
                 self._pass_over(builder, request, WaitReason.REMOTE_KV)
                 return None
-            builder.external[request] = match.num_tokens
+            builder.prefixes.external[request] = match.num_tokens
             if match.is_async and match.num_tokens:
                 return await self._begin_load(builder, request, traceparent)
         return await self._admit_one(builder, request, traceparent)
@@ -112,7 +112,8 @@ class ConnectorAdmission:
         """
         if self._has_states_only and request.num_tokens == 1:
             return ExternalMatch(0, is_async=False)
-        num_local = builder.divergent_hits.get(request, builder.hits[request])
+        prefixes = builder.prefixes
+        num_local = prefixes.divergent_hits.get(request, prefixes.hits[request])
         num_tail = num_local % self._hit_block_size
         match = self._transfers.connector.get_num_new_matched_tokens(request, num_local - num_tail)
         if match is None and request.reads_prefix_cache:
@@ -120,17 +121,17 @@ class ConnectorAdmission:
         if match is None or match.num_tokens <= num_tail or not request.reads_prefix_cache:
             return ExternalMatch(0, is_async=False)
         if num_tail:
-            builder.cut_hit(request, num_local - num_tail)
-        elif num_local > builder.hits[request]:
-            builder.note_hit(request, num_local, 0)
-            builder.diverging.add(request)
+            prefixes.cut_hit(request, num_local - num_tail)
+        elif num_local > prefixes.hits[request]:
+            prefixes.note_hit(request, num_local, 0)
+            prefixes.diverging.add(request)
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
         """Why a request is to be passed over. One whose load has ended goes on."""
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
-            builder.forget_hits()
+            builder.prefixes.forget_hits()
             if not request.holds_blocks:
                 self._queues.note_lost_blocks(request)
         if self._queues.is_held_back(request):
@@ -145,8 +146,8 @@ class ConnectorAdmission:
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Looks up a request and others that wait, unless it was since the last admission."""
-        if request not in builder.hits:
-            others = (other for other in self._queues.waiting if other not in builder.hits)
+        if request not in builder.prefixes.hits:
+            others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
             unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
             await self._kv_cache_manager.look_up(builder, unknown, traceparent)
 
@@ -160,9 +161,10 @@ class ConnectorAdmission:
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
-        request.num_computed_tokens = builder.hits[request] + builder.external[request]
-        self._transfers.begin_load(request, blocks, builder.external[request])
-        builder.forget_hits()
+        prefixes = builder.prefixes
+        request.num_computed_tokens = prefixes.hits[request] + prefixes.external[request]
+        self._transfers.begin_load(request, blocks, prefixes.external[request])
+        prefixes.forget_hits()
         return None
 
     async def _admit_one(
@@ -191,7 +193,7 @@ class ConnectorAdmission:
             builder.encoder.refuse(request, planned.terms.num_computed_tokens, planned.num_asked)
             return WaitReason.NO_BLOCKS
         self._admit(builder, planned, outcome.admitted[0])
-        builder.forget_hits()
+        builder.prefixes.forget_hits()
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
@@ -199,7 +201,8 @@ class ConnectorAdmission:
         nothing. Of a prompt that is loaded in full the last token is computed again: windows hold
         what that sees, where vLLM gives back what only earlier ones see.
         """
-        hit, num_external = builder.hits[request], builder.external[request]
+        prefixes = builder.prefixes
+        hit, num_external = prefixes.hits[request], prefixes.external[request]
         num_reserved = self._transfers.num_reserved_blocks(
             builder.plan.appended_blocks,
             is_alone=not (self._running or self._transfers.is_moving),
@@ -209,7 +212,7 @@ class ConnectorAdmission:
         reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
         return Admission(
             request=request.key,
-            max_hit_tokens=builder.max_hit_tokens(request),
+            max_hit_tokens=prefixes.max_hit_tokens(request),
             num_hit_tokens=hit,
             num_slots=end,
             num_commit_tokens=hit,
@@ -221,7 +224,7 @@ class ConnectorAdmission:
             num_blocks_kept_free=num_reserved,
             num_prompt_tokens=request.num_prompt_tokens,
             shared_prefix_boundary=request.shared_prefix_boundary,
-            diverges=request in builder.diverging,
+            diverges=request in prefixes.diverging,
             num_tokens=end - 1 if is_whole else None,
             num_stored_tokens=end - 1 if is_whole else None,
         )

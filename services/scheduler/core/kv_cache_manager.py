@@ -51,7 +51,8 @@ class KVCacheManager:
         """Operations that give blocks back before those of `_releases` do."""
         self._evictions: list[BlockId] = []
         """Blocks whose hash the next transaction removes."""
-        self._block_ids_to_zero: list[BlockId] = []
+        self.block_ids_to_zero: list[BlockId] = []
+        """Blocks that were allocated since the last step, and must be cleared before their use."""
         self.copies: list[BlockCopy] = []
         """Copies that transactions of this step made, whose blocks are held."""
         self._hash_block_size = config.hash_block_size
@@ -172,9 +173,9 @@ class KVCacheManager:
         outcome = await self._transact([*self._pop_pending(), ResetPrefixCache()], "")
         return outcome.reset_done
 
-    def pop_block_ids_to_zero(self) -> list[BlockId]:
-        """Blocks that were allocated since the last call and must be cleared before their use."""
-        block_ids, self._block_ids_to_zero = self._block_ids_to_zero, []
+    def take_block_ids_to_zero(self) -> list[BlockId]:
+        """The blocks that the workers clear before the step."""
+        block_ids, self.block_ids_to_zero = self.block_ids_to_zero, []
         return block_ids
 
     def publish_known(self, request: Request) -> None:
@@ -251,7 +252,7 @@ class KVCacheManager:
         """Starts over with an empty pool: no request holds blocks, no operation is kept."""
         self._commits, self._releases, self._evictions = {}, [], []
         self._early_releases = []
-        self._block_ids_to_zero.clear()
+        self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
@@ -333,7 +334,7 @@ class KVCacheManager:
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
         if not self._config.enable_prefix_caching:
             for request in looked_up:
-                builder.note_hit(request, 0, 0)
+                builder.prefixes.note_hit(request, 0, 0)
             return []
         if not looked_up:
             return []
@@ -350,10 +351,10 @@ class KVCacheManager:
         self, builder: StepBuilder, looked_up: Sequence[Request], outcome: Outcome
     ) -> None:
         for request, hit in zip(looked_up, outcome.hits, strict=False):
-            builder.note_hit(request, *hit)
+            builder.prefixes.note_hit(request, *hit)
             request.num_hashes_sent = len(request.block_hashes)
             request.known_to_pool = True
-        builder.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
+        builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
         """Hashes that the pool lacks of all full blocks, or of the first so many. A Commit has only
@@ -368,6 +369,6 @@ class KVCacheManager:
             return Outcome(self.num_free_blocks)
         outcome = await self._pool.transact(operations, traceparent)
         self.num_free_blocks = outcome.num_free_blocks
-        self._block_ids_to_zero += outcome.block_ids_to_zero
+        self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies
         return outcome

@@ -1,6 +1,7 @@
 """What a step computes: how many tokens of which requests, in which blocks; and its outputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -126,23 +127,23 @@ class SchedulerOutput:
     """
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
     """Items of prompts that the encoder computes, by index in their request."""
-    evicted_encoder_inputs: list[str] = field(default_factory=list)
+    evicted_encoder_inputs: Sequence[str] = ()
     """Identifiers of items whose embeddings the workers forget before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
     """Requests that others may overtake, each with a reason of its own."""
-    removed_rows: list[int] = field(default_factory=list)
+    removed_rows: Sequence[int] = ()
     """Rows of the workers' batch that were freed since the last plan."""
-    block_ids_to_zero: list[BlockId] = field(default_factory=list)
+    block_ids_to_zero: Sequence[BlockId] = ()
     """Blocks that the workers clear before the step."""
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: Sequence[BlockCopy] = ()
     """Blocks that they copy then, in order."""
-    loads: list[KVLoad] = field(default_factory=list)
+    loads: Sequence[KVLoad] = ()
     """What the workers load from elsewhere, beginning with this step."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     """What the connector tells its workers' side."""
     awaits_transfers: bool = False
     """Whether a transfer is under way, of whose end the step's output may tell."""
-    dropped: set[Request] = field(default_factory=set)
+    dropped: AbstractSet[Request] = frozenset()
     """Requests whose tokens of this step are not taken: what it computes of them is void."""
 
     num_tokens: int = 0

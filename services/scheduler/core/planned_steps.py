@@ -35,7 +35,7 @@ class PlannedSteps:
     def drop(self, requests: Collection[Request]) -> None:
         """Takes no token of these requests that a step in flight samples."""
         for plan in self.in_flight:
-            plan.dropped.update(set(plan.requests).intersection(requests))
+            plan.dropped |= set(plan.requests).intersection(requests)
 
     def last_awaited(self, request: Request) -> int | None:
         """The last step in flight that computes tokens of a request and whose output for it is not

@@ -340,7 +340,8 @@ class Scheduler:
         plan.num_tokens = self._token_budget - builder.token_budget
         if state.rows.removed:
             plan.removed_rows = state.rows.take_removed()
-        plan.block_ids_to_zero = self._kv_cache_manager.pop_block_ids_to_zero()
+        if self._kv_cache_manager.block_ids_to_zero:
+            plan.block_ids_to_zero = self._kv_cache_manager.take_block_ids_to_zero()
         if self.encoder_cache.has_evicted:
             plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
         if builder.failed:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.common.block_hash import BlockHash
 from services.scheduler.core.computed_tokens import num_computed_tokens_of
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.passing_over import PassingOver
-from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_encoder import StepEncoder
+from services.scheduler.core.waiting_prefixes import WaitingPrefixes
 
 
 @dataclass(slots=True)
@@ -29,24 +28,19 @@ class StepBuilder:
     """Of the scheduled requests that are not on the fast path, how many tokens of each are computed
     after the step.
     """
-    hits: dict[Request, int] = field(default_factory=dict)
-    """Cached tokens of waiting requests, by the pool's newest answer."""
-    external: dict[Request, int] = field(default_factory=dict)
-    """Tokens that a connector loads behind the hits of waiting requests."""
-    divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """What full attention has cached of waiting requests, where the connector supplies states."""
-    diverging: set[Request] = field(default_factory=set)
-    """Waiting requests whose hit is one of full attention alone."""
     failed: dict[Request, str] = field(default_factory=dict)
     """Requests that were looked at and can never run, and why."""
-    num_stored: dict[Request, int] = field(default_factory=dict)
-    """To how many tokens the windows of waiting requests move on, if not to all computed ones."""
-    published: set[BlockHash] = field(default_factory=set)
-    """Hashes that admissions of this step publish: later admissions of the step hit them."""
 
-    _cut_hits: dict[Request, int] = field(default_factory=dict)
+    _prefixes: WaitingPrefixes | None = None
     _passing_over: PassingOver | None = None
     _encoder: StepEncoder | None = None
+
+    @property
+    def prefixes(self) -> WaitingPrefixes:
+        """What is known of the prefixes of waiting requests."""
+        if self._prefixes is None:
+            self._prefixes = WaitingPrefixes()
+        return self._prefixes
 
     @property
     def passing_over(self) -> PassingOver:
@@ -61,37 +55,6 @@ class StepBuilder:
         if self._encoder is None:
             self._encoder = self.make_encoder()
         return self._encoder
-
-    def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
-        """Keeps the pool's answer for a waiting request."""
-        self.hits[request] = num_tokens
-        request.shared_prefix_boundary = shared_prefix_boundary
-
-    def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Leaves of a hit what lies in whole blocks: what follows is loaded, states included."""
-        self.note_hit(request, num_tokens, 0)
-        self.diverging.add(request)
-        self._cut_hits[request] = num_tokens
-
-    def max_hit_tokens(self, request: Request) -> int:
-        """The longest hit that a waiting request may take."""
-        return self._cut_hits.get(request, request.max_hit_tokens)
-
-    def forget_hits(self) -> None:
-        """Drops what is known of cached prefixes, after an admission has changed them."""
-        self.hits.clear()
-        self._cut_hits.clear()
-        self.divergent_hits.clear()
-        self.diverging.clear()
-
-    def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Notes what a waiting request has that holds blocks. Steps in flight of a session's last
-        turn, whose tokens are dropped, still read what its windows see.
-        """
-        self.hits[request] = request.num_computed_tokens
-        if any(request in plan.requests for plan in steps.in_flight):
-            in_flight = steps.num_tokens()(request)
-            self.num_stored[request] = max(0, request.num_computed_tokens - in_flight)
 
     @property
     def has_running_requests(self) -> bool:

@@ -62,9 +62,9 @@ class WaitingScheduler:
                     return WaitReason.NO_BLOCKS
                 changed = planned.admissions[len(outcome.admitted)].request
                 stop = outcome.stop
-                builder.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
+                builder.prefixes.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
             elif planned.has_old_hits:
-                builder.forget_hits()
+                builder.prefixes.forget_hits()
             elif planned.wait_reason is not None and not planned.admissions:
                 self._refuse(builder, planned.refused)
                 return planned.wait_reason
@@ -126,10 +126,10 @@ class WaitingScheduler:
         """
         not_looked_up, passing_over = list[Request](), builder.passing_over
         for request in candidates:
-            if request in builder.hits or passing_over.reason(request) is not None:
+            if request in builder.prefixes.hits or passing_over.reason(request) is not None:
                 continue
             if request.holds_blocks:
-                builder.go_on(request, self._state.steps)
+                builder.prefixes.go_on(request, self._state.steps)
                 self._kv_cache_manager.hash_continuation(request)
             else:
                 not_looked_up.append(request)
@@ -190,7 +190,9 @@ class WaitingScheduler:
         builder.plan.block_tables[request] = blocks
         if self._config.only_grows:
             begin = terms.num_hit_tokens // size
-            builder.published.update(request.block_hashes[begin : request.num_committed_blocks])
+            builder.prefixes.published.update(
+                request.block_hashes[begin : request.num_committed_blocks]
+            )
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
 
     def _admit_items(self, builder: StepBuilder, admission: PlannedAdmission) -> None:
