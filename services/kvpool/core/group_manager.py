@@ -154,7 +154,9 @@ class GroupManager:
         num_null = self._spec.first_seen_block(hit.num_computed_tokens)
         held = self.held_hits(hit)
         self._pool.touch(held)
-        table = BlockTable([NULL_BLOCK] * num_null + [*held], num_null + len(held), num_null)
+        blocks = [NULL_BLOCK] * num_null
+        blocks += held
+        table = BlockTable(blocks, len(blocks), num_null)
         if held and hit.num_tokens % self._block_size:
             table.shared_tail = table.num_published = hit.num_tokens // self._block_size
         return table

@@ -158,8 +158,7 @@ class RequestBlocks:
                 for granted, table in zip(result.groups, continued, strict=True):
                     _append(granted, table.blocks)
                 continue
-            known = self.chains.get(admission.request)
-            hashes = [*(known.hashes if known else ()), *admission.new_hashes]
+            hashes = self._hashes(admission)
             limit, diverges = admission.max_hit_tokens, admission.diverges
             hit = self._find_cache_hit(hashes, limit, diverges=diverges)
             now = hit.num_tokens, hit.shared_prefix_boundary
@@ -173,6 +172,13 @@ class RequestBlocks:
             for granted, table in zip(result.groups, tables, strict=True):
                 _append(granted, table.blocks)
         return result, None
+
+    def _hashes(self, admission: Admission) -> Sequence[BlockHash]:
+        """The chain of a request: what its look-ups brought, and what is new."""
+        known = self.chains.get(admission.request)
+        if known is None:
+            return admission.new_hashes
+        return [*known.hashes, *admission.new_hashes] if admission.new_hashes else known.hashes
 
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
         """Whether the free blocks suffice, and what was hit is stored. A free block that is a hit
