@@ -3,15 +3,16 @@
 import asyncio
 import enum
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from itertools import chain
 
-from services.common.errors import Aborted, FailedPrecondition, Unavailable
+from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.scheduler.core.batch_queue import BatchQueue
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
+from services.scheduler.core.pauses import Pauses
 from services.scheduler.core.pending_changes import PendingChanges
 from services.scheduler.core.planning_clock import PlanningClock
 from services.scheduler.core.ports import (
@@ -26,6 +27,7 @@ from services.scheduler.core.ports import (
 from services.scheduler.core.recovery import Recovery
 from services.scheduler.core.request import InputChunk, Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +83,8 @@ class EngineCore:
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
         self._wake = asyncio.Event()
-        self._turns = asyncio.Condition()
-        self._num_holds = 0
+        self._turns = Turns(self._wake, lambda: bool(self._batch_queue))
+        self._pauses = Pauses(scheduler, self._changes, observer, self._turns, self._wake)
         self._lost: PoolLost | WorkersLost | None = None
         self._recovery = Recovery(
             scheduler, replica, self._changes, observer, self._turns, self._wake
@@ -99,12 +101,6 @@ class EngineCore:
     def num_waiting(self) -> int:
         """Requests that do not run: not scheduled yet, or preempted."""
         return self.scheduler.num_waiting + len(self._changes.arrivals)
-
-    @property
-    def _is_paused(self) -> bool:
-        """Whether an operator wants no step; a pause that waits wants steps while requests run."""
-        mode = self.scheduler.pause_mode
-        return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Queues a request for the next turn."""
@@ -173,7 +169,6 @@ class EngineCore:
                         await self._batch_queue.until_due()
                     async with self._turns:
                         await self._turn()
-                        self._turns.notify_all()
                 except (PoolLost, WorkersLost) as lost:
                     await self._recover(lost)
         finally:
@@ -185,47 +180,13 @@ class EngineCore:
         free. ABORT ends all requests. WAIT admits no more and lets those that run end; it raises
         Aborted if the engine is resumed meanwhile.
         """
-        if mode is PauseMode.WAIT:
-            await self._finish_running()
-        else:
-            async with (
-                self._turns
-            ):  # a step whose planning has begun is planned as if there were none
-                self.scheduler.pause(mode)
-        self._observer.paused()
-        async with self.standstill():
-            self._changes.apply()
-            if mode is PauseMode.ABORT:
-                self._changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
-            with suppress(PoolLost):  # the next step finds out, and recovers
-                await self.scheduler.flush()
-            if self.state is not EngineState.RECOVERING:
-                self.state = EngineState.PAUSED
-
-    async def _finish_running(self) -> None:
-        """Begins a pause between two turns, since a step whose planning has begun may still admit
-        requests, and waits until none runs.
-        """
-
-        def is_over() -> bool:
-            return self.scheduler.pause_mode is not PauseMode.WAIT or not self.scheduler.running
-
-        async with self._turns:
-            self.scheduler.pause(PauseMode.WAIT)
-            self._wake.set()
-            await self._turns.wait_for(is_over)
-        if self.scheduler.pause_mode is None:
-            raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
+        await self._pauses.begin(mode)
+        if self.state is not EngineState.RECOVERING:
+            self.state = EngineState.PAUSED
 
     async def resume(self) -> None:
-        """Plans steps again after a pause. The pause ends between two turns: in a step whose
-        planning has begun some requests would be looked at in it, and others after it.
-        """
-        async with self._turns:
-            self.scheduler.resume()
-            self._turns.notify_all()
-        self._observer.resumed()
-        self._wake.set()
+        """Plans steps again after a pause."""
+        await self._pauses.end()
 
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
@@ -245,20 +206,9 @@ class EngineCore:
             if reset_connector:
                 self.scheduler.reset_connector()
 
-    @asynccontextmanager
-    async def standstill(self) -> AsyncIterator[None]:
-        """Holds the loop between turns, with no step in flight. The caller may be cancelled: the
-        loop itself takes in the steps that are in flight.
-        """
-        self._num_holds += 1
-        self._wake.set()
-        try:
-            async with self._turns:
-                await self._turns.wait_for(lambda: not self._batch_queue)
-                yield
-        finally:
-            self._num_holds -= 1
-            self._wake.set()
+    def standstill(self) -> AbstractAsyncContextManager[None]:
+        """Holds the loop between turns, with no step in flight. The caller may be cancelled."""
+        return self._turns.standstill()
 
     async def _turn(self) -> None:
         """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
@@ -278,7 +228,7 @@ class EngineCore:
                 await self._batch_queue.send(plan, traceparent)
             elif not self._batch_queue:
                 self._awaits_sessions = self.scheduler.is_held_up_by_sessions(plan)
-        elif self._is_paused:
+        elif self._pauses.is_on:
             await self.scheduler.flush()
         if self._batch_queue and (self._batch_queue.is_full or not planned):
             must_wait = not self._has_stages or self._batch_queue.is_full
@@ -293,7 +243,7 @@ class EngineCore:
         """Whether a change waits and steps are planned: it may be a request for which a pipeline
         stage is free.
         """
-        return bool(self._changes) and not (self._is_paused or self._num_holds)
+        return bool(self._changes) and not (self._pauses.is_on or self._turns.is_held)
 
     async def _complete(self) -> None:
         """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
@@ -332,12 +282,12 @@ class EngineCore:
 
     async def _until_work(self) -> None:
         while not (self._changes or self._batch_queue) and (
-            self._is_paused
-            or self._num_holds
+            self._pauses.is_on
+            or self._turns.is_held
             or self._awaits_sessions
             or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)
         ):
-            self.state = EngineState.PAUSED if self._is_paused else EngineState.IDLE
+            self.state = EngineState.PAUSED if self._pauses.is_on else EngineState.IDLE
             self._deliver()
             if self._lost is not None:
                 raise self._lost
@@ -374,7 +324,6 @@ class EngineCore:
             if isinstance(lost, WorkersLost):
                 self._recovery.steps_failed(failed)
             self._recovery.begin_trial()
-            self._turns.notify_all()
         self._lost, self._awaits_sessions = None, False
         await self._recovery.reopen()
         self._observer.recovered()
@@ -390,4 +339,4 @@ class EngineCore:
             if self._batch_queue:
                 return False
             self._recovery.change_trial()
-        return not (self._is_paused or self._num_holds)
+        return not (self._pauses.is_on or self._turns.is_held)

@@ -13,6 +13,7 @@ from services.scheduler.core.output import PreemptionCause, SchedulerOutput
 from services.scheduler.core.pending_changes import PendingChanges
 from services.scheduler.core.ports import Replica, StepObserver
 from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Recovery:
         replica: Replica,
         changes: PendingChanges,
         observer: StepObserver,
-        turns: asyncio.Condition,
+        turns: Turns,
         wake: asyncio.Event,
     ) -> None:
         self.losses = Losses()
