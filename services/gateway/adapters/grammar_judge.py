@@ -37,7 +37,7 @@ class GrammarJudge:
         vocabulary = (vocab_size, tuple(eos_token_ids))
         verdict = self._verdicts.get((wanted, vocabulary))
         if verdict is None:
-            verdict = await self._judged(wanted, vocabulary)
+            verdict = await self._new_verdict(wanted, vocabulary)
             self._verdicts[wanted, vocabulary] = verdict
             if len(self._verdicts) > _MAX_KEPT:
                 self._verdicts.popitem(last=False)
@@ -46,7 +46,8 @@ class GrammarJudge:
         if verdict:
             raise InvalidArgument(verdict, field=FIELD)
 
-    async def _judged(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
+    async def _new_verdict(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
+        """As `_judge`, which the thread runs. Raises ResourceExhausted if too many wait for it."""
         if self._num_waiting >= _MAX_WAITING:
             raise ResourceExhausted(
                 f"{FIELD}: {self._num_waiting} others are compiled first", retry_after_seconds=1.0

@@ -72,8 +72,9 @@ class Grammars:
         return self._template(wanted).matcher.deep_copy()
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
-        """The same with an automaton of its own, and later ones share another: for where a shared
-        one has grown to its limit. None if compiling would hold up a step. Raises like `prepare`.
+        """A matcher at the beginning of an output, with an automaton of its own: for where the
+        shared one has grown to its limit, which is not given out again. None if compiling would
+        hold up a step. Raises as `prepare` does.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -127,7 +128,7 @@ class GrammarMask:
         self._output = list(output)
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
-        self._matcher: LLMatcher | None = self._made(grammars.matcher)
+        self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self._update()
 
     @property
@@ -144,9 +145,8 @@ class GrammarMask:
         return self._matcher.compute_ff_tokens()
 
     def append(self, token_id: int) -> None:
-        """Goes on behind the request's next token.
-
-        The mask is made at once, while what the matcher reads is in the processor's caches.
+        """Takes in the request's next token, and makes the mask of the one after it: at once, while
+        what the matcher reads is in the processor's caches.
         """
         self._output.append(token_id)
         if self._matcher is not None and not self._matcher.is_stopped():
@@ -158,7 +158,7 @@ class GrammarMask:
         if self._matcher is not None and not self._fill(self._matcher):
             # A shared automaton may have grown to its limit by others' outputs.
             error = self._matcher.get_error()
-            self._matcher = self._made(self._grammars.unshared_matcher)
+            self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
                 logger.warning("an output ends unfinished: %s", error)
                 self._matcher = None
@@ -170,8 +170,10 @@ class GrammarMask:
         matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         return not matcher.is_error()
 
-    def _made(self, make: "Callable[[StructuredOutputs], LLMatcher | None]") -> "LLMatcher | None":
-        """A matcher after the output so far; None if there is none."""
+    def _matcher_of_output(
+        self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
+    ) -> "LLMatcher | None":
+        """A matcher that `make` gives, after the output so far; None if it gives none."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:

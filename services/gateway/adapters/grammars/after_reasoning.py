@@ -30,9 +30,9 @@ def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
         raise invalid(f"grammar: {error}") from error
 
 
-def thought(lark: Lark, reasoning: ReasoningFormat, prompt: str) -> str:
-    """The reasoning that comes before the answer to this prompt, as a rule."""
-    if reasoning.is_over(prompt):
+def thought(lark: Lark, reasoning: ReasoningFormat | None, prompt: str) -> str:
+    """The reasoning that comes before the answer to this prompt, as a rule; empty for none."""
+    if reasoning is None or reasoning.is_over(prompt):
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.end)} {_SPACE}")
     if reasoning.begins_inside(prompt):

@@ -115,7 +115,7 @@ class _Tags:
         return self._lark.schema(schema)
 
     def _tag(self, tag: Mapping[str, Any], after: str) -> str:
-        """A tag, without what its beginning has in common with all: `after`."""
+        """A tag, without `after`: the trigger that it begins with, where that was read before."""
         begin, content, end = _text(tag, "begin"), tag.get("content"), tag.get("end")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):
@@ -128,20 +128,15 @@ class _Tags:
         return self._lark.rule(f"{opened} {self._form(content)} {closed}")
 
     def _triggered(self, form: Mapping[str, Any]) -> str:
-        triggers = _texts(form, "triggers")
+        triggers, tags = _texts(form, "triggers"), _objects(form, "tags")
+        if not all(_text(tag, "begin").startswith(tuple(triggers)) for tag in tags):
+            raise _wrong("has tags that no trigger begins")
         branches: list[str] = []
         for trigger in triggers:
-            mine = [
-                tag for tag in _objects(form, "tags") if _text(tag, "begin").startswith(trigger)
-            ]
-            if mine:
-                inner = self._lark.rule(" | ".join(self._tag(tag, trigger) for tag in mine))
+            begun = [tag for tag in tags if _text(tag, "begin").startswith(trigger)]
+            if begun:
+                inner = self._lark.rule(" | ".join(self._tag(tag, trigger) for tag in begun))
                 branches.append(self._lark.rule(f"{self._lark.text_to(trigger)} {inner}"))
-        matched = [
-            t for t in _objects(form, "tags") if _text(t, "begin").startswith(tuple(triggers))
-        ]
-        if not branches or len(matched) < len(_objects(form, "tags")):
-            raise _wrong("has tags that no trigger begins")
         several = self._lark.rule(" | ".join(branches))
         rest = self._lark.text_without(triggers)
         if form.get("stop_after_first"):

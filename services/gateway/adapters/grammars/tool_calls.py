@@ -7,14 +7,18 @@ from typing import Any
 
 from services.common.structured_outputs import StructuredOutputs
 from services.gateway.adapters.grammars.after_reasoning import thought, wanted_rule
-from services.gateway.adapters.grammars.lark import SPACE, make_lark
+from services.gateway.adapters.grammars.lark import SPACE, Lark, make_lark
 from services.gateway.core.parsing.catalog import Envelope
 from services.gateway.core.parsing.reasoning import ReasoningFormat
 from services.gateway.core.ports import Tokenizer
 
 _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "deprecated"})
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose values are schemas by name: a name may be that of a note."""
 _VALUES = frozenset({"const", "enum"})
+"""Keywords whose values are instances, which may hold anything."""
 _MAX_DEPTH = 64
 
 
@@ -43,8 +47,7 @@ async def forced_calls(
         calls.append(lark.rule(f'{opened} {lark.schema(bare(tool.schema))} "}}"'))
     call = lark.rule(" | ".join(calls))
     more = f'("," {SPACE} {call})*' if parallel else ""
-    before = "" if reasoning is None else thought(lark, reasoning, prompt)
-    return lark.text(f'{before} "[" {call} {more} "]"')
+    return lark.text(f'{thought(lark, reasoning, prompt)} "[" {call} {more} "]"')
 
 
 async def strict_calls(
@@ -59,16 +62,10 @@ async def strict_calls(
     """Free text with calls in the model's own form, whose names are those of tools and whose
     arguments are objects, of a strict tool what its schema accepts.
     """
-    begins = {tool.name: _begin(envelope, tool.name) for tool in tools}
-    literals = [*begins.values(), envelope.end, *_reasoning_literals(reasoning)]
-    lark = await make_lark(tokenizer, literals)
-    calls = []
-    for tool in tools:
-        schema = bare(tool.schema) if tool.strict else {"type": "object"}
-        opened = lark.literal(begins[tool.name].removeprefix(envelope.trigger))
-        calls.append(lark.rule(f"{opened} {lark.schema(schema)} {lark.literal(envelope.end)}"))
-    call = lark.rule(f"{lark.text_to(envelope.trigger)} ({' | '.join(calls)})")
-    before = "" if reasoning is None else thought(lark, reasoning, prompt)
+    lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
+    calls = _calls(lark, tools, envelope, after=envelope.trigger)
+    call = lark.rule(f"{lark.text_to(envelope.trigger)} ({calls})")
+    before = thought(lark, reasoning, prompt)
     rest = lark.text_without([envelope.trigger])
     return lark.text(f"{before} {call}{'*' if parallel else '?'} {rest}")
 
@@ -86,16 +83,9 @@ async def calls_or_form(
     """Either calls in the model's own form, see `strict_calls`, and nothing else, or a text of the
     form that the client demands. Raises InvalidArgument for a grammar that is none.
     """
-    begins = {tool.name: _begin(envelope, tool.name) for tool in tools}
-    literals = [*begins.values(), envelope.end, *_reasoning_literals(reasoning)]
-    lark = await make_lark(tokenizer, literals)
-    calls = []
-    for tool in tools:
-        schema = lark.schema(bare(tool.schema) if tool.strict else {"type": "object"})
-        opened, closed = lark.literal(begins[tool.name]), lark.literal(envelope.end)
-        calls.append(lark.rule(f"{opened} {schema} {closed}"))
-    call = lark.rule(f"({' | '.join(calls)}) {SPACE}")
-    before = "" if reasoning is None else thought(lark, reasoning, prompt)
+    lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
+    call = lark.rule(f"({_calls(lark, tools, envelope)}) {SPACE}")
+    before = thought(lark, reasoning, prompt)
     return lark.text(f"{before} ({call}{'+' if parallel else ''} | {wanted_rule(lark, form)})")
 
 
@@ -113,13 +103,37 @@ def _bare_value(key: str, value: Any, depth: int) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            name: _bare_value("" if key in _NAMED else name, inner, depth - 1)
+            name: _bare_value("" if key in _BY_NAME else name, inner, depth - 1)
             for name, inner in value.items()
-            if key in _NAMED or name not in _NOTES
+            if key in _BY_NAME or name not in _NOTES
         }
     if isinstance(value, list):
         return [_bare_value("", inner, depth - 1) for inner in value]
     return value
+
+
+async def _lark_of_calls(
+    tools: Sequence[CallableTool],
+    envelope: Envelope,
+    tokenizer: Tokenizer,
+    reasoning: ReasoningFormat | None,
+) -> Lark:
+    """A grammar that will have the calls of these tools, after the reasoning."""
+    begins = [_begin(envelope, tool.name) for tool in tools]
+    literals = [*begins, envelope.end, *_reasoning_literals(reasoning)]
+    return await make_lark(tokenizer, literals)
+
+
+def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after: str = "") -> str:
+    """A call of one of the tools, as alternatives; without `after`, which each of them begins with
+    and which was read before.
+    """
+    calls = []
+    for tool in tools:
+        opened = lark.literal(_begin(envelope, tool.name).removeprefix(after))
+        schema = lark.schema(bare(tool.schema) if tool.strict else {"type": "object"})
+        calls.append(lark.rule(f"{opened} {schema} {lark.literal(envelope.end)}"))
+    return " | ".join(calls)
 
 
 def _begin(envelope: Envelope, name: str) -> str:

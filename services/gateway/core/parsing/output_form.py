@@ -1,6 +1,6 @@
 """What the answers of a request are read as."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ from services.gateway.core.parsing.catalog import ToolFormat
 from services.gateway.core.parsing.formats.harmony import read_harmony
 from services.gateway.core.parsing.formats.json_calls import read_call_list
 from services.gateway.core.parsing.output_parser import FormatParser, OutputParser, ReadAnswer
-from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.reasoning import ReasoningFormat
 from services.gateway.core.parsing.sink import Sink
 
@@ -64,11 +64,11 @@ class OutputForm:
         return _read_content if self.tools is None else self.tools.make(self.schemas)
 
 
-def _read_content(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def _read_content(reader: Reader, sink: Sink) -> Reading[None]:
     yield from reader.rest(sink.content)
 
 
-def _read_named(name: str, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def _read_named(name: str, reader: Reader, sink: Sink) -> Reading[None]:
     if not (yield from reader.skip_space()):
         return
     sink.call(name)

@@ -1,17 +1,15 @@
 """The incremental parser of one answer."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from services.gateway.core.parsing.events import OutputEvent
-from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.reasoning import ReasoningFormat, read_reasoning
 from services.gateway.core.parsing.sink import Sink
 
-Work = Generator[None, None, None]
-"""A reader of a format: it yields where it needs more text than there is."""
-ReadAnswer = Callable[[Reader, Sink], Work]
-"""Reads an answer, without its reasoning, to the end."""
+ReadAnswer = Callable[[Reader, Sink], Reading[None]]
+"""Reads an answer in one format, without its reasoning, to the end."""
 
 
 class OutputParser(Protocol):
@@ -68,7 +66,7 @@ class FormatParser:
         next(self._work, None)
         return self._sink.take()
 
-    def _read(self, read_answer: ReadAnswer, reasoning: ReasoningFormat | None) -> Work:
+    def _read(self, read_answer: ReadAnswer, reasoning: ReasoningFormat | None) -> Reading[None]:
         yield
         if reasoning is not None:
             yield from read_reasoning(self._reader, self._sink, reasoning)

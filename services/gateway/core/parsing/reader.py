@@ -3,7 +3,11 @@
 import re
 from collections.abc import Callable, Generator
 from functools import lru_cache
+from typing import TypeVar
 
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Reads text: yields where more is needed than there is, and returns what it found."""
 Take = Callable[[str], None]
 """Is given text in pieces."""
 
@@ -20,7 +24,7 @@ class Malformed(Exception):
 
 
 class Reader:
-    """Reads text in its order. The methods that are generators yield where more is needed."""
+    """Reads text in its order."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -44,7 +48,7 @@ class Reader:
     def end(self) -> None:
         self._has_ended = True
 
-    def peek(self, count: int) -> Generator[None, None, str]:
+    def peek(self, count: int) -> Reading[str]:
         """The next characters, which are not read; fewer at the end."""
         while len(self._text) - self._at < count and not self._has_ended:
             yield
@@ -54,7 +58,7 @@ class Reader:
         """Reads characters that were peeked at."""
         self._pass(self._at + count)
 
-    def skip_space(self) -> Generator[None, None, str]:
+    def skip_space(self) -> Reading[str]:
         """Reads white space, and peeks at the character after it; empty at the end."""
         while True:
             match = _SPACE.match(self._text, self._at)
@@ -66,7 +70,7 @@ class Reader:
                 return ""
             yield
 
-    def starts_with(self, *literals: str) -> Generator[None, None, str]:
+    def starts_with(self, *literals: str) -> Reading[str]:
         """Reads one of these if it comes next, and says which; empty if none does. Of two that
         begin alike the longer one comes first.
         """
@@ -82,7 +86,7 @@ class Reader:
                 return ""
             yield
 
-    def until(self, markers: tuple[str, ...], take: Take) -> Generator[None, None, str]:
+    def until(self, markers: tuple[str, ...], take: Take) -> Reading[str]:
         """Passes on the text before the first of these markers, and says which it was; empty if
         the text ended without one. The marker is read.
         """
@@ -99,13 +103,13 @@ class Reader:
                 return ""
             yield
 
-    def text_until(self, markers: tuple[str, ...]) -> Generator[None, None, tuple[str, str]]:
+    def text_until(self, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
         """The text before the first of these markers, and which it was."""
         pieces: list[str] = []
         marker = yield from self.until(markers, pieces.append)
         return "".join(pieces), marker
 
-    def rest(self, take: Take) -> Generator[None, None, None]:
+    def rest(self, take: Take) -> Reading[None]:
         """Passes on all text to the end."""
         while True:
             self._take_to(len(self._text), take)
@@ -113,7 +117,7 @@ class Reader:
                 return
             yield
 
-    def matching(self, pattern: re.Pattern[str], take: Take) -> Generator[None, None, str]:
+    def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
         """Passes on what a pattern, a run of one class of characters, matches, and peeks at the
         character after it; empty at the end.
         """
@@ -127,7 +131,7 @@ class Reader:
                 return ""
             yield
 
-    def json_value(self, take: Take) -> Generator[None, None, None]:
+    def json_value(self, take: Take) -> Reading[None]:
         """Passes on the text of one JSON value, without checking more of it than where it ends.
         Raises Malformed where none begins, or the text ends within it.
         """
@@ -139,13 +143,13 @@ class Reader:
         else:
             yield from self._json_scalar(take)
 
-    def json_text(self) -> Generator[None, None, str]:
+    def json_text(self) -> Reading[str]:
         """One JSON value as it is written."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)
 
-    def _json_nested(self, take: Take) -> Generator[None, None, None]:
+    def _json_nested(self, take: Take) -> Reading[None]:
         depth = 0
         while True:
             character = yield from self.matching(_PLAIN, take)
@@ -159,7 +163,7 @@ class Reader:
             if depth == 0:
                 return
 
-    def quoted(self, take: Take) -> Generator[None, None, None]:
+    def quoted(self, take: Take) -> Reading[None]:
         """Passes on a string between two of the character that comes next, where a backslash
         escapes the character after it. Raises Malformed where the text ends within it.
         """
@@ -175,7 +179,7 @@ class Reader:
             yield from self.peek(2)
             self._take_to(min(self._at + 2, len(self._text)), take)
 
-    def _json_scalar(self, take: Take) -> Generator[None, None, None]:
+    def _json_scalar(self, take: Take) -> Reading[None]:
         pieces: list[str] = []
         yield from self.matching(_SCALAR, pieces.append)
         if not pieces:
@@ -191,6 +195,10 @@ class Reader:
         if self._recorded is not None:
             self._recorded.append(self._text[self._at : end])
         self._at = end
+
+
+def drop(_text: str) -> None:
+    """A Take for text that means nothing."""
 
 
 @lru_cache(64)

@@ -1,9 +1,8 @@
 """Reasoning before an answer, between two markers, the first of which often ends the prompt."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 
-from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.sink import Sink
 
 
@@ -28,9 +27,7 @@ class ReasoningFormat:
         return prompt[-256:].rstrip().endswith(self.end)
 
 
-def read_reasoning(
-    reader: Reader, sink: Sink, form: ReasoningFormat
-) -> Generator[None, None, None]:
+def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:
     """Reads the reasoning that comes first, if there is some."""
     if not sink.in_reasoning:
         space: list[str] = []
@@ -45,14 +42,14 @@ def read_reasoning(
         sink.end_reasoning()
 
 
-def _leading_space(reader: Reader, space: list[str]) -> Generator[None, None, str]:
+def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
     while (first := (yield from reader.peek(1))) and first in " \t\r\n":
         space.append(first)
         reader.skip(1)
     return first
 
 
-def _repeats_start(reader: Reader, form: ReasoningFormat) -> Generator[None, None, bool]:
+def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
     """Models that were put into their reasoning by the prompt sometimes mark its start again."""
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

@@ -1,17 +1,15 @@
 """A call as a JSON object: its name, and its arguments as they come."""
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
-from services.gateway.core.parsing.reader import Malformed, Reader
+from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_call_object(
-    reader: Reader, sink: Sink, *, needs_arguments: bool = False
-) -> Generator[None, None, None]:
+def read_call_object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Reading[None]:
     """Reads {"name": …, "arguments": {…}}, with "parameters" for the second as well. Before the
     call has a name and arguments, text that is no such object raises Malformed, and reads as
     content; after that a call that is broken off is left as it is.
@@ -27,9 +25,7 @@ def read_call_object(
     call.close(needs_arguments=needs_arguments)
 
 
-def _read_members(
-    reader: Reader, member: Callable[[str], Generator[None, None, None]]
-) -> Generator[None, None, None]:
+def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Reading[None]:
     yield from _expect(reader, "{")
     if (yield from reader.skip_space()) == "}":
         reader.skip(1)
@@ -47,6 +43,8 @@ def _read_members(
 
 
 class _Call:
+    """Puts a call into the sink as its members are read: its name and arguments in any order."""
+
     def __init__(self, sink: Sink, reader: Reader) -> None:
         self.has_started = False
         self._sink = sink
@@ -54,7 +52,7 @@ class _Call:
         self._name: str | None = None
         self._arguments: str | None = None
 
-    def member(self, key: str) -> Generator[None, None, None]:
+    def member(self, key: str) -> Reading[None]:
         if key == "name" and not self.has_started:
             self._name = yield from _string(self._reader)
             if self._arguments is not None:
@@ -63,9 +61,10 @@ class _Call:
         elif key in _ARGUMENTS and not self.has_started and self._arguments is None:
             yield from self._read_arguments()
         else:
-            yield from self._reader.json_value(_drop)
+            yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
+        """The object has ended, or the call was broken off after it had started."""
         if self.has_started:
             return
         if self._name is None or needs_arguments:
@@ -73,7 +72,7 @@ class _Call:
         self._start()
         self._sink.arguments("{}")
 
-    def _read_arguments(self) -> Generator[None, None, None]:
+    def _read_arguments(self) -> Reading[None]:
         first = yield from self._reader.skip_space()
         if first == '"':  # JSON in a string
             text = yield from _string(self._reader)
@@ -91,11 +90,11 @@ class _Call:
     def _start(self) -> None:
         assert self._name is not None
         self.has_started = True
-        self._reader.recorded()
+        self._reader.recorded()  # no content any more, whatever follows
         self._sink.call(self._name)
 
 
-def _string(reader: Reader) -> Generator[None, None, str]:
+def _string(reader: Reader) -> Reading[str]:
     if (yield from reader.skip_space()) != '"':
         raise Malformed
     text = yield from reader.json_text()
@@ -105,11 +104,7 @@ def _string(reader: Reader) -> Generator[None, None, str]:
         raise Malformed from error
 
 
-def _expect(reader: Reader, character: str) -> Generator[None, None, None]:
+def _expect(reader: Reader, character: str) -> Reading[None]:
     if (yield from reader.skip_space()) != character:
         raise Malformed
     reader.skip(1)
-
-
-def _drop(_text: str) -> None:
-    pass

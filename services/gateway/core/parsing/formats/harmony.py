@@ -1,9 +1,8 @@
 """gpt-oss's harmony: messages in channels, each with a header that says what it is."""
 
 import re
-from collections.abc import Generator
 
-from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.sink import Sink
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
@@ -11,7 +10,7 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
-def read_harmony(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
     """Channel analysis is reasoning, final is content; commentary to functions.f is a call, and
     to the user content, which comes before calls.
     """
@@ -37,7 +36,7 @@ def read_harmony(reader: Reader, sink: Sink) -> Generator[None, None, None]:
             yield from reader.starts_with(_START)
 
 
-def _is_at_end(reader: Reader) -> Generator[None, None, bool]:
+def _is_at_end(reader: Reader) -> Reading[bool]:
     return not (yield from reader.peek(1))
 
 

@@ -1,9 +1,7 @@
 """Calls whose name stands before their arguments: Mistral and DeepSeek."""
 
-from collections.abc import Generator
-
 from services.gateway.core.parsing.formats.json_calls import read_call_list
-from services.gateway.core.parsing.reader import Malformed, Reader
+from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
 _TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -12,7 +10,7 @@ _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end�
 _SEP = "<｜tool▁sep｜>"
 
 
-def read_mistral(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
     """[TOOL_CALLS]name[ARGS]{…} or, of older models, [TOOL_CALLS][{"name": …, "arguments": …}]."""
     while (yield from reader.until((_TOOL_CALLS,), sink.content)):
         if (yield from reader.skip_space()) == "[":
@@ -27,7 +25,7 @@ def read_mistral(reader: Reader, sink: Sink) -> Generator[None, None, None]:
         yield from _arguments(reader, sink, name)
 
 
-def read_deepseek_v3(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
     """Its tag, function, its separator, the name, and JSON in a fence."""
     while (yield from _next_call(reader, sink)):
         yield from reader.text_until((_SEP,))
@@ -37,30 +35,28 @@ def read_deepseek_v3(reader: Reader, sink: Sink) -> Generator[None, None, None]:
         yield from _arguments(reader, sink, name)
 
 
-def read_deepseek_v31(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
     """Its tag, the name, its separator, and JSON."""
     while (yield from _next_call(reader, sink)):
         name, _ = yield from reader.text_until((_SEP,))
         yield from _arguments(reader, sink, name)
 
 
-def _next_call(reader: Reader, sink: Sink) -> Generator[None, None, bool]:
-    """Reads to the beginning of a call, inside the tags around all of them or before those."""
-    take = sink.content if not sink.num_calls else _drop
+def _next_call(reader: Reader, sink: Sink) -> Reading[bool]:
+    """Reads to the beginning of a call. What stands between the tags around all calls and is none
+    is dropped; other text is content.
+    """
+    take = sink.content if not sink.num_calls else drop
     marker = _CALLS_BEGIN
     while marker in (_CALLS_BEGIN, _CALLS_END, _CALL_END):
         marker = yield from reader.until((_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END), take)
-        take = sink.content if marker == _CALLS_END else _drop
+        take = sink.content if marker == _CALLS_END else drop
     return marker == _CALL_BEGIN
 
 
-def _arguments(reader: Reader, sink: Sink, name: str) -> Generator[None, None, None]:
+def _arguments(reader: Reader, sink: Sink, name: str) -> Reading[None]:
     sink.call(name.strip())
     try:
         yield from reader.json_value(sink.arguments)
     except Malformed:
         return
-
-
-def _drop(_text: str) -> None:
-    pass

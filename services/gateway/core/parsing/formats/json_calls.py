@@ -2,17 +2,15 @@
 nothing but arguments.
 """
 
-from collections.abc import Generator
-
 from services.gateway.core.parsing.formats.call_object import read_call_object
-from services.gateway.core.parsing.reader import Malformed, Reader
+from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def read_hermes(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
     """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them."""
     opened = yield from reader.until((_OPEN,), sink.content)
     while opened:
@@ -25,13 +23,13 @@ def read_hermes(reader: Reader, sink: Sink) -> Generator[None, None, None]:
                 sink.content(_CLOSE)
             opened = yield from reader.until((_OPEN,), sink.content)
             continue
-        marker = yield from reader.until((_CLOSE, _OPEN), _drop)
+        marker = yield from reader.until((_CLOSE, _OPEN), drop)
         opened = marker
         if marker == _CLOSE:
             opened = yield from reader.until((_OPEN,), sink.content)
 
 
-def read_llama3_json(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_llama3_json(reader: Reader, sink: Sink) -> Reading[None]:
     """{"name": …, "parameters": {…}} as the whole answer or after a tag; further ones after ;."""
     first = yield from reader.skip_space()
     if first != "{" and not (yield from reader.until((_PYTHON_TAG,), sink.content)):
@@ -51,7 +49,7 @@ def read_llama3_json(reader: Reader, sink: Sink) -> Generator[None, None, None]:
             return
 
 
-def read_call_list(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_call_list(reader: Reader, sink: Sink) -> Reading[None]:
     """[{"name": …, "arguments": {…}}, …]: what grammars that force a call are made for."""
     reader.record()
     try:
@@ -66,7 +64,3 @@ def read_call_list(reader: Reader, sink: Sink) -> Generator[None, None, None]:
         sink.content(reader.recorded())
         return
     yield from reader.starts_with("]")
-
-
-def _drop(_text: str) -> None:
-    pass

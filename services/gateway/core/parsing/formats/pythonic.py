@@ -3,9 +3,8 @@
 import ast
 import json
 import re
-from collections.abc import Generator
 
-from services.gateway.core.parsing.reader import Malformed, Reader, Take
+from services.gateway.core.parsing.reader import Malformed, Reader, Reading, Take
 from services.gateway.core.parsing.sink import Sink
 
 MAX_CALL_CHARACTERS = 65_536
@@ -17,7 +16,7 @@ _NAMES = {"true": True, "false": False, "null": None}
 _START, _END = "<|python_start|>", "<|python_end|>"
 
 
-def read_pythonic(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_pythonic(reader: Reader, sink: Sink) -> Reading[None]:
     """[f(a=1), g()] as the whole answer, or between <|python_start|> and <|python_end|>."""
     yield from reader.skip_space()
     yield from reader.starts_with(_START)
@@ -39,7 +38,7 @@ def read_pythonic(reader: Reader, sink: Sink) -> Generator[None, None, None]:
     yield from reader.starts_with(_END)
 
 
-def _read_call(reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def _read_call(reader: Reader, sink: Sink) -> Reading[None]:
     name: list[str] = []
     if (yield from reader.matching(_NAME, name.append)) != "(":
         raise Malformed
@@ -51,7 +50,7 @@ def _read_call(reader: Reader, sink: Sink) -> Generator[None, None, None]:
     reader.record()
 
 
-def _nested(reader: Reader, take: Take) -> Generator[None, None, None]:
+def _nested(reader: Reader, take: Take) -> Reading[None]:
     """Passes on a text in parentheses."""
     depth, size = 0, 0
 

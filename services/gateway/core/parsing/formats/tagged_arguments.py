@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.gateway.core.parsing.formats.schemas import Schemas, typed_value
-from services.gateway.core.parsing.reader import Reader
+from services.gateway.core.parsing.reader import Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
 _TEXT_ATTRIBUTE = re.compile(r'string\s*=\s*"(true|false)"')
@@ -24,30 +24,30 @@ class _Tags:
     value_open: str
     value_close: str
     value: Callable[[Schemas, str, str, str], tuple[str, str]]
-    """From the tool and the text of a value's tag and the value to its key and its JSON."""
+    """The key and the JSON of a value, from the schemas, the tool, the text of the value's tag, and
+    the value as it is written.
+    """
     name: Callable[[str], str]
-    """From the text of a call's tag to the tool's name."""
+    """The tool's name, from the text of a call's tag."""
 
 
-def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     outside = (tags.outer_open, tags.outer_close, tags.call_open)
     is_inside = False
-    while marker := (yield from reader.until(outside, _drop if is_inside else sink.content)):
+    while marker := (yield from reader.until(outside, drop if is_inside else sink.content)):
         if marker == tags.call_open:
             yield from _read_call(tags, schemas, reader, sink)
         is_inside = marker != tags.outer_close
 
 
-def _read_call(
-    tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink
-) -> Generator[None, None, None]:
+def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     head, closed = yield from reader.text_until((">",))
     if not closed:
         return
     name = tags.name(head)
     sink.call(name)
     separator = "{"
-    while (yield from reader.until((tags.value_open, tags.call_close), _drop)) == tags.value_open:
+    while (yield from reader.until((tags.value_open, tags.call_close), drop)) == tags.value_open:
         head, _ = yield from reader.text_until((">",))
         text, closed = yield from reader.text_until((tags.value_close,))
         if not closed:
@@ -105,15 +105,11 @@ _DSML = _Tags(
 )
 
 
-def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     """<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
     yield from _read(_QWEN, schemas, reader, sink)
 
 
-def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Generator[None, None, None]:
+def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     """DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
     yield from _read(_DSML, schemas, reader, sink)
-
-
-def _drop(_text: str) -> None:
-    pass
