@@ -1,0 +1,67 @@
+"""Suffix trees behind the services: the same answers on two ranks, also when one is killed, and
+drafts from the answers of the same salt alone.
+"""
+
+import re
+import signal
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import generate_all, request
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack
+from tests.e2e.tiny import greedy
+from tests.plain_http import http_get, http_post
+
+NUM_TOKENS = 60
+HIT_AT = 20
+
+
+@pytest.fixture(scope="module")
+def stack(tiny_model: TinyModel) -> Iterator[Stack]:
+    flags = ("--num-blocks", "60", "--max-model-len", "512", "--tensor-parallel-size", "2")
+    stack = Stack(
+        tiny_model.directory, *flags, "--speculative-config", '{"method": "suffix", "num_rows": 0}'
+    )
+    yield stack
+    stack.close()
+
+
+def num_accepted(stack: Stack) -> float:
+    """Drafts that stood so far."""
+    pattern = r"^vllm:spec_decode_num_accepted_tokens_total\{[^}]*\} (\S+)$"
+    return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
+
+
+def test_answers_of_another_salt_serve_no_drafts(stack: Stack) -> None:
+    body = {"model": stack.model, "prompt": "one two three four", "temperature": 0}
+    stood, texts = [], set()
+    for salt in ("ann", "ben", "ann"):
+        before = num_accepted(stack)
+        changes = {"cache_salt": salt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        answer = http_post(f"{stack.url}/v1/completions", json=body | changes, timeout=60)
+        assert answer.status_code == 200, answer.text
+        texts.add(answer.json()["choices"][0]["text"])
+        stood.append(num_accepted(stack) - before)
+    assert len(texts) == 1
+    first, other, again = stood
+    assert other < first + NUM_TOKENS / 6
+    assert again > first + NUM_TOKENS / 3
+
+
+async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
+    expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    victim = max(name for name in stack.pids() if name.startswith("worker"))
+    pid = stack.pids()[victim]
+    kill = partial(stack.hit, victim, signal.SIGKILL)
+    for hit in (None, None, kill, None):  # the second time, and the last one, from trees
+        before = num_accepted(stack)
+        answers = await generate_all(stack.grpc, requests, hit, HIT_AT)
+        assert [answer.token_ids for answer in answers] == expected
+        if hit is not None:
+            stack.wait_until_back(victim, pid)
+    assert num_accepted(stack) > before
