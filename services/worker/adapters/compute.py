@@ -42,20 +42,27 @@ class ComputeThread:
         return self._computing.overdue or self._waiting.overdue
 
     def submit(
-        self, function: Callable[[], T], allowed_seconds: float = inf
+        self,
+        function: Callable[[], T],
+        allowed_seconds: float = inf,
+        ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
         """Queues `function`. Returns its result or exception as a future of the running loop.
 
         A function whose future is cancelled before it begins is not run. One that takes longer than
-        the allowed time is not ended, but reported by `overdue`.
+        the allowed time is not ended, but reported by `overdue`. `ended` is called in the loop once
+        the future is done, a turn of the loop before the future's own callbacks.
         """
-        return self._computing.submit(function, allowed_seconds)
+        return self._computing.submit(function, allowed_seconds, ended)
 
     def submit_wait(
-        self, wait: Callable[[], T], allowed_seconds: float = inf
+        self,
+        wait: Callable[[], T],
+        allowed_seconds: float = inf,
+        ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
         """As `submit`, for a function that only waits; it runs in the other thread."""
-        return self._waiting.submit(wait, allowed_seconds)
+        return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
         """Drops queued functions and waits for the running one, or for `patience_seconds`."""
@@ -91,15 +98,26 @@ class _Lane:
             return None
         return running
 
-    def submit(self, function: Callable[[], T], allowed_seconds: float) -> "asyncio.Future[T]":
+    def submit(
+        self,
+        function: Callable[[], T],
+        allowed_seconds: float,
+        ended: Callable[[], object] | None,
+    ) -> "asyncio.Future[T]":
         if self.is_closed:
             raise RuntimeError("the thread is closed")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
+        def end(finish: Callable[[], object]) -> None:
+            if not future.done():
+                finish()
+            if ended is not None:
+                ended()
+
         def run() -> None:
             if self.is_closed or future.cancelled():
-                _call_in_loop(loop, future.cancel)
+                _call_in_loop(loop, end, future.cancel)
                 return
             if allowed_seconds != inf:
                 self._running = Overdue(time.monotonic(), allowed_seconds)
@@ -108,7 +126,7 @@ class _Lane:
             except BaseException as error:
                 finish = partial(future.set_exception, error)
             self._running = None
-            _call_in_loop(loop, lambda: future.done() or finish())
+            _call_in_loop(loop, end, finish)
 
         self._tasks.put(run)
         return future
@@ -155,7 +173,11 @@ async def follow_liveness(
             logger.warning("the step that took too long is done: live again")
 
 
-def _call_in_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+def _call_in_loop(
+    loop: asyncio.AbstractEventLoop,
+    callback: Callable[[Callable[[], object]], None],
+    finish: Callable[[], object],
+) -> None:
     """Calls back in the loop, unless the loop has ended."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback)
+        loop.call_soon_threadsafe(callback, finish)

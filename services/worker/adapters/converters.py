@@ -44,15 +44,8 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         num_scheduled_tokens=_array(message.num_scheduled_tokens, "num_scheduled_tokens"),
         num_computed_tokens=_array(message.num_computed_tokens, "num_computed_tokens"),
         removed_rows=_array(message.removed_rows, "removed_rows"),
-        new_requests=tuple(_new_request(request) for request in message.new_requests),
-        appended_blocks=tuple(
-            AppendedBlocks(
-                _array(appended.rows, "appended_blocks.rows"),
-                _array(appended.num_blocks, "appended_blocks.num_blocks"),
-                _array(appended.block_ids, "appended_blocks.block_ids"),
-            )
-            for appended in message.appended_blocks
-        ),
+        new_requests=tuple(map(_new_request, message.new_requests)),
+        appended_blocks=tuple(map(_appended_blocks, message.appended_blocks)),
         num_draft_tokens=_array(message.num_draft_tokens, "num_draft_tokens"),
         draft_token_ids=_array(message.draft_token_ids, "draft_token_ids"),
         block_ids_to_zero=_array(message.block_ids_to_zero, "block_ids_to_zero"),
@@ -62,10 +55,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         tier_stores=_tier_blocks(message.tier_stores, "tier_stores")
         if message.HasField("tier_stores")
         else None,
-        tier_loads=tuple(
-            TierLoad(load.request, _tier_blocks(load.blocks, "tier_loads.blocks"))
-            for load in message.tier_loads
-        ),
+        tier_loads=tuple(map(_tier_load, message.tier_loads)),
     )
 
 
@@ -143,6 +133,18 @@ def _new_request(message: worker_pb2.NewRequest) -> NewRequest:
         adapter_digest=message.adapter_digest,
         cache_key=message.cache_key,
     )
+
+
+def _appended_blocks(message: worker_pb2.AppendedBlocks) -> AppendedBlocks:
+    return AppendedBlocks(
+        _array(message.rows, "appended_blocks.rows"),
+        _array(message.num_blocks, "appended_blocks.num_blocks"),
+        _array(message.block_ids, "appended_blocks.block_ids"),
+    )
+
+
+def _tier_load(message: worker_pb2.TierLoad) -> TierLoad:
+    return TierLoad(message.request, _tier_blocks(message.blocks, "tier_loads.blocks"))
 
 
 def _tier_blocks(message: worker_pb2.TierBlocks, field: str) -> TierBlocks:

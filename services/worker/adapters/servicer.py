@@ -3,17 +3,14 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import grpc
-import numpy as np
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
@@ -106,11 +103,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             raise InvalidArgument("this worker serves no adapters: enable_lora", field="adapter")
         return adapters
 
-    async def Execute(
+    async def Execute(  # type: ignore[override]  # the stubs know generators alone
         self,
         request_iterator: AsyncIterator[worker_pb2.ExecuteRequest],
         context: _Context,
-    ) -> AsyncIterator[worker_pb2.ExecuteResponse]:
+    ) -> None:
         self._loaded()
         first = await anext(aiter(request_iterator), None)
         if first is None:
@@ -125,9 +122,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._metrics.stream_opened()
         stream = self._stream = _StepStream(worker.runner, self._compute, tracer, self._metrics)
         try:
-            async with aclosing(stream.responses(first, request_iterator)) as responses:
-                async for response in responses:
-                    yield response
+            await stream.run(first, request_iterator, context.write)
         finally:
             stream.close()
             self._lease.release(holder)
@@ -167,9 +162,9 @@ class _PendingStep:
 class _StepStream:
     """The steps of one stream, over a batch that is empty at first.
 
-    One task reads steps; the task that iterates over `responses` answers them. It is woken by every
-    event and then looks at the oldest step. That takes a few wake-ups and no new task for a step:
-    this thread and the compute thread share the interpreter's lock.
+    One task reads steps; the task that runs the stream answers them. It is woken by every event and
+    then looks at the oldest step. That takes one wake-up and no new task for a step, since this
+    thread and the compute thread share the interpreter's lock.
     """
 
     def __init__(
@@ -203,15 +198,16 @@ class _StepStream:
         """Drops steps that have not begun."""
         self._closed = True
 
-    async def responses(
+    async def run(
         self,
         first: worker_pb2.ExecuteRequest,
         others: AsyncIterator[worker_pb2.ExecuteRequest],
-    ) -> AsyncGenerator[worker_pb2.ExecuteResponse, None]:
-        """Runs steps in order, and yields their responses while the next ones are read."""
+        write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]],
+    ) -> None:
+        """Runs steps in order, and writes their responses while the next ones are read."""
         await self._reset
         taking_in = asyncio.ensure_future(self._take_in(first, others))
-        taking_in.add_done_callback(self._wake)
+        taking_in.add_done_callback(lambda _: self._changed.set())
         try:
             while not taking_in.done() or self._pending:
                 if self._error is not None:
@@ -225,7 +221,7 @@ class _StepStream:
                 else:
                     pending = self._pending.popleft()
                     self._has_room.set()
-                    yield self._answer(pending, output)
+                    await write(self._answer(pending, output))
             taking_in.result()
         finally:
             taking_in.cancel()
@@ -249,9 +245,8 @@ class _StepStream:
         step = step_from_proto(message)
         pending = _PendingStep(message, step, arrived, arrived)
         pending.begun = self._compute.submit(
-            lambda: self._begin(pending), _allowed_seconds(message)
+            lambda: self._begin(pending), _allowed_seconds(message), self._changed.set
         )
-        pending.begun.add_done_callback(self._wake)
         return pending
 
     def _oldest_output(self) -> StepOutput | None:
@@ -267,16 +262,12 @@ class _StepStream:
             return output
         if pending.downloaded is None:
             pending.downloaded = self._compute.submit_wait(
-                output.wait, _allowed_seconds(pending.message)
+                output.wait, _allowed_seconds(pending.message), self._changed.set
             )
-            pending.downloaded.add_done_callback(self._wake)
         if not pending.downloaded.done():
             return None
         pending.ended_nanos = time.perf_counter_ns()
         return pending.downloaded.result()
-
-    def _wake(self, _done: "asyncio.Future[Any]") -> None:
-        self._changed.set()
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
         """Runs in the compute thread. If a step fails, the stream's other steps are dropped."""
@@ -299,7 +290,7 @@ class _StepStream:
         epoch = time.time_ns() - time.perf_counter_ns()
         times = StepTimes(epoch + arrived, epoch + started, epoch + ended)
         self._tracer.record(pending.message.traceparent, pending.step, times)
-        num_tokens = int(np.add.reduce(pending.step.num_scheduled_tokens))
+        num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
         if len(pending.step.num_draft_tokens):  # of these the worker may have proposed fewer
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self._metrics.stepped(num_tokens, started - arrived, ended - started)

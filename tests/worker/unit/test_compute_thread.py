@@ -55,6 +55,34 @@ async def test_what_is_cancelled_before_it_began_is_not_run(compute: ComputeThre
     assert ran == ["last"]
 
 
+async def test_the_end_of_a_function_is_told_in_the_loop_once_its_future_is_done(
+    compute: ComputeThread,
+) -> None:
+    told: list[tuple[int, bool]] = []
+    all_told = asyncio.Event()
+    going_on = threading.Event()
+
+    def ended(number: int) -> None:
+        told.append((number, futures[number].done()))
+        assert asyncio.get_running_loop() is loop
+        if len(told) == len(futures):
+            all_told.set()
+
+    loop = asyncio.get_running_loop()
+    functions = [lambda: going_on.wait(SECONDS), lambda: 1 // 0, lambda: 2]
+    futures = [
+        compute.submit(function, ended=lambda number=number: ended(number))
+        for number, function in enumerate(functions)
+    ]
+    futures[2].cancel()
+    going_on.set()
+    async with asyncio.timeout(SECONDS):
+        await all_told.wait()
+    assert told == [(0, True), (1, True), (2, True)]
+    assert await futures[0]
+    assert isinstance(futures[1].exception(), ZeroDivisionError)
+
+
 async def test_waiting_goes_on_beside_computing(compute: ComputeThread) -> None:
     computed = threading.Event()
     waiting = compute.submit_wait(lambda: computed.wait(SECONDS))
