@@ -53,10 +53,15 @@ class StepLayout:
         """Tokens of the step."""
         return int(self.query_starts[-1])
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether every request has one token."""
+        return self.num_decodes == len(self.seq_lens)
+
     @cached_property
     def positions(self) -> Int64Array:
         """The position of each token in its request, [num_tokens]."""
-        if self.num_decodes == len(self.seq_lens):
+        if self.only_decodes:
             return self.seq_lens.astype(np.int64) - 1
         counts = np.diff(self.query_starts)
         offsets = np.repeat(self.seq_lens - self.query_starts[1:], counts)
@@ -65,7 +70,7 @@ class StepLayout:
     @cached_property
     def token_rows(self) -> Int32Array:
         """The row of each token's request in `tables`, [num_tokens]."""
-        if self.num_decodes == len(self.seq_lens):
+        if self.only_decodes:
             return self.rows
         return np.repeat(self.rows, np.diff(self.query_starts))
 

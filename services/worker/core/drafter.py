@@ -45,11 +45,12 @@ class Drafter:
         """Takes in what a step sampled, and which of its drafts stood: all tokens that were sampled
         but the last.
         """
-        self.source.sampled(tokens.rows, batch)
+        every = tokens.layouts[0].rows
+        self.source.sampled(every, batch)
         if tokens.num_draft_tokens is None:
             return
         drafted = np.flatnonzero(tokens.num_draft_tokens)
-        rows, num_drafts = tokens.rows[drafted], tokens.num_draft_tokens[drafted]
+        rows, num_drafts = every[drafted], tokens.num_draft_tokens[drafted]
         num_accepted = batch.num_tokens[rows] - tokens.seq_lens[drafted] + num_drafts - 1
         for row, count, accepted in zip(
             rows.tolist(), num_drafts.tolist(), num_accepted.tolist(), strict=True

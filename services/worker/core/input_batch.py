@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.attention import Int64Array
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.core.step_check import StepCheck
@@ -91,6 +92,8 @@ class InputBatch:
       `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
       block or an earlier block of the request, and are not read; of those of states, all but the
       ones of the last token before a step and of the step's last.
+
+    `groups`: of each group its `block_tables` and the tokens that a block stands for.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -102,6 +105,7 @@ class InputBatch:
         self.room = np.zeros(rows, np.int32)
         num_groups = len(limits.windows)
         self.block_tables = np.zeros((num_groups, rows, limits.max_blocks_per_seq), np.int32)
+        self.groups = tuple(zip(self.block_tables, limits.block_sizes, strict=True))
         self.num_blocks = np.zeros((num_groups, rows), np.int32)
         self.sampling: dict[int, SamplingParams] = {}
 
@@ -149,12 +153,13 @@ class InputBatch:
             self.token_ids[row, known : known + count] = drafts
             first += count
 
-    def append_one(self, rows: Int32Array, token_ids: Int32Array) -> None:
+    def append_one(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Adds one sampled token to each of some requests."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
-        self.num_tokens[rows] += 1
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
 
-    def append_unknown(self, rows: Int32Array) -> None:
+    def append_unknown(self, rows: Int64Array) -> None:
         """Counts one more token of each of these requests, whose id is not known here yet."""
         self.num_tokens[rows] += 1
 

@@ -206,6 +206,9 @@ class ModelRunner:
     def _update_batch(self, step: StepInput) -> None:
         if self._pooler is not None:
             self._pooler.check(step)
+        if not (len(step.removed_rows) or step.new_requests):
+            self._batch.apply(step)
+            return
         embedded = self._embedded.read(step, self._device.torch_device)
         entering = (
             find_adapters(step, {}) if self._adapters is None else self._adapters.of_step(step)
@@ -232,10 +235,14 @@ class ModelRunner:
         tokens at other indexes.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
-        is_all = len(logits_indices) == len(token_ids)
+        is_all = len(logits_indices) == len(tokens.token_ids)
         wanted = None if is_all else self._device.upload(logits_indices)
-        only_decodes = tokens.layouts[0].num_decodes == len(tokens.order)
-        if self._buckets is not None and embedded is None and only_decodes and not self._adapter_of:
+        if (
+            self._buckets is not None
+            and embedded is None
+            and tokens.layouts[0].only_decodes
+            and not self._adapter_of
+        ):
             logits = self._buckets.logits(token_ids, tokens.positions, tokens.layouts)
             return wanted_rows(logits, wanted), lambda some: logits[some]
         hidden, found = self._run_model(tokens, token_ids, embedded, wanted)

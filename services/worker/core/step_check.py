@@ -1,10 +1,10 @@
 """Checks a step against the batch and the worker's limits, before any part of it is applied."""
 
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from services.worker.backends.attention import Int64Array
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
@@ -25,29 +25,46 @@ class StepCheck:
         self._batch = batch
         self._limits = batch.limits
         self._step = step
-        self._in_use = set(batch.sampling)
+        self._in_use: AbstractSet[int] = batch.sampling.keys()
+        """The rows in use once the requests of the step have left and entered."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
         """By group: the number of blocks appended to each row's table."""
 
     def run(self) -> None:
         """Raises InvalidStep for the first contradiction."""
+        step = self._step
+        if len(step.removed_rows) or step.new_requests:
+            self._check_rows()
+        if step.appended_blocks:
+            self._check_all_appended()
+        self._check_block_ids(step.block_ids_to_zero, "block_ids_to_zero")
+        if len(step.copy_sources) or len(step.copy_targets):
+            self._check_copies()
+        if step.tier_stores is not None or step.tier_loads:
+            self._check_tier()
+        self._check_scheduled()
+        if self._limits.state_block_sizes:
+            for group in range(self._limits.first_state_group, self._limits.num_groups):
+                self._check_states(group)
+
+    def _check_rows(self) -> None:
+        """Checks which requests leave, then those that enter."""
+        in_use = set(self._in_use)
         for row in self._step.removed_rows.tolist():
-            self._require(row in self._in_use, "removed_rows", f"row {row} is not in use")
-            self._in_use.remove(row)
+            self._require(row in in_use, "removed_rows", f"row {row} is not in use")
+            in_use.remove(row)
         for request in self._step.new_requests:
-            self._check_new(request)
-        name = "appended_blocks"
+            self._check_new(request, in_use)
+            in_use.add(request.row)
+            self._new[request.row] = request
+        self._in_use = in_use
+
+    def _check_all_appended(self) -> None:
         groups, expected = len(self._step.appended_blocks), len(self._limits.windows)
-        self._require(groups in (0, expected), name, f"{groups} groups, not {expected}")
+        self._require(groups == expected, "appended_blocks", f"{groups} groups, not {expected}")
         for group, appended in enumerate(self._step.appended_blocks):
             self._check_appended(group, appended)
-        self._check_block_ids(self._step.block_ids_to_zero, "block_ids_to_zero")
-        self._check_copies()
-        self._check_tier()
-        self._check_scheduled()
-        for group in range(self._limits.first_state_group, self._limits.num_groups):
-            self._check_states(group)
 
     def _check_tier(self) -> None:
         step, stores = self._step, self._step.tier_stores
@@ -63,12 +80,12 @@ class StepCheck:
             problem = f"block {wrong[:1].tolist()} is not from 0 to {last}"
             self._require(not len(wrong), f"{name}.tier_block_ids", problem)
 
-    def _check_new(self, request: NewRequest) -> None:
+    def _check_new(self, request: NewRequest, in_use: AbstractSet[int]) -> None:
         num_rows, longest = self._limits.max_num_seqs, self._limits.max_model_len
         row, count, num_prompt = request.row, len(request.token_ids), request.num_prompt_tokens
         name = "new_requests.row"
         self._require(0 <= row < num_rows, name, f"row {row} is not below {num_rows}")
-        self._require(row not in self._in_use, name, f"row {row} is in use")
+        self._require(row not in in_use, name, f"row {row} is in use")
         name = "new_requests.token_ids"
         self._require(1 <= count <= longest, name, f"{count} tokens, not 1 to {longest}")
         self._check_token_ids(request.token_ids, name)
@@ -76,8 +93,6 @@ class StepCheck:
         self._require(1 <= num_prompt <= count, name, f"{num_prompt}, not 1 to {count}")
         self._check_tables(request.block_tables)
         request.sampling.validate(self._limits.vocab_size)
-        self._in_use.add(row)
-        self._new[row] = request
 
     def _check_tables(self, tables: tuple[Int32Array, ...]) -> None:
         name, windows = "new_requests.block_tables", self._limits.windows
@@ -110,12 +125,13 @@ class StepCheck:
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
             given = len(getattr(step, name))
             self._require(given == count, name, f"{given} entries for {count} rows")
-        name, total = "num_scheduled_tokens", int(step.num_scheduled_tokens.sum())
+        name, total = "num_scheduled_tokens", sum(step.num_scheduled_tokens.tolist())
         self._require(total <= most, name, f"{total} tokens in a step of at most {most}")
         rows = set(step.rows.tolist())
         self._require(len(rows) == count, "rows", "a row is named twice")
-        missing = sorted(rows - self._in_use)
-        self._require(not missing, "rows", f"row {missing[:1]} is not in use")
+        if not rows <= self._in_use:
+            missing = sorted(rows - self._in_use)
+            self._require(not missing, "rows", f"row {missing[:1]} is not in use")
         if len(step.last_token_ids):
             name, given = "last_token_ids", len(step.last_token_ids)
             self._require(given == count, name, f"{given} entries for {count} rows")
@@ -136,24 +152,25 @@ class StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> None:
-        """Checks all requests at once, and then the first invalid one by itself."""
+        """Checks all requests at once, and then the first invalid one by itself. Counts of computed
+        tokens, which may be any int32, are compared with bounds: sums with them could overflow.
+        """
         step = self._step
-        scheduled = step.num_scheduled_tokens
-        computed = step.num_computed_tokens.astype(np.int64)
+        scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
         drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
         known, room = self._known_and_room()
         if self._limits.num_speculative_tokens:
-            computed -= self._num_rejected(computed + scheduled - drafts - known)
-        ends = computed + scheduled
-        fits = (scheduled > drafts) & (computed >= 0) & (ends - drafts <= known) & (ends <= room)
+            computed = computed - self._num_rejected(computed - (known + drafts - scheduled))
+        most = np.minimum(known + drafts, room) - scheduled
+        fits = (scheduled > drafts) & (computed >= 0) & (computed <= most)
         if drafts is not _NO_DRAFTS:
-            fits &= (drafts == 0) | (ends - drafts == known)
-        if not fits.all():
+            fits &= (drafts == 0) | (computed == known + drafts - scheduled)
+        if np.count_nonzero(fits) < len(fits):
             index, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
             columns = (step.rows, scheduled, computed, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
 
-    def _num_rejected(self, num_unknown: Int64Array) -> Int64Array:
+    def _num_rejected(self, num_unknown: Int32Array) -> Int32Array:
         """How many of the tokens that count as computed were rejected as drafts, given how many of
         those to compute are not known here: at most the drafts of the step before.
         """
@@ -207,7 +224,7 @@ class StepCheck:
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
         """The number of known tokens of each request, and of tokens that fit in its blocks."""
-        rows = self._step.rows
+        rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
             known[rows == row] = len(request.token_ids)

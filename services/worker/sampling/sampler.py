@@ -1,5 +1,6 @@
 """The sampler of the input batch: one row of logits in, one token out, per request."""
 
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,9 @@ from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 
 _COPIED_BYTES = 2**23
 """Rows of requests with edits are copied, and edited, so many bytes at a time."""
+
+_NO_ROWS: Int32Array = np.empty(0, np.int32)
+_NO_ROWS.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,10 @@ class Sampler:
         """Those of grammars; of other requests they are not read."""
         self._mask_rows = np.full(max_num_seqs, -1)
         """The row itself, -1 for a request without a grammar."""
-        self._wants_logprobs = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._constrained: set[int] = set()
+        """The rows that are not plain. Most batches have none."""
+        self._num_logprobs: dict[int, int] = {}
+        """By row, for requests that ask for log-probabilities."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -146,16 +153,21 @@ class Sampler:
         self._is_plain[batch_row] = not edits and grammar is None
         self._has_edits[batch_row] = bool(edits)
         self._mask_rows[batch_row] = -1 if grammar is None else batch_row
-        self._wants_logprobs[batch_row] = params.logprobs is not None
+        if not self._is_plain[batch_row]:
+            self._constrained.add(batch_row)
+        if params.logprobs is not None:
+            self._num_logprobs[batch_row] = params.logprobs
 
     def remove(self, batch_row: int) -> None:
         """Frees a row of the batch."""
         if self._requests.pop(batch_row, None) is None:
             raise ValueError(f"row {batch_row} is free")
+        self._constrained.discard(batch_row)
+        self._num_logprobs.pop(batch_row, None)
 
     def is_simple(self, batch_rows: np.ndarray) -> bool:
         """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
-        return bool(self._is_plain[batch_rows].all())
+        return not self._constrained or bool(self._is_plain[batch_rows].all())
 
     def forced_tokens(self, batch_row: int) -> list[int]:
         """The tokens that a request's grammar leaves no choice about; none without a grammar."""
@@ -166,12 +178,10 @@ class Sampler:
         """By index in `batch_rows`, for requests that ask for log-probabilities: how many of the
         most probable tokens to report.
         """
-        found: dict[int, int] = {}
-        for row in self._wants_logprobs[batch_rows].nonzero()[0].tolist():
-            num_top = self._requests[batch_rows[row]].params.logprobs
-            assert num_top is not None
-            found[row] = num_top
-        return found
+        if not self._num_logprobs:
+            return {}
+        asked = ((row, self._num_logprobs.get(of)) for row, of in enumerate(batch_rows.tolist()))
+        return {row: num_top for row, num_top in asked if num_top is not None}
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
         """What a device needs to sample the next token of simple requests.
@@ -199,9 +209,8 @@ class Sampler:
         on_host: Float32Array = logits.numpy(force=True)
         rows = np.arange(len(on_host)) if at is None else at
         token_ids = self._draw(on_host, rows, batch_rows, drawn)
-        unusable, refused = token_ids == UNUSABLE, token_ids == REFUSED
-        usable = ~(unusable | refused)
-        token_ids[~usable] = 0
+        nan_rows, refused_rows = _zero_missing(token_ids)
+        missing = {*nan_rows.tolist(), *refused_rows.tolist()}
         logprobs = {
             row: logprob_rows(
                 self._reported(on_host, rows[row : row + 1], batch_rows[row]),
@@ -209,15 +218,10 @@ class Sampler:
                 num_top,
             )
             for row, num_top in self.num_logprobs(batch_rows).items()
-            if usable[row]
+            if row not in missing
         }
-        self._append(batch_rows, token_ids, usable)
-        return SamplerOutput(
-            token_ids=token_ids.astype(np.int32),
-            logprobs=logprobs,
-            nan_rows=unusable.nonzero()[0].astype(np.int32),
-            refused_rows=refused.nonzero()[0].astype(np.int32),
-        )
+        self._append(batch_rows, token_ids, missing)
+        return SamplerOutput(token_ids.astype(np.int32), logprobs, nan_rows, refused_rows)
 
     def draw_ahead(
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
@@ -264,7 +268,10 @@ class Sampler:
         """A token for each of these rows of the logits, UNUSABLE, or REFUSED if a grammar and other
         parameters leave none.
         """
-        parameters, masks = self._row_parameters(batch_rows), self._row_masks(batch_rows)
+        parameters = self._row_parameters(batch_rows)
+        if drawn is None and not self._constrained:
+            return self._row_sampler.sample(logits, rows, parameters)
+        masks = self._row_masks(batch_rows)
         has_edits = self._has_edits[batch_rows]
         if drawn is None and not has_edits.any():
             return self._row_sampler.sample(logits, rows, parameters, masks)
@@ -304,23 +311,40 @@ class Sampler:
         rows = self._mask_rows[batch_rows]
         return RowMasks(self._masks, rows) if (rows >= 0).any() else None
 
-    def _row_parameters(self, batch_rows: np.ndarray, ahead: Int64Array | int = 0) -> RowParameters:
-        values = self._parameters.take(batch_rows, axis=1)
-        return RowParameters(values, self._seeds[batch_rows], self._num_tokens[batch_rows] + ahead)
+    def _row_parameters(
+        self, batch_rows: np.ndarray, ahead: Int64Array | None = None
+    ) -> RowParameters:
+        values, positions = self._parameters.take(batch_rows, axis=1), self._num_tokens[batch_rows]
+        if ahead is not None:
+            positions += ahead
+        return RowParameters(values, self._seeds[batch_rows], positions)
 
     def _states(self, batch_rows: np.ndarray) -> UInt64Array:
         return random_states(self._seeds[batch_rows], self._num_tokens[batch_rows], SAMPLING_STREAM)
 
-    def _append(self, batch_rows: np.ndarray, token_ids: Int64Array, usable: BoolArray) -> None:
-        """Takes in tokens. Requests without a usable one end: what they keep is not read again."""
+    def _append(
+        self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
+    ) -> None:
+        """Takes in tokens. A request whose token is missing ends: its state is not read again."""
         self._num_tokens[batch_rows] += 1
-        changed = (usable & ~self._is_plain[batch_rows]).nonzero()[0]
-        if not len(changed):
+        if not self._constrained:
             return
-        tokens = zip(batch_rows[changed].tolist(), token_ids[changed].tolist(), strict=True)
-        for row, token_id in tokens:
+        tokens = zip(batch_rows.tolist(), token_ids.tolist(), strict=True)
+        for index, (row, token_id) in enumerate(tokens):
+            if row not in self._constrained or index in missing:
+                continue
             request = self._requests[row]
             if request.grammar is not None:
                 request.grammar.append(token_id)
             for edit in request.edits:
                 edit.append(token_id)
+
+
+def _zero_missing(token_ids: Int64Array) -> tuple[Int32Array, Int32Array]:
+    """The rows that are UNUSABLE and those that are REFUSED; their tokens become 0."""
+    missing = (token_ids < 0).nonzero()[0]
+    if not len(missing):
+        return _NO_ROWS, _NO_ROWS
+    why, rows = token_ids[missing], missing.astype(np.int32)
+    token_ids[missing] = 0
+    return rows[why == UNUSABLE], rows[why == REFUSED]

@@ -111,6 +111,7 @@ CONTRADICTIONS = {
     "num_scheduled_tokens: row 2 computes no known token": step((2, 0, 0)),
     "num_computed_tokens: row 2 has 5 tokens, not 6": step((2, 1, 5)),
     "num_computed_tokens: row 2 has 5 tokens, not 4": step((2, 5, -1)),
+    "num_computed_tokens: row 2 has 5 tokens, not 2147483648": step((2, 1, 2**31 - 1)),
     "num_draft_tokens: 1 entries, 2 rows": step(
         (2, 2, 3), (1, 1, 0), enter=ENTER, num_draft_tokens=ints(1)
     ),

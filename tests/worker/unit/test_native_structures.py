@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from services.worker.backends.native.compiled import default_cache_directory, lo
 from services.worker.backends.native.library import (
     STRUCTURES,
     NativeLayerWeights,
+    address,
     check_structures,
     fields_of,
 )
@@ -59,3 +61,16 @@ def test_a_weight_of_another_kind_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"^Odd.path: no field of a structure holds"):
         fields_of(Odd)
+
+
+@pytest.mark.parametrize("kind", ["writable", "read-only", "strided", "empty", "two dimensions"])
+def test_an_array_is_passed_as_the_address_of_its_first_element(kind: str) -> None:
+    numbers = np.arange(12, dtype=np.int32)
+    array = {
+        "writable": numbers[3:],
+        "read-only": np.frombuffer(bytes(12), np.int32),
+        "strided": numbers[1::2],
+        "empty": numbers[:0],
+        "two dimensions": numbers.reshape(3, 4)[1:],
+    }[kind]
+    assert address(array) == array.__array_interface__["data"][0]

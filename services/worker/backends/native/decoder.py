@@ -104,12 +104,13 @@ class NativeDecoder:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert isinstance(attention, NativePagedStep)
         self._use_pages(attention)
-        rows, decoder = len(token_ids), self._decoder
+        rows, decoder = token_ids.numel(), self._decoder
         hidden = _empty(rows, self._width, self._dtype)
         count = rows if wanted is None else len(wanted)
         if not self._vocab_size:
             count = 0
-        logits = _empty(count, self._vocab_size, torch.float32) if count else None
+        shape = count, self._vocab_size
+        logits = torch.from_numpy(np.empty(shape, np.float32)) if count else None
         self._functions.run_decoder(
             *(decoder, attention.layouts, token_ids.data_ptr(), _address(embedded)),
             *(hidden.data_ptr(), _address(wanted), count, _address(logits)),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, get_type_hints
 
+import numpy as np
 import torch
 
 from services.worker.backends.kernels import Activation, GatedMlp, LayerWeights, Linear, Mlp
@@ -29,6 +30,16 @@ _SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ADDRESS, _COUNT, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _DOUBLE = ctypes.c_double
 _Fields = list[tuple[str, type[Any]]]
+
+
+def address(array: np.ndarray) -> int:
+    """Where the array's elements are. A step passes ten arrays, and `array.ctypes` takes several
+    times as long as a buffer, which an array that is empty, strided or read-only does not give.
+    """
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    except (TypeError, ValueError):
+        return array.ctypes.data
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:

@@ -22,6 +22,7 @@ from services.worker.backends.native.library import (
     Heads,
     Layout,
     Pages,
+    address,
 )
 
 _BYTES_PER_THREAD = 2**22
@@ -96,10 +97,10 @@ class NativePagedStep:
             *(
                 Layout(
                     len(layout.seq_lens),
-                    layout.query_starts.ctypes.data,
-                    layout.seq_lens.ctypes.data,
-                    layout.rows.ctypes.data,
-                    layout.tables.ctypes.data,
+                    address(layout.query_starts),
+                    address(layout.seq_lens),
+                    address(layout.rows),
+                    address(layout.tables),
                     layout.tables.strides[0] // layout.tables.itemsize,
                 )
                 for layout in layouts

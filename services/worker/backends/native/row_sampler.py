@@ -10,6 +10,7 @@ from services.worker.backends.native.library import (
     NativeRowMasks,
     NativeRowParameters,
     SamplingFunctions,
+    address,
 )
 from services.worker.backends.row_sampler import RowMasks, RowParameters
 
@@ -34,10 +35,10 @@ class NativeRowSampler:
             raise ValueError(f"a row has {num_values} values, but compiled code reads {num_known}")
         token_ids = np.empty(len(rows), np.int64)
         drawn = NativeRowParameters(
-            *map(_address, (parameters.values, parameters.seeds, parameters.positions))
+            *map(address, (parameters.values, parameters.seeds, parameters.positions))
         )
         self._functions.sample_rows(
-            _logit_rows(logits, rows), _row_masks(masks), drawn, _address(token_ids)
+            _logit_rows(logits, rows), _row_masks(masks), drawn, address(token_ids)
         )
         return token_ids
 
@@ -50,21 +51,17 @@ class NativeRowSampler:
     ) -> npt.NDArray[np.bool_]:
         usable = np.empty(len(rows), np.bool_)
         self._functions.copy_rows(
-            _logit_rows(logits, rows), _row_masks(masks), _address(copies), _address(usable)
+            _logit_rows(logits, rows), _row_masks(masks), address(copies), address(usable)
         )
         return usable
 
 
 def _logit_rows(logits: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> NativeLogitRows:
     stride, size = logits.strides[0] // logits.itemsize, logits.shape[1]
-    return NativeLogitRows(_address(logits), stride, size, _address(rows), len(rows))
+    return NativeLogitRows(address(logits), stride, size, address(rows), len(rows))
 
 
 def _row_masks(masks: RowMasks | None) -> NativeRowMasks:
     if masks is None:
         return NativeRowMasks(None, 0, None)
-    return NativeRowMasks(_address(masks.words), masks.words.shape[1], _address(masks.rows))
-
-
-def _address(array: np.ndarray) -> int:
-    return array.ctypes.data
+    return NativeRowMasks(address(masks.words), masks.words.shape[1], address(masks.rows))
