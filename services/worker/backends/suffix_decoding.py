@@ -45,7 +45,8 @@ class SuffixDecoding(Protocol):
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
         """Adds new tokens to the responses of these rows. `token_ids` [all rows, n] holds all
         tokens of each, of which the first `num_tokens`, parallel to `rows`, are known. Where there
-        are too many responses, or too large ones, those that began first are forgotten, whole.
+        are too many responses, or too large ones, tokens of the one that ended first are forgotten,
+        a few for each new one.
         """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:

@@ -7,7 +7,10 @@ from services.worker.backends.native.compiled import (
     default_cache_directory,
     load_compiled,
 )
-from services.worker.backends.native.suffix_decoding import NativeSuffixDecoding
+from services.worker.backends.native.suffix_decoding import (
+    MAX_RESPONSE_BYTES,
+    NativeSuffixDecoding,
+)
 from services.worker.backends.suffix_decoding import SuffixRules
 from services.worker.core.draft_source import ProposerSource
 from services.worker.core.drafter import Drafter
@@ -37,7 +40,9 @@ def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
     if config.model is not None:
         return replace(parts, draft_model=load_draft_model(setup, parts, config.model))
     if config.suffix is not None:
-        return replace(parts, drafter=Drafter(_suffix_source(setup, config.suffix), most))
+        drafter = Drafter(_suffix_source(setup, config.suffix), most)
+        num_bytes = MAX_RESPONSE_BYTES if config.suffix.max_cached_requests else 0
+        return replace(parts, drafter=drafter, drafter_bytes=num_bytes)
     return replace(parts, drafter=Drafter(ProposerSource(NgramProposer(config)), most))
 
 

@@ -55,7 +55,8 @@ class CpuPlatform:
 
         That is for each token residual, normalized and attended states and the fused projections,
         for each row that is sampled logits in float32 and the sampler's copies, and what attention
-        takes. A draft model computes the step's tokens too, or of each request up to a block.
+        takes. A draft model computes the step's tokens too, or of each request up to a block. What
+        else proposes drafts may come to take `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0
@@ -63,6 +64,7 @@ class CpuPlatform:
             limits.max_num_batched_tokens * _bytes_per_token(loaded)
             + num_sampled * 4 * 4 * loaded.vocab_size
             + parts.kernels.attention_bytes(parts.shape, loaded.max_model_len)
+            + parts.drafter_bytes
         )
         if draft is not None:
             size = draft.shape.block_size

@@ -40,7 +40,8 @@ class Parts:
     generates, `stage` for a whole model, `grammars` where outputs are not constrained.
     `tier_memory` is that of offloaded blocks, None if there are none; `adapters` is None if
     none are served, `drafter` if there is no speculation; with a `draft_model` the platform makes
-    the drafter, which needs its cache.
+    the drafter, which needs its cache. `drafter_bytes`: memory of the host that a `drafter` may
+    come to take.
     """
 
     loaded: LoadedModel
@@ -54,6 +55,7 @@ class Parts:
     grammars: Grammars | None = None
     adapters: LoraAdapters | None = None
     drafter: Drafter | None = None
+    drafter_bytes: int = 0
     draft_model: DraftModelParts | None = None
 
     @property

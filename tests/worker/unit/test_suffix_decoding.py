@@ -1,5 +1,7 @@
 """Drafts of suffix trees are those that counting all occurrences gives."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -174,6 +176,24 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
         assert requests.propose(1, 4) == [expected]
     native.clear()
     assert (native.num_cached, native.cached_bytes) == (0, 0)
+
+
+def test_the_cache_leaves_trees_of_responses_their_memory(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "llama")
+
+    def left_mib(**speculation: object) -> float:
+        """What the sizing of the cache leaves to activations, and to trees."""
+        config = json.dumps({"num_speculative_tokens": 4, **speculation})
+        wanted = WorkerSettings(model=tmp_path, speculative_config=config)
+        sizing = build_worker(wanted, "worker", lambda: None).description.kv_cache_sizing
+        found = re.search(r"less ([0-9.]+) MiB for activations", sizing)
+        assert found is not None
+        return float(found[1])
+
+    without = left_mib(method="ngram")
+    assert left_mib(method="suffix") == pytest.approx(without + 256, abs=0.2)
+    own_only = {"suffix_decoding_max_cached_requests": 0}
+    assert left_mib(method="suffix", **own_only) == pytest.approx(without, abs=0.2)
 
 
 def test_a_worker_without_compiled_code_refuses_suffix_trees(
