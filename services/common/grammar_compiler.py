@@ -29,6 +29,16 @@ _STEP_LEXER_FUEL = 60_000
 _STEP_MAX_ITEMS = 10_000
 _MAX_LEXER_STATES = 20_000
 _MAX_REASON = 300
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRING}{{1,{length}}}" for length in (6, 8, 10, 12, 15, 20, 30)),
+    f"{_IN_STRING}+",
+]
+"""Texts whose tokens are allowed all at once where a grammar allows all such texts; other tokens
+are tried one by one. With more lengths than llguidance's own, 10 and 30, this holds for most tokens
+within a JSON string of a `maxLength`, too.
+"""
 
 
 class GrammarCompiler:
@@ -45,7 +55,10 @@ class GrammarCompiler:
         described = json.loads(tokenizer_json)
         described["truncation"] = described["padding"] = None
         self._tokenizer = LLTokenizer(
-            json.dumps(described), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
+            json.dumps(described),
+            n_vocab=vocab_size,
+            eos_token=list(eos_token_ids) or None,
+            slices=_SLICES,
         )
         self._limits = LLParserLimits(
             step_lexer_fuel=_STEP_LEXER_FUEL,

@@ -8,16 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
+from services.common import grammar_compiler
 from services.common.sampling import SamplingParams
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.worker.sampling import grammar
 from services.worker.sampling.grammar import Grammars, model_compiler
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer
-from tests.structured_forms import FORMS, of_grammar, of_regex, of_schema
+from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 EOS = 2
@@ -92,6 +93,36 @@ def test_a_request_that_enters_again_with_its_output_goes_on_as_before(
     others = made_grammars()  # those of another worker
     for start in range(len(whole)):
         assert continued(others, params, whole[:start]) == whole
+
+
+BOUNDED = of_schema(
+    {
+        "type": "array",
+        "items": {"type": "string", "minLength": 3, "maxLength": 17, "pattern": "^[^z]+$"},
+    }
+)
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
+def test_masks_are_those_of_trying_each_token(form: Form, grammars: Grammars) -> None:
+    """The compiler's tokenizer puts tokens together that it allows all at once."""
+    text = (DEMO / "tokenizer.json").read_text()
+    one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
+    rng = np.random.default_rng(4)
+    for _ in range(3):
+        matcher = grammars.matcher(form.wanted)
+        oracle = LLMatcher(one_by_one, grammar_compiler._grammar(form.wanted), log_level=0)
+        for _ in range(40):
+            mask = matcher.compute_bitmask()
+            assert mask == oracle.compute_bitmask()
+            allowed = np.flatnonzero(
+                np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+            )
+            token_id = int(rng.choice(allowed))
+            if token_id == EOS:
+                break
+            matcher.consume_token(token_id)
+            oracle.consume_token(token_id)
 
 
 def test_requests_without_a_form_sample_what_they_sample_alone(grammars: Grammars) -> None:
