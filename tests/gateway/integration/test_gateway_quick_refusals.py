@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ class Client:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def has_answer(client: socket.socket) -> bool:
+    """Whether something has come that was not received."""
+    try:
+        return bool(client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+async def received(client: socket.socket) -> bytes:
+    """What has come, when something has; the event loop turns meanwhile, and has little to do."""
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while not has_answer(client):  # noqa: ASYNC110 - each turn counts
+            await asyncio.sleep(0)
+    return client.recv(2**16)
 
 
 async def asked(served: Serving, *headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -186,6 +203,29 @@ async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_a
             client.end()
         assert {(await client.answer())[0] for client in clients} == {429}
         for client in clients:
+            client.close()
+        end(streams)
+
+
+async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_refused(
+    model: Path,
+) -> None:
+    """Requests of 80 connections whose last one was refused come together, and one after them."""
+    async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
+        streams = await filled(served)
+        address = ("127.0.0.1", served.http.base_url.port)
+        *flood, other = [socket.create_connection(address) for _ in range(81)]
+        num_before = 0
+        for _ in range(2):
+            for client in flood:
+                client.sendall(post(PATH, BODY, KEY))
+            other.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await received(other)).startswith(b"HTTP/1.1 200 ")
+            num_before = sum(map(has_answer, flood))
+            refusals = [await received(client) for client in flood]
+            assert {refusal[:13] for refusal in refusals} == {b"HTTP/1.1 429 "}
+        assert num_before < 10
+        for client in (*flood, other):
             client.close()
         end(streams)
 
