@@ -279,7 +279,12 @@ inline __attribute__((always_inline)) void multiply_codes(
       __builtin_prefetch(ahead + panel * panels.panel_bytes, 0, PANELS > 1 ? 3 : 2);
     }
     if constexpr (UNPACKS) {
-      std::memcpy(unpacked, step, sizeof step);
+#pragma GCC unroll 8
+      for (int i = 0; i < Block::STEPS * PANEL_VECTORS; ++i) {
+        constexpr int COUNT = sizeof(Vector) / sizeof(float);
+        store(reinterpret_cast<float*>(unpacked) + i * COUNT,
+              step[0][i / PANEL_VECTORS][i % PANEL_VECTORS]);
+      }
       unpacked += sizeof step / sizeof(T);
     }
 #pragma GCC unroll 4
