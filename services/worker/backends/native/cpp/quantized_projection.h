@@ -161,16 +161,32 @@ __attribute__((noinline)) void add_codes(const Piece& piece, const Groups& group
   add_piece<ROWS, PANELS>(piece, groups, panel_bytes, to, multiply);
 }
 
-// Adds ROWS rows of `a` times an unpacked piece.
-template <class T, int ROWS>
+// Adds ROWS rows of `a` times an unpacked piece. With PREFETCH, fetches `prefetch` meanwhile.
+template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline)) void add_unpacked(const Piece& piece, const Groups& groups,
                                             const PanelTotals& to, const T* a, std::int64_t stride,
-                                            const T* unpacked) {
+                                            const T* unpacked, Prefetch prefetch) {
   const int steps = int(piece.depth / PanelOps<T>::DEPTH);
+  const char* fetched = static_cast<const char*>(prefetch.first);
   add_piece<ROWS, 1>(piece, groups, 0, to, [&](Vector(&sums)[ROWS][PANEL_VECTORS], int i) {
-    multiply<T, ROWS>(sums, a + i * piece.depth, stride, unpacked + i * piece.depth * PANEL_WIDTH,
-                      steps);
+    multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(
+        sums, a + i * piece.depth, stride, unpacked + i * piece.depth * PANEL_WIDTH, steps,
+        {fetched + i * steps * prefetch.step_bytes, prefetch.step_bytes});
   });
+}
+
+// What a tile of rows prefetches while it is multiplied by an unpacked piece: each of the last two
+// tiles a half of the codes after the piece's, or the only tile all of them; see prefetch_of_tile.
+// The tile that unpacks them would wait for codes of 8 bits, not for those of 4.
+template <class T, WeightFormat FORMAT>
+Prefetch prefetch_of_codes(const Piece& piece, const Groups& groups, int rows_left, int all_rows) {
+  if (FORMAT == WeightFormat::INT4 || rows_left > 2 * MAX_TILE_ROWS) return {};
+  const bool is_last = rows_left <= MAX_TILE_ROWS, is_only = is_last && rows_left == all_rows;
+  const std::int64_t bytes = code_bytes(FORMAT, PanelOps<T>::DEPTH) / (is_only ? 1 : 2);
+  const std::int64_t steps = piece.count * piece.depth / PanelOps<T>::DEPTH;
+  const char* next =
+      groups.codes(piece.group + piece.count - 1) + code_bytes(FORMAT, piece.done + piece.depth);
+  return {is_last && !is_only ? next + steps * bytes : next, bytes};
 }
 
 // Adds to totals [count, PANEL_WIDTH] what offsets add: of each row and group the sum of the row's
@@ -232,8 +248,12 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                    unpacked);
       if (piece.ends_panel) finish(0, MAX_TILE_ROWS);
       for_row_tiles(MAX_TILE_ROWS, rows.count, [&]<int ROWS>(int row) {
-        add_unpacked<T, ROWS>(piece, groups, all.from(row), input + row * rows.stride, rows.stride,
-                              unpacked);
+        const Prefetch prefetch = prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row,
+                                                               rows.count - MAX_TILE_ROWS);
+        const auto add =
+            prefetch.first == nullptr ? add_unpacked<T, ROWS, false> : add_unpacked<T, ROWS, true>;
+        add(piece, groups, all.from(row), input + row * rows.stride, rows.stride, unpacked,
+            prefetch);
         if (piece.ends_panel) finish(row, ROWS);
       });
     });
