@@ -64,7 +64,7 @@ class CallRecords:
             )
             if in_trailer:
                 context.set_trailing_metadata((*(context.trailing_metadata() or ()), *names))
-            self._recorder.end(record)
+            self._recorder.end_soon(record)
 
 
 def metadata_of(context: Context) -> dict[str, str]:

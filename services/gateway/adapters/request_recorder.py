@@ -1,5 +1,6 @@
 """Begins and ends the records of calls: their spans, their lines in the access log."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -64,6 +65,13 @@ class RequestRecorder:
         record = new_record(call, headers, request_id, origin, baggage, arrived)
         self.running[record.root_span_id] = record
         return record
+
+    def end_soon(self, record: RequestRecord) -> None:
+        """The call is over. Its spans and its line are made in the next turn of the event loop: the
+        status of a gRPC call is sent once its handler has returned, and would wait for them.
+        """
+        record.timeline.end()
+        asyncio.get_running_loop().call_soon(self.end, record)
 
     def end(self, record: RequestRecord) -> None:
         """The call is over."""
