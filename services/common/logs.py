@@ -55,8 +55,9 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     """Writes the lines of one turn of the event loop together, soon after it: each write is a call
     of the system, and a busy server logs several calls in a turn.
 
-    Warnings and what is more severe, and lines that come outside an event loop, are written at
-    once, after those that wait.
+    Only lines of level info wait so. Those that explain how a process failed, or are looked at to
+    find out, are written at once, after those that wait; so are lines that come outside an event
+    loop, such as those of threads.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -71,7 +72,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
         except Exception:
             self.handleError(record)
             return
-        loop = None if record.levelno >= logging.WARNING else _running_loop()
+        loop = _running_loop() if record.levelno == logging.INFO else None
         if loop is None:
             self.flush()
         elif loop is not self._loop:

@@ -99,13 +99,14 @@ async def test_lines_of_one_turn_of_the_event_loop_are_written_together(
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["third"]
 
 
-async def test_a_warning_is_written_at_once_after_the_lines_before_it(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.WARNING, logging.ERROR])
+async def test_a_line_of_another_level_is_written_at_once_after_those_before_it(
+    capsys: pytest.CaptureFixture[str], level: int
 ) -> None:
-    configure_logs("gateway", LogLevel.INFO, LogFormat.TEXT)
+    configure_logs("gateway", LogLevel.DEBUG, LogFormat.TEXT)
     logger = logging.getLogger("x")
     logger.info("before")
-    logger.warning("late")
+    logger.log(level, "late")
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["before", "late"]
     logger.info("after")
     await asyncio.to_thread(logger.info, "elsewhere")
