@@ -109,15 +109,9 @@ class _Lane:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
-        def end(finish: Callable[[], object]) -> None:
-            if not future.done():
-                finish()
-            if ended is not None:
-                ended()
-
         def run() -> None:
             if self.is_closed or future.cancelled():
-                _call_in_loop(loop, end, future.cancel)
+                _end_in_loop(loop, future, future.cancel, ended)
                 return
             if allowed_seconds != inf:
                 self._running = Overdue(time.monotonic(), allowed_seconds)
@@ -126,7 +120,7 @@ class _Lane:
             except BaseException as error:
                 finish = partial(future.set_exception, error)
             self._running = None
-            _call_in_loop(loop, end, finish)
+            _end_in_loop(loop, future, finish, ended)
 
         self._tasks.put(run)
         return future
@@ -173,11 +167,22 @@ async def follow_liveness(
             logger.warning("the step that took too long is done: live again")
 
 
-def _call_in_loop(
+def _end_in_loop(
     loop: asyncio.AbstractEventLoop,
-    callback: Callable[[Callable[[], object]], None],
+    future: "asyncio.Future[T]",
     finish: Callable[[], object],
+    ended: Callable[[], object] | None,
 ) -> None:
-    """Calls back in the loop, unless the loop has ended."""
+    """Has the loop finish a future and tell of it, unless the loop has ended."""
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(callback, finish)
+        loop.call_soon_threadsafe(_end, future, finish, ended)
+
+
+def _end(
+    future: "asyncio.Future[T]", finish: Callable[[], object], ended: Callable[[], object] | None
+) -> None:
+    """Finishes a future that was not cancelled meanwhile."""
+    if not future.done():
+        finish()
+    if ended is not None:
+        ended()
