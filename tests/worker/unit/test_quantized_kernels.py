@@ -14,7 +14,7 @@ from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantize_int8, stacked
 from services.worker.backends.torch.kernels import TorchKernels
 
-ROWS = (1, 2, 3, 4, 5, 12, 13, 40)
+ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 _SHAPES = st.tuples(
     st.integers(1, 70),  # rows of the weight
     st.integers(1, 4),  # groups

@@ -139,11 +139,30 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
   }
 }
 
+// Rows of a tile that comes before one of few rows.
+constexpr int SHORT_TILE_ROWS = 2 * MAX_TILE_ROWS / 3;
+
+// Whether the first tile of so many rows is a short one. The sums of few rows wait for each other:
+// a tile of less than half of MAX_TILE_ROWS takes as long as one of half.
+constexpr bool has_short_tile(int rows) {
+  return rows > MAX_TILE_ROWS && rows < MAX_TILE_ROWS + MAX_TILE_ROWS / 2;
+}
+
 // Calls work.template operator()<ROWS>(first row) for tiles that cover [begin, end): tiles of
-// MAX_TILE_ROWS rows, then one of the remaining rows.
+// MAX_TILE_ROWS rows, then perhaps a short one, then one of the remaining rows.
 template <int ROWS = MAX_TILE_ROWS, class Work>
 inline void for_row_tiles(int begin, int end, Work&& work) {
-  for (; begin + ROWS <= end; begin += ROWS) work.template operator()<ROWS>(begin);
+  while (begin + ROWS <= end) {
+    if constexpr (ROWS == MAX_TILE_ROWS) {
+      if (has_short_tile(end - begin)) {
+        work.template operator()<SHORT_TILE_ROWS>(begin);
+        begin += SHORT_TILE_ROWS;
+        continue;
+      }
+    }
+    work.template operator()<ROWS>(begin);
+    begin += ROWS;
+  }
   if constexpr (ROWS > 1) {
     if (begin < end) for_row_tiles<ROWS - 1>(begin, end, work);
   }

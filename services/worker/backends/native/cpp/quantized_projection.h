@@ -242,21 +242,27 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
       finish(row, ROWS);
     });
   } else {
-    for_pieces(groups, CHUNK, [&](const Piece& piece) {
-      const T* input = rows.first + piece.group * groups.depth + piece.done;
-      add_codes<T, FORMAT, MAX_TILE_ROWS, 1, true>(piece, groups, all, input, rows.stride,
-                                                   unpacked);
-      if (piece.ends_panel) finish(0, MAX_TILE_ROWS);
-      for_row_tiles(MAX_TILE_ROWS, rows.count, [&]<int ROWS>(int row) {
-        const Prefetch prefetch = prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row,
-                                                               rows.count - MAX_TILE_ROWS);
-        const auto add =
-            prefetch.first == nullptr ? add_unpacked<T, ROWS, false> : add_unpacked<T, ROWS, true>;
-        add(piece, groups, all.from(row), input + row * rows.stride, rows.stride, unpacked,
-            prefetch);
-        if (piece.ends_panel) finish(row, ROWS);
+    const auto multiply_pieces = [&]<int FIRST>() {
+      for_pieces(groups, CHUNK, [&](const Piece& piece) {
+        const T* input = rows.first + piece.group * groups.depth + piece.done;
+        add_codes<T, FORMAT, FIRST, 1, true>(piece, groups, all, input, rows.stride, unpacked);
+        if (piece.ends_panel) finish(0, FIRST);
+        for_row_tiles(FIRST, rows.count, [&]<int ROWS>(int row) {
+          const Prefetch prefetch =
+              prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - FIRST);
+          const auto add = prefetch.first == nullptr ? add_unpacked<T, ROWS, false>
+                                                     : add_unpacked<T, ROWS, true>;
+          add(piece, groups, all.from(row), input + row * rows.stride, rows.stride, unpacked,
+              prefetch);
+          if (piece.ends_panel) finish(row, ROWS);
+        });
       });
-    });
+    };
+    if (has_short_tile(rows.count)) {
+      multiply_pieces.template operator()<SHORT_TILE_ROWS>();
+    } else {
+      multiply_pieces.template operator()<MAX_TILE_ROWS>();
+    }
   }
   if (delta == nullptr) return;
   add_delta(*delta, first_row, rows.count, panel, totals);
