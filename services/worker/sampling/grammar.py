@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MAX_SECONDS_IN_STEP = 0.005
 """What takes longer to compile is not compiled while a step waits for it."""
 _MAX_CACHED_SLOW = 256
+_MAX_MASKS = 63
+"""Most masks that are made in a row before a token is drawn without one again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,10 @@ class Grammars:
 class GrammarMask:
     """Bans the tokens with which the output of one request could not conform to what is demanded,
     and its end where it is not complete.
+
+    Making a mask takes longer than checking a token, within a string of bounded length a hundred
+    times as long. So after `draw_first` tokens are drawn without a mask and checked (as llama.cpp
+    does) while they mostly conform, as those of a model do that was told what is demanded.
     """
 
     def __init__(
@@ -121,15 +127,24 @@ class GrammarMask:
         output: Sequence[int],
         words: Int32Array,
     ) -> None:
-        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: always holds the
-        mask of the next token, as one of RowMasks.
+        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: holds the mask of
+        the next token while `is_made`, as one of RowMasks.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
+        self.draws_first = False
+        self.is_made = True
+        """Whether the mask of the next token is made; otherwise that token is to be checked."""
+        self._num_masks = self._num_masks_due = 0
+        """Masks made in a row after the last token that did not conform, and those still due."""
         self._update()
+
+    def draw_first(self) -> None:
+        """Lets tokens after the next one be drawn without a mask."""
+        self.draws_first = True
 
     @property
     def is_complete(self) -> bool:
@@ -145,13 +160,32 @@ class GrammarMask:
         return self._matcher.compute_ff_tokens()
 
     def append(self, token_id: int) -> None:
-        """Takes in the request's next token, and makes the mask of the one after it: at once, while
-        what the matcher reads is in the processor's caches.
+        """Takes in the request's next token, and makes the mask of the one after it, unless that is
+        drawn first: at once, while what the matcher reads is in the processor's caches.
         """
         self._output.append(token_id)
         if self._matcher is not None and not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
+        self.is_made = not self.draws_first or self._needs_mask()
+        if self.is_made:
+            self._update()
+
+    def allows(self, token_id: int) -> bool:
+        """Whether the mask would have a token that was drawn without one. If not, makes it."""
+        if self._matcher is not None and _is_in_mask(self._matcher, token_id):
+            self._num_masks //= 4
+            return True
+        self._num_masks = self._num_masks_due = min(4 * self._num_masks + 3, _MAX_MASKS)
+        self.is_made = True
         self._update()
+        return False
+
+    def _needs_mask(self) -> bool:
+        """Whether the next token would hardly conform without a mask, or can only be the end."""
+        if self._num_masks_due:
+            self._num_masks_due -= 1
+            return True
+        return self._matcher is None or self._matcher.is_stopped()
 
     def _update(self) -> None:
         """Makes the mask of the next token."""
@@ -186,6 +220,16 @@ class GrammarMask:
                 break
             matcher.consume_token(token_id)
         return matcher
+
+
+def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
+    """Whether the mask of the next token would have this one. Of forced text a mask has but the
+    token that the tokenizer would write, although others conform.
+    """
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        return forced[0] == token_id
+    return matcher.validate_tokens([token_id]) == 1
 
 
 def model_compiler(

@@ -10,7 +10,6 @@ from services.common.sampling import SamplingParams
 from services.worker.backends.row_sampler import (
     REFUSED,
     UNUSABLE,
-    RowMasks,
     RowParameters,
     RowSampler,
 )
@@ -24,7 +23,8 @@ from services.worker.sampling.arrays import (
 )
 from services.worker.sampling.edits import LogitEdit, logit_edits
 from services.worker.sampling.filters import NUM_ROW_VALUES, filter_values
-from services.worker.sampling.grammar import GrammarMask, Grammars
+from services.worker.sampling.grammar import Grammars
+from services.worker.sampling.grammar_rows import GrammarRows
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
@@ -72,7 +72,6 @@ class SamplingMetadata:
 class _Request:
     params: SamplingParams
     edits: tuple[LogitEdit, ...]
-    grammar: GrammarMask | None
 
 
 class Sampler:
@@ -106,7 +105,8 @@ class Sampler:
         """`grammars`: needed by requests with `structured_outputs`. `row_sampler`: by default
         NumPy's.
         """
-        self._vocab_size, self._grammars = vocab_size, grammars
+        self._vocab_size = vocab_size
+        self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
@@ -114,10 +114,6 @@ class Sampler:
         self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
         """Whether a request has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
-        self._masks: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
-        """Those of grammars; of other requests they are not read."""
-        self._mask_rows = np.full(max_num_seqs, -1)
-        """The row itself, -1 for a request without a grammar."""
         self._constrained: set[int] = set()
         """The rows that are not plain. Most batches have none."""
         self._num_logprobs: dict[int, int] = {}
@@ -141,18 +137,20 @@ class Sampler:
         """
         if batch_row in self._requests:
             raise ValueError(f"row {batch_row} is taken")
-        grammar = self._grammar(params, token_ids[num_prompt_tokens:], self._masks[batch_row])
+        grammar = self._grammars.add(batch_row, params, token_ids[num_prompt_tokens:])
         edits = logit_edits(
             params, token_ids[num_placeholders:], num_prompt_tokens - num_placeholders, grammar
         )
         temperature = float(np.float32(params.temperature))
-        self._requests[batch_row] = _Request(params, edits, grammar)
+        self._requests[batch_row] = _Request(params, edits)
         self._num_tokens[batch_row] = len(token_ids)
         self._seeds[batch_row] = params.seed or 0
         self._parameters[:, batch_row] = temperature, *filter_values(params)
         self._is_plain[batch_row] = not edits and grammar is None
         self._has_edits[batch_row] = bool(edits)
-        self._mask_rows[batch_row] = -1 if grammar is None else batch_row
+        if temperature == 0 and not edits and params.logprobs is None:
+            # The best of all tokens, if it conforms, is the best of those that do.
+            self._grammars.draw_first(batch_row)
         if not self._is_plain[batch_row]:
             self._constrained.add(batch_row)
         if params.logprobs is not None:
@@ -162,6 +160,7 @@ class Sampler:
         """Frees a row of the batch."""
         if self._requests.pop(batch_row, None) is None:
             raise ValueError(f"row {batch_row} is free")
+        self._grammars.remove(batch_row)
         self._constrained.discard(batch_row)
         self._num_logprobs.pop(batch_row, None)
 
@@ -171,7 +170,7 @@ class Sampler:
 
     def forced_tokens(self, batch_row: int) -> list[int]:
         """The tokens that a request's grammar leaves no choice about; none without a grammar."""
-        grammar = self._requests[batch_row].grammar
+        grammar = self._grammars.get(batch_row)
         return [] if grammar is None else grammar.forced_tokens()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
@@ -209,6 +208,9 @@ class Sampler:
         on_host: Float32Array = logits.numpy(force=True)
         rows = np.arange(len(on_host)) if at is None else at
         token_ids = self._draw(on_host, rows, batch_rows, drawn)
+        again = self._grammars.nonconforming(batch_rows, token_ids)
+        if again:
+            token_ids[again] = self._draw(on_host, rows[again], batch_rows[again], None)
         nan_rows, refused_rows = _zero_missing(token_ids)
         missing = {*nan_rows.tolist(), *refused_rows.tolist()}
         logprobs = {
@@ -238,24 +240,12 @@ class Sampler:
         token_ids[plain] = self._row_sampler.sample(logits.numpy(force=True), plain, parameters)
         return token_ids
 
-    def _grammar(
-        self, params: SamplingParams, output: np.ndarray, words: Int32Array
-    ) -> GrammarMask | None:
-        """What holds a request to its `structured_outputs`, after the output so far, with its mask
-        in `words`.
-        """
-        if params.structured_outputs is None:
-            return None
-        if self._grammars is None:
-            raise ValueError("this sampler cannot constrain outputs")
-        return GrammarMask(self._grammars, params.structured_outputs, output.tolist(), words)
-
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
         """The logits [1, V] of which log-probabilities are reported, of a row [1]."""
-        if self._requests[batch_row].grammar is None:
+        if self._grammars.get(batch_row) is None:
             return logits[row]
         copies = self._copies[:1]
-        self._row_sampler.copy(logits, row, self._row_masks(np.array([batch_row])), copies)
+        self._row_sampler.copy(logits, row, self._grammars.masks(np.array([batch_row])), copies)
         return copies
 
     def _draw(
@@ -271,7 +261,7 @@ class Sampler:
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
             return self._row_sampler.sample(logits, rows, parameters)
-        masks = self._row_masks(batch_rows)
+        masks = self._grammars.masks(batch_rows)
         has_edits = self._has_edits[batch_rows]
         if drawn is None and not has_edits.any():
             return self._row_sampler.sample(logits, rows, parameters, masks)
@@ -287,7 +277,7 @@ class Sampler:
             some = edited[start : start + len(self._copies)]
             copies, usable = self._edited(logits, rows[some], batch_rows[some])
             found = self._row_sampler.sample(copies, np.arange(len(some)), parameters.of(some))
-            found[(found == UNUSABLE) & (self._mask_rows[batch_rows[some]] >= 0)] = REFUSED
+            found[(found == UNUSABLE) & self._grammars.have_masks(batch_rows[some])] = REFUSED
             found[~usable] = UNUSABLE
             token_ids[some] = found
         return token_ids
@@ -299,17 +289,12 @@ class Sampler:
         sample in each before.
         """
         copies = self._copies[: len(rows)]
-        usable = self._row_sampler.copy(logits, rows, self._row_masks(batch_rows), copies)
+        usable = self._row_sampler.copy(logits, rows, self._grammars.masks(batch_rows), copies)
         with np.errstate(all="ignore"):
             for copy, row in zip(copies, batch_rows.tolist(), strict=True):
                 for edit in self._requests[row].edits:
                     edit.apply(copy)
         return copies, usable
-
-    def _row_masks(self, batch_rows: np.ndarray) -> RowMasks | None:
-        """The masks of these requests; None if none has a grammar."""
-        rows = self._mask_rows[batch_rows]
-        return RowMasks(self._masks, rows) if (rows >= 0).any() else None
 
     def _row_parameters(
         self, batch_rows: np.ndarray, ahead: Int64Array | None = None
@@ -333,10 +318,8 @@ class Sampler:
         for index, (row, token_id) in enumerate(tokens):
             if row not in self._constrained or index in missing:
                 continue
-            request = self._requests[row]
-            if request.grammar is not None:
-                request.grammar.append(token_id)
-            for edit in request.edits:
+            self._grammars.append(row, token_id)
+            for edit in self._requests[row].edits:
                 edit.append(token_id)
 
 

@@ -15,7 +15,7 @@ from services.common import grammar_compiler
 from services.common.sampling import SamplingParams
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.worker.sampling import grammar
-from services.worker.sampling.grammar import Grammars, model_compiler
+from services.worker.sampling.grammar import GrammarMask, Grammars, model_compiler
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer
 from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
@@ -123,6 +123,78 @@ def test_masks_are_those_of_trying_each_token(form: Form, grammars: Grammars) ->
                 break
             matcher.consume_token(token_id)
             oracle.consume_token(token_id)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_checked_token_is_allowed_where_the_mask_has_it(
+    form: str, *, is_marked: bool, grammars: Grammars, tmp_path: Path
+) -> None:
+    size = VOCAB_SIZE
+    if is_marked:
+        directory = write_marked_tokenizer(tmp_path)
+        size = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab_size()
+        grammars = Grammars(partial(model_compiler, directory, size, []))
+    words, output = np.zeros(-(-size // 32), np.int32), list[int]()
+    rng = np.random.default_rng(5)
+    for _ in range(20):
+        checked = GrammarMask(grammars, FORMS[form].wanted, output, words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=size)
+        unmasked = grammars.matcher(FORMS[form].wanted)
+        unmasked.consume_tokens(output)
+        allowed = [grammar._is_in_mask(unmasked, token_id) for token_id in range(size)]
+        assert bits.astype(bool).tolist() == allowed
+        output.append(int(rng.choice(np.flatnonzero(bits))))
+        checked.append(output[-1])
+        if checked.is_complete:
+            return
+
+
+@pytest.mark.parametrize("form", ["person", "words", "gbnf", "choices"])
+@pytest.mark.parametrize("confidence", [0.0, 0.7, 1.0])
+def test_greedy_tokens_are_the_same_drawn_before_their_masks(
+    form: str, confidence: float, grammars: Grammars
+) -> None:
+    """Requests that ask for log-probabilities always have masks. The logits want, as often as
+    `confidence` says, what another output of the form had at the position.
+    """
+    wanted = continued(grammars, constrained(form, 3), [])
+    rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
+    for row, others in enumerate(({}, {"logprobs": 0})):
+        params = constrained(form, 1, temperature=0, **others)
+        sampler.add(row, params, np.array([7], np.int32), 1)
+    for position in range(60):
+        both = logits(position, 2)
+        if position < len(wanted) and rng.random() < confidence:
+            both[:, wanted[position]] += 50
+        tokens = sampler.sample(both, np.arange(2)).token_ids
+        assert tokens[0] == tokens[1]
+        if tokens[0] == EOS:
+            break
+
+
+def test_masks_are_made_again_while_tokens_drawn_first_do_not_conform(grammars: Grammars) -> None:
+    (good,), (bad,) = TOKENIZER.encode("a").ids, TOKENIZER.encode("b").ids
+    words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
+    mask = GrammarMask(grammars, of_regex("a{1,400}").wanted, [], words)
+    mask.draw_first()
+    assert mask.is_made, "the next token has its mask"
+
+    def num_masks_after(token_id: int) -> int:
+        """Draws one token first, and counts the masks of the tokens that follow."""
+        mask.append(good)
+        assert not mask.is_made
+        assert mask.allows(token_id) is (token_id == good)
+        count = int(mask.is_made)
+        while mask.is_made:
+            mask.append(good)
+            count += mask.is_made
+        return count
+
+    assert [num_masks_after(token_id) for token_id in (good, bad, bad, bad, bad)] == [
+        *(0, 1 + 3, 1 + 15, 1 + 63, 1 + 63)
+    ]
+    assert [num_masks_after(token_id) for token_id in (good, good, bad)] == [0, 0, 1 + 15]
 
 
 def test_requests_without_a_form_sample_what_they_sample_alone(grammars: Grammars) -> None:

@@ -1,0 +1,95 @@
+"""The grammars of the requests in a batch, and the masks of their next tokens."""
+
+import numpy as np
+
+from services.common.sampling import SamplingParams
+from services.worker.backends.row_sampler import RowMasks
+from services.worker.sampling.arrays import BoolArray, Int32Array, Int64Array
+from services.worker.sampling.grammar import GrammarMask, Grammars
+
+
+class GrammarRows:
+    """The grammars of requests, by their rows of the batch.
+
+    Tokens may be drawn without a mask for rows that `draw_first` was called with, and are to be
+    checked then: see GrammarMask.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
+        """`grammars`: None if no request may have one."""
+        self._grammars = grammars
+        self._of: dict[int, GrammarMask] = {}
+        self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
+        """The masks; of rows without one they are not read."""
+        self._rows: Int64Array = np.full(max_num_seqs, -1)
+        """The row itself, -1 for a row without a mask."""
+        self._unmasked: set[int] = set()
+        """Rows with a grammar and without a mask."""
+
+    def add(self, batch_row: int, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
+        """Makes the grammar of a request with the output that it has; None if it has none."""
+        self._rows[batch_row] = -1
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("this sampler cannot constrain outputs")
+        grammar = self._of[batch_row] = GrammarMask(
+            self._grammars, params.structured_outputs, output.tolist(), self._words[batch_row]
+        )
+        self._rows[batch_row] = batch_row
+        return grammar
+
+    def draw_first(self, batch_row: int) -> None:
+        """Lets tokens of a row, if it has a grammar, be drawn without a mask."""
+        if batch_row in self._of:
+            self._of[batch_row].draw_first()
+
+    def remove(self, batch_row: int) -> None:
+        """Forgets the grammar of a row, if it has one."""
+        self._of.pop(batch_row, None)
+        self._unmasked.discard(batch_row)
+
+    def get(self, batch_row: int) -> GrammarMask | None:
+        """The grammar of a row; None if it has none."""
+        return self._of.get(batch_row)
+
+    def have_masks(self, batch_rows: np.ndarray) -> BoolArray:
+        """Of each of these rows, whether it has a mask."""
+        have: BoolArray = self._rows[batch_rows] >= 0
+        return have
+
+    def masks(self, batch_rows: np.ndarray) -> RowMasks | None:
+        """The masks of these rows; None if none has one."""
+        rows = self._rows[batch_rows]
+        return RowMasks(self._words, rows) if (rows >= 0).any() else None
+
+    def nonconforming(self, batch_rows: np.ndarray, token_ids: Int64Array) -> list[int]:
+        """The indexes of the rows whose tokens were drawn without a mask and do not conform; they
+        have masks afterwards. A negative token is none.
+        """
+        if not self._unmasked:
+            return []
+        drawn = enumerate(zip(batch_rows.tolist(), token_ids.tolist(), strict=True))
+        return [index for index, (row, token) in drawn if not self._conforms(row, token)]
+
+    def append(self, batch_row: int, token_id: int) -> None:
+        """Takes in the next token of a row, if it has a grammar."""
+        grammar = self._of.get(batch_row)
+        if grammar is None:
+            return
+        grammar.append(token_id)
+        if grammar.draws_first:
+            self._note_mask(batch_row, is_made=grammar.is_made)
+
+    def _conforms(self, batch_row: int, token_id: int) -> bool:
+        if batch_row not in self._unmasked or token_id < 0 or self._of[batch_row].allows(token_id):
+            return True
+        self._note_mask(batch_row, is_made=True)
+        return False
+
+    def _note_mask(self, batch_row: int, *, is_made: bool) -> None:
+        self._rows[batch_row] = batch_row if is_made else -1
+        if is_made:
+            self._unmasked.discard(batch_row)
+        else:
+            self._unmasked.add(batch_row)
