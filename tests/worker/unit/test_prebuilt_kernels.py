@@ -11,9 +11,7 @@ from services.worker.backends.native import compiled
 from services.worker.backends.native.build import NAME
 from services.worker.backends.native.prebuilt import KINDS, Kind, build, load_prebuilt
 
-AVX2 = KINDS[2].features
-AVX512 = KINDS[1].features
-BF16 = KINDS[0].features
+VBMI, BF16, AVX512, AVX2 = (kind.features for kind in KINDS)
 
 
 @pytest.fixture
@@ -25,7 +23,8 @@ def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if found is None:
         pytest.skip("there is no C++ compiler")
     (tmp_path / "kind.cpp").write_text(
-        "#if defined(__AVX512BF16__)\n#define KIND 2\n"
+        "#if defined(__AVX512VBMI__)\n#define KIND 3\n"
+        "#elif defined(__AVX512BF16__)\n#define KIND 2\n"
         "#elif defined(__AVX512F__)\n#define KIND 1\n"
         '#else\n#define KIND 0\n#endif\nextern "C" int kind() { return KIND; }\n'
     )
@@ -54,8 +53,9 @@ def test_a_processor_takes_the_best_kernels_that_it_can_run(tmp_path: Path) -> N
         library = load_prebuilt(features, tmp_path / "built")
         return None if library is None else library.kind()
 
-    assert taken(BF16 | {"amx_tile"}) == 2
-    assert taken(AVX512) == 1
+    assert taken(VBMI | {"amx_tile"}) == 3
+    assert taken(BF16) == 2
+    assert taken(AVX512 | {"avx512vbmi"}) == 1
     assert taken(AVX512 - {"avx512vl"}) == 0
     assert taken(AVX2) == 0
     assert taken(AVX2 - {"fma"}) is None
@@ -63,8 +63,8 @@ def test_a_processor_takes_the_best_kernels_that_it_can_run(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("quick_compiler")
 def test_kernels_find_the_openmp_library_beside_them(tmp_path: Path) -> None:
-    build(tmp_path, KINDS[2:])
-    built = tmp_path / KINDS[2].name
+    build(tmp_path, KINDS[-1:])
+    built = tmp_path / KINDS[-1].name
     assert sorted(path.name for path in built.iterdir()) == [
         "libgomp.so.1",
         f"{NAME}.sha256",
@@ -87,7 +87,7 @@ def test_each_kind_needs_what_the_next_one_needs() -> None:
 @pytest.mark.usefixtures("quick_compiler")
 def test_damaged_kernels_are_passed_over(tmp_path: Path) -> None:
     build(tmp_path)
-    (tmp_path / KINDS[1].name / f"{NAME}.so").write_bytes(b"")
+    (tmp_path / KINDS[2].name / f"{NAME}.so").write_bytes(b"")
     library = load_prebuilt(AVX512, tmp_path)
     assert library is not None
     assert library.kind() == 0

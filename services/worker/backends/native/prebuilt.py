@@ -26,6 +26,8 @@ X86 = ("x86_64", "AMD64")
 _OPENMP = "libgomp.so.1"
 _V3 = frozenset({"avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,8 @@ class Kind:
 
 
 KINDS = (
-    Kind(
-        "avx512-bf16",
-        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-        _V4 | {"avx512_bf16", "avx512_vnni"},
-    ),
+    Kind("avx512-bf16-vbmi", (*_BF16_FLAGS, "-mavx512vbmi"), _BF16 | {"avx512vbmi"}),
+    Kind("avx512-bf16", _BF16_FLAGS, _BF16),
     Kind("avx512", ("-march=x86-64-v4",), _V4),
     Kind("avx2", ("-march=x86-64-v3",), _V3),
 )
