@@ -44,6 +44,11 @@ class BlockPool:
         """Hashes that can be found, over all groups."""
         return sum(map(len, self.indexes))
 
+    @property
+    def num_index_changes(self) -> int:
+        """How often hashes were added or removed, over all groups."""
+        return sum(index.num_changes for index in self.indexes)
+
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
         """How many of these held blocks, up to the first other one, have so many holders."""
         ref_cnt = self._shared.get

@@ -20,9 +20,11 @@ class PrefixIndex:
     the contents up to there are the same. The number of tokens of the first is kept then.
     """
 
-    __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of")
+    __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
 
     def __init__(self) -> None:
+        self.num_changes = 0
+        """How often hashes were added or removed: look-ups find the same while it is the same."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -35,6 +37,7 @@ class PrefixIndex:
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
         """Adds blocks, each under the hash beside it; returns the hashes that were not there."""
         self._hash_of.update(zip(blocks, hashes, strict=True))
+        self.num_changes += bool(hashes)
         block_of = self._block_of
         if block_of.keys().isdisjoint(hashes):
             length = len(block_of) + len(hashes)
@@ -54,6 +57,7 @@ class PrefixIndex:
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         hashes = list(map(hash_of.pop, blocks))
+        self.num_changes += bool(hashes)
         if self._end_of:
             for block in list(blocks):
                 self._end_of.pop(block, None)
@@ -77,6 +81,7 @@ class PrefixIndex:
         first = self._hash_of.get(block)
         if first == block_hash or block_hash in self._further.get(block, ()):
             return False
+        self.num_changes += 1
         if first is None:
             self._hash_of[block], self._end_of[block] = block_hash, end
         else:
@@ -104,6 +109,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Forgets everything."""
+        self.num_changes += 1
         self._block_of.clear()
         self._hash_of.clear()
         self._duplicates.clear()

@@ -1,6 +1,7 @@
 """The blocks of requests: admitted with what is cached, extended, published, and freed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from services.common.block_hash import BlockHash
@@ -27,6 +28,15 @@ from services.kvpool.core.group_manager import Chain, GroupHit, Need
 from services.kvpool.core.pool_config import PoolConfig
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownHit:
+    """What a look-up found, of at most so many tokens, after so many changes of the index."""
+
+    hit: PrefixHit
+    max_hit_tokens: int
+    num_index_changes: int
+
+
 class RequestBlocks:
     """Block tables and hashes of the requests of a pool. The operations of transactions are its
     methods; they are valid ones.
@@ -40,6 +50,8 @@ class RequestBlocks:
         """Of the requests that hold blocks, or were looked up."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
+        self._hits: dict[RequestKey, _KnownHit] = {}
+        """What look-ups found, of requests that were not admitted since."""
         self._config = config
         self._blocks = blocks
         self._block_size = config.groups[0].block_size
@@ -52,6 +64,7 @@ class RequestBlocks:
         """Frees the blocks of requests, and forgets their hashes."""
         for request in release.requests:
             self.chains.pop(request, None)
+            self._hits.pop(request, None)
             tables = self.tables.pop(request, None)
             if tables is None:
                 continue
@@ -130,7 +143,7 @@ class RequestBlocks:
 
     def look_up(self, lookup: Lookup) -> LookupResult:
         """How much of each request's tokens is cached."""
-        result = LookupResult([], [])
+        result, num_changes = LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
         ):
@@ -138,6 +151,7 @@ class RequestBlocks:
             if self._config.enable_prefix_caching:
                 chain.hashes.extend(new_hashes)
             hit = self._find_cache_hit(chain.hashes, max_hit_tokens)
+            self._hits[request] = _KnownHit(hit, max_hit_tokens, num_changes)
             result.num_hit_tokens.append(hit.num_tokens)
             result.shared_prefix_boundaries.append(hit.shared_prefix_boundary)
             if lookup.with_divergent_hits:
@@ -158,9 +172,7 @@ class RequestBlocks:
                 for granted, table in zip(result.groups, continued, strict=True):
                     _append(granted, table.blocks)
                 continue
-            hashes = self._hashes(admission)
-            limit, diverges = admission.max_hit_tokens, admission.diverges
-            hit = self._find_cache_hit(hashes, limit, diverges=diverges)
+            hit = self._hit(admission)
             now = hit.num_tokens, hit.shared_prefix_boundary
             if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
                 return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
@@ -173,12 +185,16 @@ class RequestBlocks:
                 _append(granted, table.blocks)
         return result, None
 
-    def _hashes(self, admission: Admission) -> Sequence[BlockHash]:
-        """The chain of a request: what its look-ups brought, and what is new."""
-        known = self.chains.get(admission.request)
-        if known is None:
-            return admission.new_hashes
-        return [*known.hashes, *admission.new_hashes] if admission.new_hashes else known.hashes
+    def _hit(self, admission: Admission) -> PrefixHit:
+        """What is cached of a request: what its look-up found, if that can be no other by now."""
+        limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
+        if not (admission.new_hashes or admission.diverges) and known is not None:
+            is_current = known.num_index_changes == self._blocks.num_index_changes
+            if is_current and known.max_hit_tokens == limit:
+                return known.hit
+        chain = self.chains.get(admission.request)
+        hashes = [*(chain.hashes if chain else ()), *admission.new_hashes]
+        return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
         """Whether the free blocks suffice, and what was hit is stored. A free block that is a hit

@@ -215,6 +215,27 @@ def test_a_hit_that_changed_stops_the_transaction():
     assert admit(pool, 2, 9, hit=8) == [1, 2, 3]
 
 
+def test_a_hit_that_was_evicted_since_its_look_up_stops_the_transaction():
+    pool = make_pool(5)
+    admit(pool, 1, 8, path="ab")
+    release(pool, 1)
+    assert lookup(pool, 2, 8, "ab") == 8
+    assert admit(pool, 3, 12) == [3, 4, 2], "two blank blocks, and the end of the prefix"
+    release(pool, 3)
+    outcome = pool.transact([Admit([admission(2, 9, hit=8)])])
+    assert outcome.stop == Stop(0, 0, StopReason.HIT_CHANGED, 4)
+
+
+def test_a_hit_that_was_reset_since_its_look_up_stops_the_transaction():
+    pool = make_pool(5)
+    admit(pool, 1, 8, path="ab")
+    release(pool, 1)
+    assert lookup(pool, 2, 8, "ab") == 8
+    pool.transact([ResetPrefixCache()])
+    outcome = pool.transact([Admit([admission(2, 9, hit=8)])])
+    assert outcome.stop == Stop(0, 0, StopReason.HIT_CHANGED, 0)
+
+
 def test_hits_of_resumed_requests_are_kept_out_of_the_statistics():
     pool = make_pool(8)
     admit(pool, 1, 9, path="ab")
