@@ -140,7 +140,7 @@ class GrammarMask:
         """Whether the mask of the next token is made; otherwise that token is to be checked."""
         self._num_masks = self._num_masks_due = 0
         """Masks made in a row after the last token that did not conform, and those still due."""
-        self._update()
+        self._make()
 
     def draw_first(self) -> None:
         """Lets tokens after the next one be drawn without a mask."""
@@ -153,7 +153,7 @@ class GrammarMask:
 
     def forced_tokens(self) -> list[int]:
         """The tokens of the text that comes next whatever the model says, as the tokenizer writes
-        it; none where there is a choice. The model may write it with other tokens.
+        it; none where there is a choice.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
@@ -168,7 +168,7 @@ class GrammarMask:
             self._matcher.consume_token(token_id)
         self.is_made = not self.draws_first or self._needs_mask()
         if self.is_made:
-            self._update()
+            self._make()
 
     def allows(self, token_id: int) -> bool:
         """Whether the mask would have a token that was drawn without one. If not, makes it."""
@@ -177,7 +177,7 @@ class GrammarMask:
             return True
         self._num_masks = self._num_masks_due = min(4 * self._num_masks + 3, _MAX_MASKS)
         self.is_made = True
-        self._update()
+        self._make()
         return False
 
     def _needs_mask(self) -> bool:
@@ -187,7 +187,7 @@ class GrammarMask:
             return True
         return self._matcher is None or self._matcher.is_stopped()
 
-    def _update(self) -> None:
+    def _make(self) -> None:
         """Makes the mask of the next token."""
         if self._matcher is not None and not self._fill(self._matcher):
             # A shared automaton may have grown to its limit by others' outputs.
