@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "lora.h"
+#include "lora_expand.h"
 #include "projection.h"
 #include "quantized_projection.h"
 #include "threads.h"
@@ -53,12 +53,11 @@ Prefetch prefetch_of_tile(const T* chunk, std::int64_t elements, int rows_left,
 }
 
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
-// scratch memory. `delta`: what adapters add, or null; the rows' first one is row `first_row`
-// there. `ahead`: see prefetch_of_tile.
+// scratch memory. `delta`: what adapters add to the rows, or null. `ahead`: see prefetch_of_tile.
 template <class T, class Out>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
-                   std::int64_t panel, float* totals, const LoraDelta<T>* delta,
-                   std::int64_t first_row, LoraReadAhead<T>* ahead) {
+                   std::int64_t panel, float* totals, const BlockDelta<T>* delta,
+                   LoraReadAhead<T>* ahead) {
   const PanelColumns<T> columns(p, panel);
   const bool one_pass = rows.count <= MAX_TILE_ROWS;
   constexpr std::int64_t DEPTH = PanelOps<T>::DEPTH;
@@ -84,7 +83,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
     });
   }
   if (delta == nullptr) return;
-  add_delta(*delta, first_row, rows.count, panel, totals);
+  delta->add_to(totals, panel);
   write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
@@ -170,6 +169,7 @@ template <class T, class Out>
   const PanelFunctions<T, Out> functions = panel_functions<T, Out>(p.format);
   WorkItems items(team, blocks * panels);
   InputRows<T> near{};
+  BlockDelta<T> added;
   std::int64_t block = -1, first = 0;
   for (std::int64_t item; (item = items.next()) >= 0;) {
     if (item / panels != block) {
@@ -178,11 +178,12 @@ template <class T, class Out>
       const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MAX_TILE_ROWS);
       near =
           without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
+      if (delta != nullptr) added.begin(*delta, first, near.count);
     }
     const std::int64_t panel = item % panels * at_once;
     const bool is_pair = at_once == 2 && panel + 1 < p.num_panels();
     (is_pair ? functions.pair : functions.one)(p, near, output + first * width, panel, totals,
-                                               delta, first, ahead);
+                                               delta == nullptr ? nullptr : &added, ahead);
   }
 }
 

@@ -217,28 +217,6 @@ class ShrinkTiles {
   int count_ = 0;
 };
 
-// Adds rows times VECTORS vectors of columns of a panel of B to the rows `at` of the totals, which
-// have PANEL_WIDTH columns. Prefetches the next panel.
-template <class T, int ROWS, int VECTORS>
-__attribute__((noinline)) void add_expanded(float* totals, const int* at, const T* rows,
-                                            std::int64_t stride, const T* panel, int steps) {
-  if (steps < 1) __builtin_unreachable();
-  Vector total[ROWS][VECTORS];
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) total[i][v] = load(totals + at[i] * PANEL_WIDTH + v * LANES);
-  }
-  constexpr std::int64_t STEP = PANEL_WIDTH * PanelOps<T>::DEPTH;
-  multiply<T, ROWS, VECTORS, true>(total, rows, stride, panel, steps,
-                                   {panel + steps * STEP, STEP * sizeof(T)});
-#pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i) {
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) store(totals + at[i] * PANEL_WIDTH + v * LANES, total[i][v]);
-  }
-}
-
 // A tile of rows of one adapter: in place if they follow each other, else copied.
 template <class T>
 const T* tile_of(const T* input, std::int64_t depth, const int* at, int count, T* copy) {
@@ -293,40 +271,6 @@ template <class T>
       }
     }
     tiles.multiply();
-  }
-}
-
-// Adds to the totals [count, PANEL_WIDTH] of a projection's panel what the adapters of the rows
-// from `row` on add to it.
-template <class T>
-[[gnu::noinline]] void add_delta(const LoraDelta<T>& delta, std::int64_t row, int count,
-                                 std::int64_t panel, float* totals) {
-  const StepLora<T>& step = *delta.step;
-  totals -= row * PANEL_WIDTH;
-  for (int adapter = 0; adapter < step.num_adapters; ++adapter) {
-    const LoraProjection<T>& p = delta.of(adapter);
-    if (p.a == nullptr) continue;
-    const int* begin = step.rows + step.starts[adapter];
-    const int* end = step.rows + step.starts[adapter + 1];
-    if (*begin < row) begin = std::lower_bound(begin, end, int(row));
-    if (begin < end && end[-1] >= row + count) end = std::lower_bound(begin, end, int(row) + count);
-    const int steps = int(p.rank / PanelOps<T>::DEPTH);
-    const T* b = p.b + panel * PANEL_WIDTH * p.rank;
-    const int left = p.begins[panel * PANEL_VECTORS], right = p.begins[panel * PANEL_VECTORS + 1];
-    const T* inside = delta.inside + (begin - step.rows) * step.width;
-    for_row_tiles(0, int(end - begin), [&]<int ROWS>(int i) {
-      const T* tile = inside + i * step.width;
-      const int* at = begin + i;
-      if (left == right) {
-        if (left >= 0) add_expanded<T, ROWS, 2>(totals, at, tile + left, step.width, b, steps);
-        return;
-      }
-      if (left >= 0) add_expanded<T, ROWS, 1>(totals, at, tile + left, step.width, b, steps);
-      if (right >= 0) {
-        add_expanded<T, ROWS, 1>(totals + LANES, at, tile + right, step.width,
-                                 b + LANES * PanelOps<T>::DEPTH, steps);
-      }
-    });
   }
 }
 

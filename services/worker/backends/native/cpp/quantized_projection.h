@@ -10,7 +10,7 @@
 
 #include <algorithm>
 
-#include "lora.h"
+#include "lora_expand.h"
 #include "projection.h"
 #include "threads.h"
 
@@ -218,8 +218,8 @@ template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                        const InputRows<T>& rows, Out* output,
                                                        std::int64_t panel, float* totals,
-                                                       const LoraDelta<T>* delta,
-                                                       std::int64_t first_row, LoraReadAhead<T>*) {
+                                                       const BlockDelta<T>* delta,
+                                                       LoraReadAhead<T>*) {
   constexpr std::int64_t CHUNK = CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
   alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
   alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
@@ -265,7 +265,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
     }
   }
   if (delta == nullptr) return;
-  add_delta(*delta, first_row, rows.count, panel, totals);
+  delta->add_to(totals, panel);
   write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
@@ -274,8 +274,8 @@ template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
                                                       const InputRows<T>& rows, Out* output,
                                                       std::int64_t first, float* totals,
-                                                      const LoraDelta<T>* delta,
-                                                      std::int64_t first_row, LoraReadAhead<T>*) {
+                                                      const BlockDelta<T>* delta,
+                                                      LoraReadAhead<T>*) {
   const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};
   const std::int64_t size = rows.count * PANEL_WIDTH;
   for (int i = 0; i < 2; ++i) begin_totals(columns[i], rows.count, totals + i * size);
@@ -290,7 +290,7 @@ __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
     if (p.has_offsets) {
       add_offsets(rows.first, rows.stride, rows.count, Groups(p, panel), totals);
     }
-    if (delta != nullptr) add_delta(*delta, first_row, rows.count, panel, totals);
+    if (delta != nullptr) delta->add_to(totals, panel);
     write_rows(p, totals, rows.count, columns[i].first, columns[i].width, output);
   }
 }
