@@ -117,6 +117,19 @@ class Stack:
         wait_for(answered)
         return found[0]
 
+    def wait_until_nothing_is_held(self, seconds: float = 60) -> None:
+        """Waits until no request runs or waits and no block is held. What the last requests held is
+        given back some time after their last tokens.
+        """
+
+        def nothing_is_held() -> bool:
+            status = self.status()
+            assert status["num_usable_blocks"] > 0
+            held = status["num_usable_blocks"] - status["num_free_blocks"]
+            return not (held or status["num_running"] or status["num_waiting"])
+
+        wait_for(nothing_is_held, seconds)
+
     def hit(self, service: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Sends a signal to one service, by default to end it as a crash would."""
         os.kill(self.pids()[service], signum)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, embedded_request, generate_all, request
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import Stack
 from tests.e2e.tiny import embed, greedy
 
 NUM_TOKENS = 150
@@ -53,9 +53,7 @@ async def test_streams_go_on_when_a_service_is(
     lines = "\n".join(stack.output[num_lines:])
     assert (f"{service} is killed: it was stopped" in lines) is (signum == signal.SIGSTOP)
     assert f"{service} died: killed by SIGKILL" in lines
-    status = stack.status()
-    assert (status["num_running"], status["num_waiting"]) == (0, 0)
-    assert status["num_free_blocks"] == status["num_usable_blocks"]
+    stack.wait_until_nothing_is_held()
 
 
 async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
@@ -67,6 +65,4 @@ async def test_a_killed_gateway_comes_back_and_its_requests_are_aborted(
         await answers(stack, tiny_model.model, victim="gateway")
 
     stack.wait_until_back("gateway", pid)
-    wait_for(lambda: stack.status()["num_running"] == 0)
-    status = stack.status()
-    assert status["num_free_blocks"] == status["num_usable_blocks"]
+    stack.wait_until_nothing_is_held()

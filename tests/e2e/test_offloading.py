@@ -70,6 +70,4 @@ async def test_tokens_are_the_same_from_the_tier_and_after_the_loss_of_a_worker(
     assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
     assert [answer.token_ids for answer in await answers(stack)] == expected
     assert num_loaded(stack) > loaded
-    status = stack.status()
-    assert (status["num_running"], status["num_waiting"]) == (0, 0)
-    assert status["num_free_blocks"] == status["num_usable_blocks"]
+    stack.wait_until_nothing_is_held()

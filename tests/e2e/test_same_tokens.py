@@ -5,7 +5,6 @@ Greedy answers are transformers' own; sampled ones, with a seed, are what the re
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -79,11 +78,7 @@ async def test_the_small_pool_preempts_again_and_again(
     assert [answer.token_ids for answer in answers] == expected
     # The gateway hears of counts some time after the tokens.
     wait_for(lambda: stack.status()["num_preemptions"] - before >= 5, 10)
-    wait_for(lambda: _all_blocks_are_free(stack.status()), 10)
-
-
-def _all_blocks_are_free(status: dict[str, Any]) -> bool:
-    return bool(status["num_free_blocks"] == status["num_usable_blocks"])
+    stack.wait_until_nothing_is_held(10)
 
 
 async def test_a_second_turn_finds_the_first_one_cached(

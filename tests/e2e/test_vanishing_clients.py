@@ -6,7 +6,7 @@ import httpx
 
 from tests.e2e.inference import connect, generate, request
 from tests.e2e.prompts import PROMPTS, random_tokens
-from tests.e2e.stack import Stack, wait_for
+from tests.e2e.stack import Stack
 from tests.plain_http import async_http_client
 
 WAVE = 50
@@ -52,7 +52,7 @@ async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack)
 
         for number in range(NUM_WAVES):
             await wave(stack, NUM_WARM_UP_WAVES + number)
-        wait_for(lambda: _all_free(stack))
+        stack.wait_until_nothing_is_held()
         num_generated = int(stack.status()["num_generated_tokens"]) - num_generated
         after = await generate(stub, request(PROMPTS[3], 20))
 
@@ -61,13 +61,3 @@ async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack)
     assert after.token_ids == before.token_ids
     for service, size in stack.resident_bytes().items():
         assert size - memory[service] < MOST_GROWTH_BYTES, service
-
-
-def _all_free(stack: Stack) -> bool:
-    status = stack.status()
-    assert status["num_usable_blocks"] > 0
-    return (
-        status["num_free_blocks"] == status["num_usable_blocks"]
-        and status["num_running"] == 0
-        and status["num_waiting"] == 0
-    )
