@@ -124,9 +124,9 @@ class Stack:
 
         def nothing_is_held() -> bool:
             status = self.status()
-            assert status["num_usable_blocks"] > 0
-            held = status["num_usable_blocks"] - status["num_free_blocks"]
-            return not (held or status["num_running"] or status["num_waiting"])
+            # Both are 0 until a gateway that was started again has heard of the pool.
+            is_free = status["num_free_blocks"] == status["num_usable_blocks"] > 0
+            return is_free and not (status["num_running"] or status["num_waiting"])
 
         wait_for(nothing_is_held, seconds)
 
