@@ -7,7 +7,7 @@ from services.common.block_hash import unpack_token_ids
 from services.common.errors import FailedPrecondition, InvalidArgument
 from tests.scheduler.fake_worker import BLOCK_SIZE, FULL, FakeWorker
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 WINDOW = common_pb2.KVCacheGroup(
@@ -24,6 +24,17 @@ STATE = common_pb2.KVCacheGroup(
 )
 
 
+async def serve_under_preemption(replica: Replica, gateway: Gateway) -> None:
+    """Eight requests, some with the same prompt, in a pool too small for all of them."""
+    prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
+    for number, token_ids in prompts.items():
+        await gateway.add(number, token_ids, sampling=sampling(25))
+    await gateway.finish(*prompts)
+    for number, token_ids in prompts.items():
+        assert gateway.heard[number].tokens == continuation(token_ids, 25), number
+    assert (await replica.stats()).num_preemptions > 0
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["one step", "two steps in flight"])
 async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduling: bool) -> None:
     worker = FakeWorker(num_blocks=36, max_num_batched_tokens=16, groups=[FULL, WINDOW, STATE])
@@ -36,13 +47,7 @@ async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduli
         # flight eleven and three.
         num_full_blocks = 21 if async_scheduling else 26
         assert gateway.opened.max_request_tokens == num_full_blocks * BLOCK_SIZE
-        prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
-        for number, token_ids in prompts.items():
-            await gateway.add(number, token_ids, sampling=sampling(25))
-        await gateway.finish(*prompts)
-        for number, token_ids in prompts.items():
-            assert gateway.heard[number].tokens == continuation(token_ids, 25), number
-        assert (await replica.stats()).num_preemptions > 0
+        await serve_under_preemption(replica, gateway)
         for number in (8, 9):
             await gateway.add(number, prompt(13, 900))
             await gateway.finish(number)
@@ -69,13 +74,7 @@ async def test_blocks_of_several_sizes_are_served_under_preemption_and_hits(
     ):
         assert gateway.opened is not None
         assert gateway.opened.block_size == gateway.opened.hash_block_size == BLOCK_SIZE
-        prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
-        for number, token_ids in prompts.items():
-            await gateway.add(number, token_ids, sampling=sampling(25))
-        await gateway.finish(*prompts)
-        for number, token_ids in prompts.items():
-            assert gateway.heard[number].tokens == continuation(token_ids, 25), number
-        assert (await replica.stats()).num_preemptions > 0
+        await serve_under_preemption(replica, gateway)
         for number in (8, 9):
             await gateway.add(number, prompt(15, 900))
             await gateway.finish(number)
