@@ -1,6 +1,7 @@
 """The operations of a pool transaction and their outcome, as scheduler and kvpool both use them.
 
 An operation is of several requests, in parallel sequences. stepwell.kvpool.v1 specifies the fields.
+What is made in most steps, or for each request, is not frozen: that would take thrice the time.
 """
 
 import enum
@@ -57,7 +58,7 @@ class RemoveSkippedBlocks:
     num_computed_tokens: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grow:
     """Extends block tables to `num_slots` token slots each. Each request gets all or none.
 
@@ -73,7 +74,7 @@ class Grow:
     num_tokens: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """Publishes the blocks that lie wholly below `num_tokens`. Always fits. `new_hashes` continue
     what the pool has of each chain.
@@ -97,7 +98,7 @@ class Lookup:
     with_divergent_hits: bool = False
 
 
-@dataclass(slots=True)  # not frozen, which would take thrice the time: one for each request
+@dataclass(slots=True)
 class Admission:
     """The conditions on which one waiting request gets its blocks.
 
@@ -190,7 +191,7 @@ class BlockCopy:
     target: BlockId
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupBlocks:
     """Blocks of one group for several requests: the number for each, and their ids end to end."""
 
@@ -198,7 +199,7 @@ class GroupBlocks:
     block_ids: list[BlockId]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GrowResult:
     """The new blocks of each group, for the requests that grew."""
 
@@ -256,7 +257,7 @@ class Stop:
     shared_prefix_boundary: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """The outcome of a transaction.
 

@@ -180,18 +180,18 @@ class KVPool:
         self, index: int, operation: Operation
     ) -> tuple[OperationResult | None, Stop | None]:
         match operation:
-            case Release():
-                self._requests.release(operation)
-                return None, None
-            case RemoveSkippedBlocks():
-                self._requests.remove_skipped(operation)
-                return None, None
             case Grow():
                 return self._requests.grow(index, operation)
             case Commit():
                 self._requests.publish(
                     operation.requests, operation.num_tokens, operation.new_hashes
                 )
+                return None, None
+            case Release():
+                self._requests.release(operation)
+                return None, None
+            case RemoveSkippedBlocks():
+                self._requests.remove_skipped(operation)
                 return None, None
             case Lookup():
                 return self._requests.look_up(operation), None

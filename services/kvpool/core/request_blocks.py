@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from services.common.block_hash import BlockHash
 from services.common.ids import BlockId, RequestKey
@@ -116,15 +115,15 @@ class RequestBlocks:
         self, blocks: list[BlockId], growing: Sequence[Tables], num_missing: list[int]
     ) -> tuple[GroupBlocks, ...]:
         """Appends to each request's tables as many of the blocks as it lacks, in order."""
-        rest = iter(blocks)
-        groups = self._no_blocks()
+        groups, end = self._no_blocks(), 0
         for tables, missing in zip(growing, num_missing, strict=True):
             for group, table in zip(groups, tables, strict=True):
-                entries = list(islice(rest, missing))
+                begin, end = end, end + missing
+                entries = blocks[begin:end]
                 table.blocks += entries
-                group.block_ids.extend(entries)
+                group.block_ids += entries
         for group in groups:
-            group.num_blocks.extend(num_missing)
+            group.num_blocks += num_missing
         return groups
 
     def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
@@ -273,12 +272,14 @@ class RequestBlocks:
         num_tokens: Sequence[int],
         new_hashes: Sequence[Sequence[BlockHash]],
     ) -> None:
-        """Makes full blocks of requests findable, after hashes that are new."""
-        chains = [self._chain(request) for request in requests]
+        """Makes full blocks of admitted requests findable, after hashes that are new."""
         if not self._config.enable_prefix_caching:
             return
-        for chain, hashes in zip(chains, new_hashes, strict=True):
-            chain.hashes.extend(hashes)
+        chains: list[Chain] = []
+        for request, hashes in zip(requests, new_hashes, strict=True):
+            chain = self.chains[request]
+            chain.hashes += hashes
+            chains.append(chain)
         tables = zip(*map(self.tables.__getitem__, requests), strict=True)
         for group, group_tables in zip(self._groups, tables, strict=True):
             group.publish(zip(group_tables, chains, num_tokens, strict=True))
@@ -300,7 +301,7 @@ class RequestBlocks:
         return self.coordinator.find_longest_cache_hit(chain, max_hit_tokens)
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
-        return tuple(GroupBlocks([], []) for _ in self._groups)
+        return tuple([GroupBlocks([], []) for _ in self._groups])
 
 
 def _need(admission: Admission) -> Need:

@@ -36,16 +36,16 @@ class TransactionValidator:
         """Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted."""
         for index, operation in enumerate(operations):
             match operation:
+                case Grow():
+                    self._grow(operation, f"operations[{index}].grow")
+                case Commit():
+                    self._commit(operation, f"operations[{index}].commit")
                 case Release():
                     self._arrived.difference_update(operation.requests)
                     self._departed.update(operation.requests)
                 case RemoveSkippedBlocks(requests, num_computed_tokens):
                     where = f"operations[{index}].remove_skipped_blocks"
                     _require_parallel(requests, num_computed_tokens, where, "num_computed_tokens")
-                case Grow():
-                    self._grow(operation, f"operations[{index}].grow")
-                case Commit():
-                    self._commit(operation, f"operations[{index}].commit")
                 case Lookup():
                     self._lookup(operation, f"operations[{index}].lookup")
                 case Admit():
