@@ -12,3 +12,10 @@ class DirectoryState(enum.Enum):
     """Something is missing or differs, and is being loaded again; matches may be wrong."""
     FALLBACK = "fallback"
     """Nothing is known: there are no matches, and requests are routed by load."""
+    UNUSED = "unused"
+    """Fewer than two pools, between which nothing is chosen by what they cache: no matches."""
+
+    @property
+    def has_matches(self) -> bool:
+        """Whether prompts are looked up in the index."""
+        return self is DirectoryState.EXACT or self is DirectoryState.DEGRADED

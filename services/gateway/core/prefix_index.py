@@ -45,7 +45,7 @@ class PrefixIndex:
         self._next_shard = 0
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """Whether the source of the views can be reached; set by the adapter that reads it."""
+        """What can be known at all by the source of the views; set by the adapter that reads it."""
 
     # What is asked.
 
@@ -53,9 +53,9 @@ class PrefixIndex:
         """How many blocks of a chain, from the first on, each node need not compute.
 
         `keys` are those of the chain in group 0, from `block_keys`. Nodes that hold nothing of it
-        are left out. Empty while the state is FALLBACK.
+        are left out. Empty while the state is FALLBACK or UNUSED.
         """
-        if self.contact is DirectoryState.FALLBACK or not keys:
+        if not self.contact.has_matches or not keys:
             return {}
         depths: dict[str, int] = {}
         if self._jumping:
@@ -76,9 +76,11 @@ class PrefixIndex:
     def node_state(self, node: str) -> DirectoryState:
         """Of one node; FALLBACK if it is not known."""
         view = self._views.get(node)
-        if view is None or self.contact is DirectoryState.FALLBACK:
+        if view is None:
             return DirectoryState.FALLBACK
-        return self.contact if view.is_exact else DirectoryState.DEGRADED
+        if view.is_exact or not self.contact.has_matches:
+            return self.contact
+        return DirectoryState.DEGRADED
 
     @property
     def views(self) -> Iterable[NodeView]:

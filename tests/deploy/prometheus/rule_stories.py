@@ -117,12 +117,17 @@ STORIES = {
         _REPLICA | {"state": "paused"},
     ),
     "StepwellPrefixIndexNotExact": AlertStory(
-        {'stepwell_prefix_index_state{instance="g",state="exact"}': "0x30"},
         {
-            'stepwell_prefix_index_state{instance="g",state="exact"}': "1x30",
-            'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x30",
+            'stepwell_prefix_index_state{instance="g",state="degraded"}': "1x5 0x30",
+            'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x5 1x30",
         },
-        {"instance": "g", "state": "exact"},
+        {
+            'stepwell_prefix_index_state{instance="g",state="exact"}': "1x5 0x30",
+            'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x35",
+            # One replica, whose pool is not followed.
+            'stepwell_prefix_index_state{instance="g",state="unused"}': "0x5 1x30",
+        },
+        {"instance": "g"},
     ),
     "StepwellRedisUnreachable": AlertStory(
         {'stepwell_discovery_up{instance="g",source="redis"}': "1x5 0x30"},

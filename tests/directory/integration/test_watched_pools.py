@@ -79,4 +79,5 @@ async def test_a_pool_whose_replica_is_gone_is_followed_no_more(index):
     await becomes(lambda: index.node_state("node") is DirectoryState.EXACT)
     POOLS.clear()
     await becomes(lambda: index.node_state("node") is DirectoryState.FALLBACK)
+    assert index.state is DirectoryState.UNUSED
     await service.drain()

@@ -80,7 +80,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "stepwell.status": "200",
             "stepwell.kept_for": "sampled",
             "stepwell.wait_seconds": 0.0,
-            "stepwell.directory.state": "fallback",  # the pool of one replica is not followed
+            "stepwell.directory.state": "unused",  # the pool of one replica is not followed
             "stepwell.routing.replica": scheduler.address,
             "stepwell.routing.reason": "only",
             "stepwell.routing.num_candidates": 1,

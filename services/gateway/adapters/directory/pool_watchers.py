@@ -55,13 +55,14 @@ class PoolWatchers:
         self._epochs = itertools.count(1)
 
     async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
-        """Follows the pools that `pools` names, which is asked again and again, until cancelled."""
+        """Follows the pools that `pools` names, which is asked again and again, until cancelled.
+        While it names none, the index is unused.
+        """
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
             while True:
                 wanted = set(pools())
-                followed = DirectoryState.EXACT if wanted else DirectoryState.FALLBACK
-                self._index.contact = followed
+                self._index.contact = DirectoryState.EXACT if wanted else DirectoryState.UNUSED
                 for pool in tasks.keys() - wanted:
                     tasks[pool].cancel()
                     await asyncio.gather(tasks.pop(pool), return_exceptions=True)
