@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     url, key, call = (arguments.pop(name) for name in ("url", "admin_key", "call"))
     tls = TlsFiles.taken_from(arguments)
     query = {name: value for name, value in arguments.items() if value not in (None, False)}
-    with Client(url, key, tls) as client:
+    with Client(url, key, tls, served_by="stepwell up --admin-port 8001") as client:
         answer = client.post(f"/{call.replace('-', '_')}", query)
     for replica in answer["replicas"]:
         print(f"{replica['address']}: {_status_text(replica, answer['status'])}")

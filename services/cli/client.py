@@ -30,8 +30,17 @@ class Client:
     the request.
     """
 
-    def __init__(self, url: str, api_key: str | None = None, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        tls: TlsFiles | None = None,
+        *,
+        served_by: str = "stepwell up",
+    ) -> None:
+        """`served_by` is the command that may have to be started where nothing answers."""
         self._url = url.rstrip("/")
+        self._served_by = served_by
         base_url, transport = self._url, None
         if url.startswith(_UNIX):
             base_url, transport = _ANY_HOST, httpx.HTTPTransport(uds=url.removeprefix(_UNIX))
@@ -99,7 +108,9 @@ class Client:
         if "[SSL" in str(error):
             return CommandError(f"no TLS with {self._url}: {why_no_tls(str(error))}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return ServerAway(f"nothing answers at {self._url}; is `stepwell up` running there?")
+            return ServerAway(
+                f"nothing answers at {self._url}; is `{self._served_by}` running there?"
+            )
         if isinstance(error, httpx.TimeoutException):
             return ServerAway(f"{self._url} did not answer within {_ANSWER_SECONDS:.0f} s")
         return ServerAway(f"the connection to {self._url} broke: {error or type(error).__name__}")

@@ -1,7 +1,8 @@
 """What ends a command: one sentence for people, and an exit status."""
 
-import argparse
 from typing import Any, NoReturn
+
+from services.common.argument_parser import ArgumentParser
 
 
 class CommandError(Exception):
@@ -13,7 +14,7 @@ class CommandError(Exception):
         self.exit_status = exit_status
 
 
-class CommandParser(argparse.ArgumentParser):
+class CommandParser(ArgumentParser):
     """An argument parser that raises CommandError."""
 
     def __init__(self, command: str, **options: Any) -> None:

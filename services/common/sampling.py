@@ -133,6 +133,8 @@ def _require_range(field: str, value: float | None, low: float, high: float) -> 
 
 
 def _out_of_range(field: str, value: float, low: float, high: float) -> InvalidArgument:
+    if high == MAX_FLOAT32 and value < low:
+        return _invalid(field, f"must be at least {low}, not {value}")
     return _invalid(field, f"is {value}, not in [{low}, {high}]")
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from services.common.argument_parser import ArgumentParser
+
 
 class IsDataclass(Protocol):
     """Any dataclass."""
@@ -71,7 +73,7 @@ def not_empty(value: tuple[object, ...]) -> str | None:
 
 
 def existing_directory(value: Path) -> str | None:
-    return None if value.is_dir() else "is not a directory"
+    return None if value.is_dir() else "must be a directory that exists"
 
 
 def existing_file(value: Path) -> str | None:
@@ -154,7 +156,7 @@ def env_prefix(service: str) -> str:
     return f"STEPWELL_{service.upper()}_"
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise SettingError(message)
 

@@ -71,7 +71,11 @@ def test_an_unknown_command_is_one_sentence() -> None:
 
 
 def test_an_unknown_flag_is_one_sentence() -> None:
-    assert_refused(stepwell("chat", "--foo"), "stepwell chat: unrecognized arguments: --foo", 2)
+    assert_refused(
+        stepwell("chat", "--max-token", "9"),
+        "stepwell chat: unrecognized arguments: --max-token; similar are --max-tokens, --api-key",
+        2,
+    )
 
 
 def test_a_bad_flag_value_is_one_sentence() -> None:
@@ -156,6 +160,16 @@ def test_a_server_that_is_away_is_one_sentence(command: list[str]) -> None:
         stepwell(*command, "--url", f"http://127.0.0.1:{port}"),
         f"stepwell {command[0]}: nothing answers at http://127.0.0.1:{port}; "
         "is `stepwell up` running there?",
+    )
+
+
+def test_operators_calls_without_their_port_are_one_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert_refused(
+        stepwell("admin", "pause", "--url", url),
+        f"stepwell admin: nothing answers at {url}; "
+        "is `stepwell up --admin-port 8001` running there?",
     )
 
 

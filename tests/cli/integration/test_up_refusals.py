@@ -63,7 +63,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_flag_is_refused(model: Path) -> None:
     assert up("--model", model, "--port", "1") == (
         2,
-        "stepwell up: unrecognized arguments: --port 1\n",
+        "stepwell up: unrecognized arguments: --port 1; similar are --http-port, --grpc-port\n",
     )
 
 
@@ -142,7 +142,8 @@ def test_an_address_for_one_scheduler_and_two_replicas(model: Path) -> None:
 
 
 def test_a_last_port_for_more_than_one_replica(model: Path) -> None:
-    assert up("--model", model, "--replicas", "2", "--vllm-grpc-port", "65535") == (
+    ports = ("--http-port", "0", "--grpc-port", "0", "--vllm-grpc-port", "65535")
+    assert up("--model", model, "--replicas", "2", *ports) == (
         2,
         "stepwell up: --vllm-grpc-port 65535 leaves no port for each of 2 replicas\n",
     )

@@ -122,14 +122,16 @@ def test_a_flag_wins_over_a_variable() -> None:
         (
             ["--name", "x", "--folder", "/nowhere/at/all"],
             {},
-            "--folder is not a directory, not /nowhere/at/all",
+            "--folder must be a directory that exists, not /nowhere/at/all",
         ),
         (
             ["--name", "x"],
             {"STEPWELL_THING_COLOR": "red"},
             "STEPWELL_THING_COLOR is set, but there is no such setting",
         ),
-        (["--name", "x", "--nam", "y"], {}, "unrecognized arguments: --nam y"),
+        (["--name", "x", "--nam", "y"], {}, "unrecognized arguments: --nam y; similar are --name"),
+        (["--name", "x", "--zzz=1"], {}, "unrecognized arguments: --zzz=1"),
+        (["x"], {}, "unrecognized arguments: x; a value follows its flag, see --help"),
         (["--name"], {}, "argument --name: expected one argument"),
     ],
 )

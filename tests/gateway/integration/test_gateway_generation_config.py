@@ -115,7 +115,7 @@ async def test_max_new_tokens_of_a_directory_bounds_every_answer(tmp_path: Path)
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ('{"temperature": -1}', "temperature is -1"),
+        ('{"temperature": -1}', "temperature must be at least 0, not -1"),
         ('{"temperature": NaN}', "temperature is nan"),
         ('{"temperature": "warm"}', "temperature must be a number, not warm"),
         ('{"top_k": 2.5}', "top_k must be a whole number of -1 or more, not 2.5"),

@@ -146,7 +146,7 @@ async def test_a_tenant_reads_its_own_traces_and_an_operator_all(model: Path) ->
 
 async def test_clients_without_the_page_have_no_traces_either(model: Path) -> None:
     async with keeping(model, ui=False) as (served, _):
-        for path in ("/traces", f"/traces/{TRACE}", "/activity", "/ui"):
+        for path in ("/traces", f"/traces/{TRACE}", "/activity", "/ui", "/"):
             assert (await served.http.get(path)).status_code == 404
 
 

@@ -25,6 +25,8 @@ async def test_the_page_and_its_files_are_served_with_a_policy(served: Serving) 
         head = await served.http.head(path)
         assert (head.status_code, head.content) == (200, b"")
     assert (await served.http.get("/ui/nothing.js")).status_code == 404
+    redirect = await served.http.get("/")
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "ui")
     redirect = await served.http.get("/ui/")
     assert (redirect.status_code, redirect.headers["location"]) == (308, "../ui")
 

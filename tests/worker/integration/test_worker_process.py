@@ -129,4 +129,5 @@ async def test_a_taken_port_is_known_before_the_model_is_read(directory: Path) -
 async def test_a_model_that_is_no_directory(tmp_path: Path) -> None:
     status, lines = await outcome(await start("--model", str(tmp_path / "nothing")))
     assert status == 2
-    assert lines == [f"stepwell worker: --model is not a directory, not {tmp_path / 'nothing'}"]
+    nothing = tmp_path / "nothing"
+    assert lines == [f"stepwell worker: --model must be a directory that exists, not {nothing}"]

@@ -49,7 +49,9 @@ class _File:
 
 
 class UiPages:
-    """Answers GET and HEAD of the page and its files, and passes everything else on."""
+    """Answers GET and HEAD of the page and its files, leads from / to the page, and passes
+    everything else on.
+    """
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
         self._app = app
@@ -62,6 +64,8 @@ class UiPages:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             await self._app(scope, receive, send)
+        elif scope["path"] == "/":
+            await RedirectResponse(UI.removeprefix("/"))(scope, receive, send)
         elif scope["path"] == f"{UI}/":
             # From there the page's relative links would lead elsewhere.
             await RedirectResponse(f"..{UI}", status_code=308)(scope, receive, send)
