@@ -23,9 +23,9 @@ from benchmarks.gpu.parity import largest_difference
 from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
-from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import read_model_config
 from services.worker.models.decoder import Decoder

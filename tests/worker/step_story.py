@@ -5,8 +5,8 @@ from collections import deque
 import numpy as np
 
 from services.common.sampling import SamplingParams
-from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from tests.worker.runner_driver import ints
 

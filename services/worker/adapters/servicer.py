@@ -26,8 +26,8 @@ from services.worker.adapters.converters import (
 )
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
-from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.lora_adapters import LoraAdapters
+from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import StepRunner, Worker
 

@@ -15,51 +15,34 @@ from services.worker.backends.device import Device, Download
 from services.worker.backends.row_sampler import UNUSABLE
 from services.worker.core.errors import InvalidStep
 from services.worker.core.layout import StepTokens
-from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput
+from services.worker.core.step import Int32Array, StepInput, no_ints
+from services.worker.sampling.arrays import Int64Array
 from services.worker.sampling.device_logprobs import PendingLogprobs, logprobs_on_device
 from services.worker.sampling.device_sampler import sample_on_device
-from services.worker.sampling.sampler import SamplingMetadata
+from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
-class PendingOutput:
-    """The output of a step that the device may still be running.
+class PendingTokens:
+    """Tokens that the device may still be sampling, one of each row.
 
-    `sampling`: indexes of the requests that get a token, one each, in the order of `token_ids`.
-    `logprobs`: by index in `sampling`; None if no request asks for them.
+    `logprobs`: by row; None if no row asks for them.
     """
 
-    step: StepInput
-    sampling: np.ndarray
     token_ids: Download
     logprobs: PendingLogprobs | None
 
-    def wait(self) -> StepOutput:
-        """Waits for the device; the output. May be called from any thread."""
+    def wait(self) -> SamplerOutput:
+        """Waits for the device. May be called from any thread, and repeatedly."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
-        num_tokens = np.zeros(len(self.step.rows), np.int32)
-        num_tokens[self.sampling] = 1
-        by_request = self.sampling.argsort()
-        return StepOutput(
-            self.step.generation,
-            self.step.step,
-            num_tokens,
-            np.where(is_usable, token_ids, 0)[by_request].astype(np.int32),
-            logprobs=self._logprobs(is_usable),
-            nan_requests=np.sort(self.sampling[~is_usable]).astype(np.int32),
+        found = {} if self.logprobs is None else self.logprobs.wait()
+        return SamplerOutput(
+            np.where(is_usable, token_ids, 0).astype(np.int32),
+            {row: rows for row, rows in found.items() if is_usable[row]},
+            nan_rows=np.flatnonzero(~is_usable).astype(np.int32),
+            refused_rows=no_ints(),
         )
-
-    def _logprobs(self, is_usable: np.ndarray) -> dict[int, RequestLogprobs]:
-        """By request, in the step's order."""
-        if self.logprobs is None:
-            return {}
-        found = self.logprobs.wait()
-        return {
-            int(self.sampling[row]): RequestLogprobs(found[row], None)
-            for row in sorted(found, key=lambda row: self.sampling[row])
-            if is_usable[row]
-        }
 
 
 class DeviceTokens:
@@ -107,18 +90,16 @@ class DeviceTokens:
 
     def sample(
         self,
-        step: StepInput,
-        sampling: np.ndarray,
+        rows: Int64Array,
         logits: torch.Tensor,
         metadata: SamplingMetadata,
         num_logprobs: dict[int, int],
-    ) -> PendingOutput:
-        """Samples one token of each request `sampling`, in the order of the logits' rows.
+    ) -> PendingTokens:
+        """Samples one token for each of these rows of the batch, from that row of the logits.
 
         `num_logprobs`: the number of most probable tokens to report, by row of the logits, of those
         that ask for log-probabilities.
         """
-        rows = step.rows[sampling].astype(np.int64)
         token_ids = self._sampled(logits, metadata)
         self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))
         self._is_held[rows] = True
@@ -127,7 +108,7 @@ class DeviceTokens:
             logprobs = logprobs_on_device(
                 logits, token_ids, num_logprobs, self._device, by_row=self._by_row
             )
-        return PendingOutput(step, sampling, self._device.download(token_ids), logprobs)
+        return PendingTokens(self._device.download(token_ids), logprobs)
 
     def _sampled(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         if not self._by_row or not metadata.temperatures.any():

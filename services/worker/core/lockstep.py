@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from services.common.errors import Aborted, InvalidArgument
-from services.worker.core.device_tokens import PendingOutput
+from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.ranks import Ranks

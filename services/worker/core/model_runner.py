@@ -22,7 +22,7 @@ from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.backends.lora import PackedLora
 from services.worker.backends.row_sampler import RowSampler
 from services.worker.core.decode_buckets import DecodeBuckets
-from services.worker.core.device_tokens import DeviceTokens, PendingOutput
+from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.drafter import Drafter
 from services.worker.core.embedded_prompts import EmbeddedPrompts
 from services.worker.core.errors import InvalidStep
@@ -34,7 +34,7 @@ from services.worker.core.lora_adapters import LoraAdapters, find_adapters
 from services.worker.core.lora_rows import lora_rows
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
-from services.worker.core.sampled import Sampled
+from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows

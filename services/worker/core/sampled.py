@@ -1,64 +1,97 @@
 """The tokens and log-probabilities that a step samples, collected by request."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 
-from services.worker.core.step import RequestLogprobs, StepInput, StepOutput, no_ints
+from services.worker.core.device_tokens import PendingTokens
+from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput, no_ints
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
-    """Collects sampled tokens and log-probabilities by request."""
+    """Collects sampled tokens and log-probabilities by request.
 
-    def __init__(self) -> None:
-        self._indexes: list[np.ndarray] = []
-        self._token_ids: list[np.ndarray] = []
-        self._logprobs: dict[int, list[LogprobRows]] = {}
-        self._nan_requests: list[int] = []
-        self._refused_tokens: dict[int, int] = {}
+    `parts`: pairs as for `add`.
+    """
+
+    def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
+        self.parts = list(parts)
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
         """Adds one token of each request in `indexes`; rows of `output` are in that order."""
-        if len(output.refused_rows):
-            for index in indexes[output.refused_rows].tolist():
-                self._refused_tokens[index] = sum(int((of == index).sum()) for of in self._indexes)
-        self._indexes.append(indexes)
-        self._token_ids.append(output.token_ids)
-        for row, rows in output.logprobs.items():
-            self._logprobs.setdefault(int(indexes[row]), []).append(rows)
-        if len(output.nan_rows):
-            self._nan_requests.extend(indexes[output.nan_rows].tolist())
+        self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
         """The output of the step, in the order of its requests."""
         num_tokens = np.zeros(len(step.rows), np.int32)
-        token_ids = no_ints()
-        for indexes in self._indexes:
+        has_logprobs, has_missing = bool(prompt), False
+        for indexes, output in self.parts:
             num_tokens[indexes] += 1
-        if self._indexes:
-            by_request = _joined(self._indexes).argsort(kind="stable")
-            token_ids = _joined(self._token_ids)[by_request]
+            has_logprobs = has_logprobs or bool(output.logprobs)
+            has_missing = has_missing or bool(len(output.nan_rows) or len(output.refused_rows))
+        token_ids = no_ints()
+        if self.parts:
+            by_request = _joined([indexes for indexes, _ in self.parts]).argsort(kind="stable")
+            token_ids = _joined([output.token_ids for _, output in self.parts])[by_request]
         return StepOutput(
             step.generation,
             step.step,
             num_tokens=num_tokens,
             token_ids=token_ids,
-            logprobs=self._request_logprobs(prompt) if self._logprobs or prompt else {},
-            nan_requests=np.array(sorted(self._nan_requests), np.int32)
-            if self._nan_requests
-            else no_ints(),
-            refused_tokens=dict(sorted(self._refused_tokens.items())),
+            logprobs=self._request_logprobs(prompt) if has_logprobs else {},
+            nan_requests=self._nan_requests() if has_missing else no_ints(),
+            refused_tokens=self._refused_tokens() if has_missing else {},
             num_draft_tokens=step.num_draft_tokens,
         )
 
+    def _nan_requests(self) -> Int32Array:
+        found = _joined([indexes[output.nan_rows] for indexes, output in self.parts])
+        return np.sort(found).astype(np.int32)
+
+    def _refused_tokens(self) -> dict[int, int]:
+        """By request, the number of tokens before the one that its grammar refuses."""
+        found: dict[int, int] = {}
+        for number, (indexes, output) in enumerate(self.parts):
+            for index in indexes[output.refused_rows].tolist():
+                before = self.parts[:number]
+                found[index] = sum(int((of_part == index).sum()) for of_part, _ in before)
+        return dict(sorted(found.items()))
+
     def _request_logprobs(self, prompt: dict[int, LogprobRows]) -> dict[int, RequestLogprobs]:
+        sampled: dict[int, list[LogprobRows]] = {}
+        for indexes, output in self.parts:
+            for row, rows in output.logprobs.items():
+                sampled.setdefault(int(indexes[row]), []).append(rows)
         return {
             index: RequestLogprobs(
-                LogprobRows.joined(self._logprobs[index]) if index in self._logprobs else None,
+                LogprobRows.joined(sampled[index]) if index in sampled else None,
                 prompt.get(index),
             )
-            for index in sorted(self._logprobs.keys() | prompt.keys())
+            for index in sorted(sampled.keys() | prompt.keys())
         }
+
+
+@dataclass(frozen=True, slots=True)
+class PendingOutput:
+    """The output of a step of which the device may still sample some tokens.
+
+    `known`: what the host has sampled. `pending`: one token of each of the other requests, those at
+    the indexes `sampling`. `prompt`: log-probabilities of prompt tokens, by request.
+    """
+
+    step: StepInput
+    known: Sampled
+    sampling: np.ndarray
+    pending: PendingTokens
+    prompt: dict[int, LogprobRows]
+
+    def wait(self) -> StepOutput:
+        """Waits for the device; the output. May be called from any thread, and repeatedly."""
+        parts = *self.known.parts, (self.sampling, self.pending.wait())
+        return Sampled(parts).output(self.step, self.prompt)
 
 
 def _joined(arrays: list[np.ndarray]) -> np.ndarray:

@@ -14,14 +14,15 @@ import torch
 
 from services.worker.backends.device import Device
 from services.worker.backends.row_sampler import RowSampler
-from services.worker.core.device_tokens import DeviceTokens, PendingOutput
+from services.worker.core.device_tokens import DeviceTokens, PendingTokens
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.layout import SamplingRequests, StepTokens
-from services.worker.core.sampled import Sampled
+from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
+from services.worker.sampling.arrays import Int64Array
 from services.worker.sampling.grammar import Grammars
 from services.worker.sampling.logprobs import LogprobRows, logprob_rows
-from services.worker.sampling.sampler import Sampler
+from services.worker.sampling.sampler import Sampler, SamplerOutput
 
 _PROMPT_LOGPROB_ROWS = 128
 """Prompt positions whose logits are held at once."""
@@ -90,27 +91,56 @@ class StepSampler:
         """Samples the next tokens, and verifies drafts.
 
         `logits` [n, vocab_size] are those of the positions in `sampling`, None if there are none;
-        `logits_of` computes those of tokens at other indexes. Samples on the device if the host
-        needs no result of the device before the step returns.
+        `logits_of` computes those of tokens at other indexes.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
-        sampled, on_device = Sampled(), self._device_tokens
-        if logits is not None:
-            rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
-            if tokens.num_draft_tokens is not None:
-                self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
-            elif on_device is not None and not prompt and self._sampler.is_simple(rows):
-                self._batch.append_unknown(rows)
-                num_logprobs = self._sampler.num_logprobs(rows)
-                metadata = self._sampler.sampling_metadata(rows)
-                return on_device.sample(step, order, logits, metadata, num_logprobs)
-            else:
-                output = self._sampler.sample(logits, rows)
-                sampled.add(order, output)
-                self._batch.append_one(rows, output.token_ids)
-            if on_device is not None:
-                on_device.release(rows)
+        sampled = Sampled()
+        if logits is None:
+            return sampled.output(step, prompt)
+        rows, order = tokens.rows[sampling.requests], tokens.order[sampling.requests]
+        if tokens.num_draft_tokens is not None:
+            self._verify(tokens, sampling, tokens.num_draft_tokens, logits, sampled)
+        elif self._device_tokens is None:
+            sampled.add(order, self._sample_on_host(rows, logits))
+        else:
+            here = self._sampler.constrained(rows)
+            there = np.delete(np.arange(len(rows)), here)
+            pending = None
+            if len(there):  # queued before the host waits for the logits of the others
+                of_rows = self._of_rows(logits, there)
+                pending = self._sample_on_device(self._device_tokens, rows[there], of_rows)
+            if len(here):
+                output = self._sample_on_host(rows[here], self._of_rows(logits, here))
+                sampled.add(order[here], output)
+            if pending is not None:
+                return PendingOutput(step, sampled, order[there], pending, prompt)
         return sampled.output(step, prompt)
+
+    def _sample_on_host(self, rows: Int64Array, logits: torch.Tensor) -> SamplerOutput:
+        output = self._sampler.sample(logits, rows)
+        self._append(rows, output.token_ids)
+        return output
+
+    def _sample_on_device(
+        self, device_tokens: DeviceTokens, rows: Int64Array, logits: torch.Tensor
+    ) -> PendingTokens:
+        self._batch.append_unknown(rows)
+        num_logprobs = self._sampler.num_logprobs(rows)
+        return device_tokens.sample(
+            rows, logits, self._sampler.sampling_metadata(rows), num_logprobs
+        )
+
+    def _of_rows(self, logits: torch.Tensor, indexes: np.ndarray) -> torch.Tensor:
+        """These rows of the logits, without a copy if they are all."""
+        if len(indexes) == len(logits):
+            return logits
+        return logits.index_select(0, self._device.upload(indexes))
+
+    def _append(self, rows: Int64Array, token_ids: Int32Array) -> None:
+        """Appends a token that the host knows to each of these rows."""
+        self._batch.append_one(rows, token_ids)
+        if self._device_tokens is not None:
+            self._device_tokens.release(rows)
 
     def _verify(
         self,
@@ -139,7 +169,7 @@ class StepSampler:
             drafts = self._batch.token_ids[rows, known[indexes] + offset]
             accepted = (num_draft_tokens[indexes] > offset) & (drafts == output.token_ids)
             accepted[output.nan_rows] = accepted[output.refused_rows] = False
-            self._batch.append_one(rows, output.token_ids)
+            self._append(rows, output.token_ids)
             active, offset = active[accepted], offset + 1
 
     def _prompt_logprobs(

@@ -34,6 +34,8 @@ _COPIED_BYTES = 2**23
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
 _NO_ROWS.flags.writeable = False
+_NO_INDEXES: Int64Array = np.empty(0, np.int64)
+_NO_INDEXES.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,13 @@ class Sampler:
         self._constrained.discard(batch_row)
         self._num_logprobs.pop(batch_row, None)
 
-    def is_simple(self, batch_rows: np.ndarray) -> bool:
-        """Whether these requests can be sampled by `sampling_metadata`: none has logit edits."""
-        return not self._constrained or bool(self._is_plain[batch_rows].all())
+    def constrained(self, batch_rows: np.ndarray) -> Int64Array:
+        """Indexes of the requests that `sampling_metadata` does not suit, because they have logit
+        edits or a grammar.
+        """
+        if not self._constrained:
+            return _NO_INDEXES
+        return np.flatnonzero(~self._is_plain[batch_rows])
 
     def forced_tokens(self, batch_row: int) -> list[int]:
         """The tokens that a request's grammar leaves no choice about; none without a grammar."""
@@ -183,7 +189,7 @@ class Sampler:
         return {row: num_top for row, num_top in asked if num_top is not None}
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
-        """What a device needs to sample the next token of simple requests.
+        """What a device needs to sample the next token of requests that are not constrained.
 
         The token counts as part of the requests from then on; its id need not be known.
         """

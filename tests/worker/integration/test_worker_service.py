@@ -24,8 +24,8 @@ from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import build_worker
-from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.model_runner import ModelRunner
+from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings

@@ -95,8 +95,8 @@ def test_edits_need_the_host_and_log_probabilities_do_not() -> None:
     sampler.add(0, SamplingParams(temperature=1, top_k=3), np.arange(3), 3)
     sampler.add(1, SamplingParams(temperature=0, logprobs=4), np.arange(3), 3)
     sampler.add(2, SamplingParams(temperature=0, presence_penalty=1), np.arange(3), 3)
-    assert sampler.is_simple(np.array([0, 1]))
-    assert not sampler.is_simple(np.array([2]))
+    assert not len(sampler.constrained(np.array([0, 1])))
+    assert sampler.constrained(np.array([1, 2, 0])).tolist() == [1]
     assert sampler.num_logprobs(np.array([2, 1, 0])) == {1: 4}
 
 

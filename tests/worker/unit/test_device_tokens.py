@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.core.device_tokens import PendingOutput
 from services.worker.core.errors import InvalidStep
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.step import StepInput
+from services.worker.core.sampled import PendingOutput
+from services.worker.core.step import StepInput, StepOutput
 from services.worker.sampling.logprobs import LogprobRows
 from tests.tiny_models import save_tiny_model
 from tests.worker.runner_driver import GREEDY, build_runner, ints
@@ -71,14 +71,33 @@ def test_two_steps_in_flight_give_the_same_tokens(
             same(of_request.prompt, other.logprobs[index].prompt)
 
 
-def test_plain_steps_are_answered_later_and_others_at_once(model: Path) -> None:
+def test_a_step_is_answered_later_if_the_device_samples_any_of_it(model: Path) -> None:
+    runner = runner_of(model, keeps_tokens_on_device=True)
+    begun = [runner.begin(step) for step in story((PENALISED, GREEDY, PENALISED, PENALISED))[:6]]
+    on_host = [
+        None
+        if isinstance(output, StepOutput)
+        else [indexes.tolist() for indexes, _ in output.known.parts]
+        for output in begun
+    ]
+    # The request that the device samples leaves before the fifth step.
+    assert on_host == [[[0]], [[0]], [[0]], [[0, 1]], None, None]
+    outputs = [output if isinstance(output, StepOutput) else output.wait() for output in begun]
+    assert [output.num_tokens.tolist() for output in outputs[3:]] == [[1, 1, 1], [1, 1], [1, 1, 1]]
+
+
+def test_log_probabilities_of_a_prompt_come_with_tokens_of_the_device(model: Path) -> None:
     runner = runner_of(model, keeps_tokens_on_device=True)
     begun = [runner.begin(step) for step in story((GREEDY, DRAWN, WITH_LOGPROBS, GREEDY))[:6]]
-    later = [isinstance(output, PendingOutput) for output in begun]
-    # The third and the fourth bring log-probabilities of a prompt, the sixth of a sampled token.
-    assert later == [True, True, False, False, True, True]
-    assert isinstance(begun[5], PendingOutput)
-    assert begun[5].wait().logprobs.keys() == {0}
+    pending = [output for output in begun if isinstance(output, PendingOutput)]
+    assert pending == begun
+    found = [output.wait().logprobs for output in pending]
+    assert [list(of_step) for of_step in found] == [[], [], [2], [1], [], [0]]
+    assert found[2][2].prompt is not None
+    assert found[2][2].sampled is None
+    assert found[5][0].sampled is not None
+    again = pending[2].wait().logprobs
+    same(again[2].prompt, found[2][2].prompt)
 
 
 def test_tokens_that_only_the_device_knows_are_not_computed_again(model: Path) -> None:
