@@ -8,18 +8,16 @@ from services.common.ids import BlockId
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.group_manager import (
-    BlockTable,
     FullAttentionManager,
     GroupHit,
     GroupManager,
     Need,
+    Tables,
 )
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.prefix_search import SEARCHES, FullSearch, PrefixSearch
 from services.kvpool.core.state_space import state_manager
 from services.kvpool.core.windows import ChunkedLocalManager, SlidingWindowManager
-
-Tables = tuple[BlockTable, ...]
 
 _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
     AttentionType.FULL: FullAttentionManager,

@@ -72,8 +72,11 @@ class GroupHit:
     num_computed_tokens: int
 
 
-Filling = tuple[BlockTable, Chain, int]
-"""A table, the hashes of its request, and the number of tokens stored."""
+Tables = tuple[BlockTable, ...]
+"""The tables of one request, one for each group."""
+
+Filling = tuple[Tables, Chain, int]
+"""The tables of a request, its hashes, and the number of tokens stored."""
 
 
 class GroupManager:
@@ -202,8 +205,8 @@ class GroupManager:
 
     def publish(self, fillings: Iterable[Filling]) -> None:
         """Publishes the blocks of tables that lie wholly below so many tokens and have a hash."""
-        for table, chain, num_tokens in fillings:
-            self._publish_one(table, chain, self._num_publishable(num_tokens))
+        for tables, chain, num_tokens in fillings:
+            self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
     def free(self, table: BlockTable) -> None:
         """Frees every block of a table."""
@@ -308,14 +311,15 @@ class FullAttentionManager(GroupManager):
 
     def publish(self, fillings: Iterable[Filling]) -> None:
         if self._hash_block_size != self._block_size:
-            for table, chain, num_tokens in fillings:
-                end = self._num_publishable(num_tokens)
+            for tables, chain, num_tokens in fillings:
+                table, end = tables[self._group], self._num_publishable(num_tokens)
                 self._publish_one(table, chain, end)
                 self._publish_end_of_prompt(table, chain, end)
             return
         new_hashes: list[BlockHash] = []
         new_blocks: list[BlockId] = []
-        for table, chain, num_tokens in fillings:
+        for tables, chain, num_tokens in fillings:
+            table = tables[self._group]
             end = self._num_publishable(num_tokens) // self._block_size
             end = min(end, len(chain.hashes), len(table.blocks))
             begin = table.num_published

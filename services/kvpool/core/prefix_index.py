@@ -36,21 +36,17 @@ class PrefixIndex:
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
         """Adds blocks, each under the hash beside it; returns the hashes that were not there."""
-        self._hash_of.update(zip(blocks, hashes, strict=True))
         self.num_changes += bool(hashes)
-        block_of = self._block_of
-        if block_of.keys().isdisjoint(hashes):
-            length = len(block_of) + len(hashes)
-            block_of.update(zip(hashes, blocks, strict=True))
-            if len(block_of) == length:
-                return list(hashes)
-            for block_hash in set(hashes):  # one of them came twice
-                del block_of[block_hash]
-        return [
-            block_hash
-            for block_hash, block in zip(hashes, blocks, strict=True)
-            if self._insert_one(block_hash, block)
-        ]
+        hash_of, block_of = self._hash_of, self._block_of
+        new: list[BlockHash] = []
+        for block_hash, block in zip(hashes, blocks, strict=True):
+            hash_of[block] = block_hash
+            if block_hash in block_of:
+                self._add_duplicate(block_hash, block)
+            else:
+                block_of[block_hash] = block
+                new.append(block_hash)
+        return new
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
         """Removes those of `blocks` that are here; returns the hashes without a block left."""
@@ -166,8 +162,11 @@ class PrefixIndex:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             return True
-        self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
+        self._add_duplicate(block_hash, block)
         return False
+
+    def _add_duplicate(self, block_hash: BlockHash, block: BlockId) -> None:
+        self._duplicates.setdefault(block_hash, OrderedDict())[block] = None
 
     def _remove_one(self, block_hash: BlockHash, block: BlockId) -> bool:
         others = self._duplicates.get(block_hash)

@@ -22,8 +22,8 @@ from services.common.pool_operations import (
     StopReason,
 )
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.coordinator import Coordinator, PrefixHit, Tables
-from services.kvpool.core.group_manager import Chain, GroupHit, Need
+from services.kvpool.core.coordinator import Coordinator, PrefixHit
+from services.kvpool.core.group_manager import Chain, Filling, GroupHit, Need, Tables
 from services.kvpool.core.pool_config import PoolConfig
 
 
@@ -95,8 +95,7 @@ class RequestBlocks:
         # can be taken at once.
         size, num_groups = self._block_size, len(self._groups)
         num_left = self._blocks.num_free_blocks // num_groups
-        growing: list[Tables] = []
-        num_missing: list[int] = []
+        growing: list[tuple[Tables, int]] = []
         stop = None
         for request, num_slots in zip(grow.requests, grow.num_slots, strict=True):
             tables = self.tables[request]
@@ -105,25 +104,23 @@ class RequestBlocks:
             if num_left < 0:
                 stop = Stop(index, len(growing), StopReason.NO_BLOCKS)
                 break
-            growing.append(tables)
-            num_missing.append(missing)
-        blocks = self._blocks.get_new_blocks(sum(num_missing) * num_groups)
-        groups = self._distribute(blocks, growing, num_missing)
-        return GrowResult(groups), stop
+            growing.append((tables, missing))
+        num_missing = sum([missing for _, missing in growing])
+        blocks = self._blocks.get_new_blocks(num_missing * num_groups)
+        return GrowResult(self._distribute(blocks, growing)), stop
 
     def _distribute(
-        self, blocks: list[BlockId], growing: Sequence[Tables], num_missing: list[int]
+        self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
     ) -> tuple[GroupBlocks, ...]:
         """Appends to each request's tables as many of the blocks as it lacks, in order."""
         groups, end = self._no_blocks(), 0
-        for tables, missing in zip(growing, num_missing, strict=True):
-            for group, table in zip(groups, tables, strict=True):
+        for tables, missing in growing:
+            for index, table in enumerate(tables):
                 begin, end = end, end + missing
                 entries = blocks[begin:end]
                 table.blocks += entries
-                group.block_ids += entries
-        for group in groups:
-            group.num_blocks += num_missing
+                groups[index].num_blocks.append(missing)
+                groups[index].block_ids.extend(entries)
         return groups
 
     def _grow_one_by_one(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
@@ -275,14 +272,13 @@ class RequestBlocks:
         """Makes full blocks of admitted requests findable, after hashes that are new."""
         if not self._config.enable_prefix_caching:
             return
-        chains: list[Chain] = []
-        for request, hashes in zip(requests, new_hashes, strict=True):
+        fillings: list[Filling] = []
+        for request, end, hashes in zip(requests, num_tokens, new_hashes, strict=True):
             chain = self.chains[request]
             chain.hashes += hashes
-            chains.append(chain)
-        tables = zip(*map(self.tables.__getitem__, requests), strict=True)
-        for group, group_tables in zip(self._groups, tables, strict=True):
-            group.publish(zip(group_tables, chains, num_tokens, strict=True))
+            fillings.append((self.tables[request], chain, end))
+        for group in self._groups:
+            group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
         """What is known of the tokens of a request."""

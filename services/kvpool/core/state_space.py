@@ -143,8 +143,8 @@ class AlignedStateManager(GroupManager):
         return blocks[num_before:]
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        for table, chain, num_tokens in fillings:
-            end = self._num_publishable(num_tokens)
+        for tables, chain, num_tokens in fillings:
+            table, end = tables[self._group], self._num_publishable(num_tokens)
             looked_at = self._publish_one(table, chain, end)
             self._publish_end_of_prompt(table, chain, end)
             hashes = (self._index.hash_of(table.blocks[position]) for position in looked_at)
