@@ -8,7 +8,7 @@ it all their counts. Only this module knows that; others read and set `num_compu
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +43,9 @@ class ComputedTokens:
         self.origin = num_tokens - self.clock.now
 
 
+_Request = TypeVar("_Request", bound=ComputedTokens)
+
+
 def enter_fast_path(requests: Iterable[ComputedTokens], clock: StepClock) -> None:
     """Lets the counts grow with a clock."""
     now = clock.now
@@ -69,3 +72,8 @@ def set_off_fast_path(num_computed_tokens: Mapping[Any, int]) -> None:
 def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:
     """The counts of many requests: the property, without a call for each of them."""
     return [request.origin + request.clock.now for request in requests]
+
+
+def with_num_computed_tokens(requests: Iterable[_Request]) -> list[tuple[_Request, int]]:
+    """Many requests, each with its count."""
+    return [(request, request.origin + request.clock.now) for request in requests]

@@ -15,7 +15,8 @@ class EncoderCacheManager:
 
     def __init__(self, cache_size: int) -> None:
         self._size = cache_size
-        self._evicted: list[str] = []
+        self.evicted: list[str] = []
+        """Items that were evicted since the last call of `take_evicted`."""
         self._empty()
 
     def _empty(self) -> None:
@@ -26,8 +27,8 @@ class EncoderCacheManager:
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
         """Embeddings of items that no request uses, the one that is longest unused first."""
-        self._inputs: dict[Request, set[int]] = {}
-        """Indexes of the items of a request that it uses."""
+        self.used_inputs: dict[Request, set[int]] = {}
+        """Of requests that use items, the indexes of these."""
 
     @property
     def num_freeable(self) -> int:
@@ -44,11 +45,6 @@ class EncoderCacheManager:
         """Items that requests use, and which do."""
         return {identifier: users for identifier, users in self._users.items() if users}
 
-    @property
-    def users(self) -> Mapping[Request, set[int]]:
-        """Requests that use items, with the indexes of these."""
-        return self._inputs
-
     def copy(self) -> "EncoderCacheManager":
         """The same state, to try out on."""
         copy = EncoderCacheManager(self._size)
@@ -61,12 +57,12 @@ class EncoderCacheManager:
         self._users = {name: set(users) for name, users in earlier._users.items()}
         self._num_embeds = dict(earlier._num_embeds)
         self._unused = dict(earlier._unused)
-        self._inputs = {request: set(used) for request, used in earlier._inputs.items()}
-        self._evicted = list(earlier._evicted)
+        self.used_inputs = {request: set(used) for request, used in earlier.used_inputs.items()}
+        self.evicted = list(earlier.evicted)
 
     def reset(self) -> None:
         """Forgets all outputs, also those in use, without telling the workers one by one."""
-        self._evicted = []
+        self.evicted = []
         self._empty()
 
     def num_cached_embeds(self, identifier: str) -> int | None:
@@ -83,7 +79,7 @@ class EncoderCacheManager:
             return False
         self._unused.pop(identifier, None)
         users.add(request)
-        self._inputs.setdefault(request, set()).add(index)
+        self.used_inputs.setdefault(request, set()).add(index)
         return True
 
     def make_room(self, num_embeds: int) -> bool:
@@ -96,7 +92,7 @@ class EncoderCacheManager:
             identifier = next(iter(self._unused))
             self.num_free += self._unused.pop(identifier)
             del self._users[identifier], self._num_embeds[identifier]
-            self._evicted.append(identifier)
+            self.evicted.append(identifier)
         return True
 
     def allocate(self, request: Request, index: int) -> None:
@@ -107,37 +103,32 @@ class EncoderCacheManager:
             raise AssertionError("the encoder cache is overfull")
         self._users[item.identifier] = {request}
         self._num_embeds[item.identifier] = item.num_embeds
-        self._inputs.setdefault(request, set()).add(index)
+        self.used_inputs.setdefault(request, set()).add(index)
 
     def free_computed(self, request: Request, num_tokens: int) -> None:
         """Lets a request give up the items that end within its first `num_tokens`."""
-        for index in sorted(self._inputs.get(request, ())):
+        for index in sorted(self.used_inputs.get(request, ())):
             if request.encoder_inputs[index].end <= num_tokens:
                 self._free_input(request, index)
 
     def free(self, request: Request) -> None:
         """Lets a request give up all items."""
-        for index in sorted(self._inputs.get(request, ())):
+        for index in sorted(self.used_inputs.get(request, ())):
             self._free_input(request, index)
-
-    @property
-    def has_evicted(self) -> bool:
-        """Whether items were evicted since the last call of `take_evicted`."""
-        return bool(self._evicted)
 
     def take_evicted(self) -> list[str]:
         """Items that were evicted since the last call and are not cached again."""
-        evicted, self._evicted = self._evicted, []
+        evicted, self.evicted = self.evicted, []
         return [identifier for identifier in evicted if identifier not in self._users]
 
     def _free_input(self, request: Request, index: int) -> None:
         """An item that a prompt has twice is used until the last of both is computed."""
-        inputs = self._inputs[request]
+        inputs = self.used_inputs[request]
         inputs.remove(index)
         items: Sequence[EncoderInput] = request.encoder_inputs
         identifier = items[index].identifier
         if not inputs:
-            del self._inputs[request]
+            del self.used_inputs[request]
         elif any(items[other].identifier == identifier for other in inputs):
             return
         users = self._users[identifier]

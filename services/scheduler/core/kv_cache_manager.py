@@ -23,7 +23,10 @@ from services.common.pool_operations import (
     ResetPrefixCache,
     Stop,
 )
-from services.scheduler.core.computed_tokens import num_computed_tokens_of
+from services.scheduler.core.computed_tokens import (
+    num_computed_tokens_of,
+    with_num_computed_tokens,
+)
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.ports import KVPool
@@ -124,12 +127,9 @@ class KVCacheManager:
             operations = self._pop_pending() + operations
         if not operations:
             return None
-        outcome = await self._transact(operations, traceparent)
-        size = self._config.block_size
-        for request, blocks in zip(growing, outcome.grown if growing else (), strict=False):
-            request.num_slots += len(blocks[0]) * size
-            if self._only_grows or any(blocks):
-                builder.plan.appended_blocks[request] = blocks
+        outcome = self._keep(await self._pool.transact(operations, traceparent))
+        if growing:
+            self._note_growth(builder, growing, outcome)
         if outcome.stop is None:
             for _, end, request in filling:
                 num_full = end // self._hash_block_size
@@ -304,13 +304,23 @@ class KVCacheManager:
         ]
         return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
 
+    def _note_growth(
+        self, builder: StepBuilder, growing: Sequence[Request], outcome: Outcome
+    ) -> None:
+        """Takes in the new blocks of requests, as far as they fitted."""
+        size = self._config.block_size
+        for request, blocks in zip(growing, outcome.grown, strict=False):
+            request.num_slots += len(blocks[0]) * size
+            if self._only_grows or any(blocks):
+                builder.plan.appended_blocks[request] = blocks
+
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order of admission."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._hash_block_size
         filling: list[_Filling] = []
-        for request, start in zip(leaving, num_computed_tokens_of(leaving), strict=True):
+        for request, start in with_num_computed_tokens(leaving):
             end = start + 1
             if end % size == 0 and end <= len(request.token_ids):
                 filling.append((request.admission_number, end, request))
@@ -322,14 +332,14 @@ class KVCacheManager:
         return filling
 
     def _commit(self, filling: Sequence[_Filling]) -> Commit:
-        return Commit(
-            [request.key for _, _, request in filling],
-            [end for _, end, _ in filling],
-            [
-                self._unsent_hashes(request, end // self._hash_block_size)
-                for _, end, request in filling
-            ],
-        )
+        keys: list[RequestKey] = []
+        ends: list[int] = []
+        new_hashes: list[list[BlockHash]] = []
+        for _, end, request in filling:
+            keys.append(request.key)
+            ends.append(end)
+            new_hashes.append(self._unsent_hashes(request, end // self._hash_block_size))
+        return Commit(keys, ends, new_hashes)
 
     def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
         if not self._config.enable_prefix_caching:
@@ -367,7 +377,10 @@ class KVCacheManager:
         """One transaction, or none if there are no operations."""
         if not operations:
             return Outcome(self.num_free_blocks)
-        outcome = await self._pool.transact(operations, traceparent)
+        return self._keep(await self._pool.transact(operations, traceparent))
+
+    def _keep(self, outcome: Outcome) -> Outcome:
+        """Keeps what an outcome tells of the pool, and not of one of the operations."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from services.scheduler.core.chunks import aligned_chunk
-from services.scheduler.core.computed_tokens import num_computed_tokens_of, set_off_fast_path
+from services.scheduler.core.computed_tokens import set_off_fast_path, with_num_computed_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.planned_steps import PlannedSteps
@@ -49,13 +49,13 @@ class RunningPlanner:
         before. As in vLLM it gets no more, and what the victim gives back of the budget goes to the
         requests behind it.
         """
-        running, growing = self._running, list[Request]()
+        running = self._running
+        growing: list[Request] = []
         if self._may_drop_drafts and self._config.num_drafts(len(running)):
             for request in running.between(0, len(running)):
                 running.leave_fast_path(request)
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
-        looked_at = running.off_fast_path(begin)
-        for request, num_computed in zip(looked_at, num_computed_tokens_of(looked_at), strict=True):
+        for request, num_computed in with_num_computed_tokens(running.off_fast_path(begin)):
             if num_decided is not None:
                 num_new, num_decided = num_decided, None
             elif builder.defers_prefills and request.is_prefill_chunk:
@@ -90,7 +90,7 @@ class RunningPlanner:
         if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
             moving = _moving(builder.off_fast_path, steps)
         set_off_fast_path(builder.off_fast_path)
-        entering = dict[Request, int]()
+        entering: dict[Request, int] = {}
         for request, num_computed in builder.off_fast_path.items():
             request.is_prefill_chunk = num_computed < len(request.token_ids)
             if self._has_drafts:

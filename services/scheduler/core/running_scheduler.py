@@ -78,7 +78,7 @@ class RunningScheduler:
         """Also looks up prefixes of waiting requests, unless there was a preemption: the step
         admits none of them then.
         """
-        looked_up = list[Request]()
+        looked_up: list[Request] = []
         if not builder.plan.preemptions and self._queues.has_queued:
             looked_up = self._waiting_scheduler.not_looked_up(builder)
         leaving, steps = self._running.leaving_fast_path(), self._state.steps

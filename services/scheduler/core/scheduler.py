@@ -342,7 +342,7 @@ class Scheduler:
             plan.removed_rows = state.rows.take_removed()
         if self._kv_cache_manager.block_ids_to_zero:
             plan.block_ids_to_zero = self._kv_cache_manager.take_block_ids_to_zero()
-        if self.encoder_cache.has_evicted:
+        if self.encoder_cache.evicted:
             plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
         if builder.failed:
             state.failed |= builder.failed

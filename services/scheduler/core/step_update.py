@@ -26,7 +26,7 @@ class StepUpdate:
             self._take_off_fast_path(plan, output)
         for request in plan.dropped:
             self._running.leave_fast_path(request)
-        if state.encoder_cache.users:
+        if state.encoder_cache.used_inputs:
             self._free_encoder_inputs(plan)
         taken: list[Sequence[int] | None] = list(output.token_ids)
         num_tokens, ended, turns = self._append(plan, output, taken)
@@ -65,9 +65,11 @@ class StepUpdate:
         num_tokens = len(taken)  # as if all were on the fast path
         indexes = range(len(taken))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
-            if request.is_on_fast_path and tokens and tokens[0] not in request.ending_token_ids:
-                request.token_ids.append(tokens[0])
-                continue
+            if tokens and request.is_on_fast_path:
+                token_id = tokens[0]
+                if token_id not in request.ending_token_ids:
+                    request.token_ids.append(token_id)
+                    continue
             kept = taken[index] = self._kept(plan, output, index)
             num_tokens += len(kept or ()) - 1
             if kept is not None and request.finish_reason is not None:
@@ -141,7 +143,7 @@ class StepUpdate:
         """Lets requests of a step give up the items that are computed, and not only planned."""
         encoder_cache = self._state.encoder_cache
         for request in plan.requests:
-            if request in encoder_cache.users:
+            if request in encoder_cache.used_inputs:
                 num_tokens = request.num_computed_tokens
                 if self._config.async_scheduling:
                     num_tokens -= request.num_output_placeholders

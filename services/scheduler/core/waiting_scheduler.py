@@ -107,7 +107,7 @@ class WaitingScheduler:
         """The head of the queue, as far as rows and budget could reach, without those that were
         passed over in this step. Those that will be take no row.
         """
-        candidates = list[Request]()
+        candidates: list[Request] = []
         if not self._queues.has_queued:
             return candidates
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
@@ -124,7 +124,8 @@ class WaitingScheduler:
         """The candidates whose prefix must be looked up: those that may be admitted. Of those that
         hold blocks it is known what is stored.
         """
-        not_looked_up, passing_over = list[Request](), builder.passing_over
+        passing_over = builder.passing_over
+        not_looked_up: list[Request] = []
         for request in candidates:
             if request in builder.prefixes.hits or passing_over.reason(request) is not None:
                 continue
