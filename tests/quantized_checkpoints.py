@@ -122,9 +122,15 @@ class Format:
     ignored: tuple[str, ...] = field(default=("lm_head",))
 
 
-def compressed(stored: str, ignored: tuple[str, ...], **weights: Any) -> dict[str, Any]:
-    """The configuration of compressed-tensors."""
-    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+def compressed(
+    stored: str,
+    ignored: tuple[str, ...],
+    activations: dict[str, Any] | None = None,
+    **weights: Any,
+) -> dict[str, Any]:
+    """The configuration of compressed-tensors; of `activations`, how inputs are quantized."""
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+    group["input_activations"] = activations
     return {
         "quant_method": "compressed-tensors",
         "format": stored,
@@ -189,6 +195,16 @@ FORMATS = {
         scale=np.float32,
     ),
 }
+
+
+_DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+W8A8 = Format(
+    int_quantized,
+    compressed(*("int-quantized", ("lm_head",), _DYNAMIC), num_bits=8, strategy="channel"),
+    8,
+    None,
+    scale=np.float32,
+)
 
 
 def save_quantized(directory: Path, to: Path, of: Format) -> Path:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.worker.quantization --model 1.1b [--rounds 9] [--llamacpp-python PATH]
 
-Three runners of one model: with its weights as they are stored, in 8 bits, and in 4 bits of groups
-of 128 with a head of 8. Each runs the same steps again and again: decodes of 1, 8 and 32 requests
-behind prefixes of 128 tokens, and a prompt of 512. A turn is a few steps, of which the median
-counts; the ratio is the median over rounds of the time with stored weights to that with others.
+Four runners of one model: with its weights as they are stored, in 8 bits, in 8 bits with inputs of
+projections in 8 bits too (W8A8), and in 4 bits of groups of 128; the heads of those have 8. Each
+runs the same steps again and again: decodes of 1, 8 and 32 requests behind prefixes of 128 tokens,
+and a prompt of 512. A turn is a few steps, of which the median counts; the ratio is the median over
+rounds of the time with stored weights to that with others.
 
 With an interpreter that has llama-cpp-python and gguf, llama.cpp takes turns with them, with the
 same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs the loads
@@ -28,7 +29,7 @@ from benchmarks.common.arguments import counts, make_parser, program
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
-from benchmarks.common.quantized_model import write_int4_model
+from benchmarks.common.quantized_model import write_int4_model, write_w8a8_model
 from benchmarks.worker.engine_process import EngineProcess
 from benchmarks.worker.loads import (
     DECODE_LEVELS,
@@ -124,10 +125,16 @@ def start_llamacpp(
 def build_timers(model: Path, num_steps: int, num_threads: int) -> dict[str, StepTimer]:
     """A timer for each kind of weights."""
     auto, int8 = QuantizationSetting.AUTO, QuantizationSetting.INT8
-    with tempfile.TemporaryDirectory(prefix="stepwell-int4-") as directory:
-        int4_model = Path(directory) / "int4"
+    with tempfile.TemporaryDirectory(prefix="stepwell-quantized-") as directory:
+        w8a8_model, int4_model = Path(directory) / "w8a8", Path(directory) / "int4"
+        write_w8a8_model(model, w8a8_model)
         write_int4_model(model, int4_model)
-        kinds = {STORED: (model, auto), "int8": (model, int8), "int4": (int4_model, int8)}
+        kinds = {
+            STORED: (model, auto),
+            "int8": (model, int8),
+            "w8a8": (w8a8_model, int8),
+            "int4": (int4_model, int8),
+        }
         return {
             name: _build_timer(path, quantization, num_steps, num_threads)
             for name, (path, quantization) in kinds.items()

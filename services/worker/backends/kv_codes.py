@@ -9,11 +9,10 @@ import enum
 
 import torch
 
-MOST = 127
+from services.worker.backends.quantized import quantized_rows
+
 _SCALE_BYTES = 4
 _VECTOR = 16
-_SMALLEST_SCALED = 1e-30
-"""A head whose elements are all below this magnitude is zeros."""
 
 
 class KVCacheDtype(enum.Enum):
@@ -32,15 +31,10 @@ def coded(heads: torch.Tensor) -> torch.Tensor:
     """Heads [..., head_dim] as int8 [..., bytes_of_head]: codes, zeros, then the scale's bytes. A
     head that is not finite gets the scale NaN.
     """
-    exact = heads.float()
-    most = exact.abs().amax(-1, keepdim=True) + (exact * 0).sum(-1, keepdim=True)
-    is_zero = most < _SMALLEST_SCALED
-    inverse = torch.full_like(most, MOST) / most  # `MOST / most` would be rounded twice.
-    codes = exact * inverse.masked_fill_(is_zero, 0)
-    scales = (most / MOST).masked_fill_(is_zero, 0)
+    codes, scales = quantized_rows(heads)
     dim = heads.shape[-1]
     stored = torch.zeros(*heads.shape[:-1], bytes_of_head(dim), dtype=torch.int8)
-    stored[..., :dim] = codes.round_()
+    stored[..., :dim] = codes
     stored[..., -_SCALE_BYTES:] = scales.view(torch.int8)
     return stored
 

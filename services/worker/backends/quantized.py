@@ -11,6 +11,8 @@ Weight = Union[torch.Tensor, "QuantizedWeight"]
 """A weight [out, in]."""
 
 _MOST_INT8 = 127
+_SMALLEST_SCALED = 1e-30
+"""A row whose elements are all below this magnitude is zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,10 @@ class QuantizedWeight:
     `codes[n, k] * scales[n, k // group] + offsets[n, k // group]`.
 
     `codes` [out, in], of so many `bits`: int8 of 8, or of 4 for codes from -8 to 7, or
-    float8_e4m3fn, without NaN. `scales` and
-    `offsets`, unless they are None, float32 [out, groups], where a group is `in / groups` columns.
-    `dtype`: in which it is computed with.
+    float8_e4m3fn, without NaN. `scales` and `offsets`, unless they are None, float32 [out, groups],
+    where a group is `in / groups` columns. `dtype`: in which it is computed with.
+    `quantizes_inputs`: inputs are rounded to 8 bits too, see quantized_rows; the codes are int8
+    of 8 bits then, and each row has one scale and no offset.
     """
 
     codes: torch.Tensor
@@ -29,6 +32,7 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     bits: int
     dtype: torch.dtype
+    quantizes_inputs: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -104,11 +108,24 @@ def quantize_int8(weight: torch.Tensor) -> QuantizedWeight:
     return QuantizedWeight(codes, scales, None, 8, weight.dtype)
 
 
+def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [..., d] as codes [..., d] times scales [..., 1], both float32: codes are whole numbers
+    from -127 to 127, and a scale is the largest magnitude of the row over 127, or NaN if the row is
+    not finite. vLLM quantizes activations of a token in this way.
+    """
+    exact = rows.float()
+    most = exact.abs().amax(-1, keepdim=True) + (exact * 0).sum(-1, keepdim=True)
+    is_zero = most < _SMALLEST_SCALED
+    inverse = torch.full_like(most, _MOST_INT8) / most  # `127 / most` would be rounded twice.
+    codes = exact * inverse.masked_fill_(is_zero, 0)
+    return codes.round_(), (most / _MOST_INT8).masked_fill_(is_zero, 0)
+
+
 def stacked(weights: Sequence[Weight]) -> Weight:
     """Weights of as many columns one below the other. If they have codes of several lengths, or
     groups of several sizes, the result has the longest codes, and the largest groups that divide
-    all. Raises ValueError unless all are quantized, to integers
-    or to floats, or none is.
+    all. Raises ValueError unless all are quantized, to integers or to floats, with inputs quantized
+    or not, or none is.
     """
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if not quantized:
@@ -117,6 +134,8 @@ def stacked(weights: Sequence[Weight]) -> Weight:
         raise ValueError("some are quantized to integers and some to floats")
     if len(quantized) < len(weights):
         raise ValueError("some are quantized and some are not")
+    if len({one.quantizes_inputs for one in quantized}) > 1:
+        raise ValueError("some are for quantized inputs and some are not")
     group = math.gcd(*(one.group for one in quantized))
     parts = [one.in_groups_of(group) for one in quantized]
     offsets = None
@@ -129,4 +148,5 @@ def stacked(weights: Sequence[Weight]) -> Weight:
         offsets=offsets,
         bits=max(one.bits for one in parts),
         dtype=parts[0].dtype,
+        quantizes_inputs=parts[0].quantizes_inputs,
     )

@@ -35,8 +35,9 @@ _COMPRESSED = {
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """Weights of so many `bits`. `group_size`: input features that share a scale; None: all. Of FP8
-    as many output features share it: all, or a block of as many. `has_input_scales`: there are
-    scales for inputs, which are not quantized here.
+    as many output features share it: all, or a block of as many. `quantizes_inputs`: each token's
+    inputs are rounded to 8 bits. `has_input_scales`: there are scales for inputs, which are not
+    quantized here.
     `zero_points`: whether codes have zero points. `ignored`: projections that are not quantized: a
     name, or `re:` and a regular expression for the beginning of one; of AWQ any part of a name.
     """
@@ -48,6 +49,7 @@ class QuantizationConfig:
     ignored: tuple[str, ...]
     quantizes_head: bool
     has_input_scales: bool = False
+    quantizes_inputs: bool = False
 
     def quantizes(self, module: str) -> bool:
         """Whether a projection is quantized, by its name."""
@@ -166,6 +168,7 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
     symmetric = weights.boolean("symmetric", True)
     if not (symmetric or packed):
         raise _refused(weights, f"symmetric false is not read with {stored}")
+    activations = group.nested("input_activations")
     return QuantizationConfig(
         of_format,
         bits,
@@ -173,7 +176,19 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
         zero_points=not symmetric,
         ignored=_texts(reader, "ignore"),
         quantizes_head=True,
-        has_input_scales=group.nested("input_activations").raw("dynamic") is False,
+        has_input_scales=activations.raw("dynamic") is False,
+        quantizes_inputs=of_format is StoredFormat.INT_QUANTIZED and _is_w8a8(activations),
+    )
+
+
+def _is_w8a8(activations: JsonReader) -> bool:
+    """Whether inputs are int8 with a scale for each token, found when it is computed."""
+    return (
+        activations.raw("dynamic") is True
+        and activations.raw("strategy") == "token"
+        and activations.integer("num_bits", 8) == 8
+        and activations.text("type", "int") == "int"
+        and activations.boolean("symmetric", True)
     )
 
 

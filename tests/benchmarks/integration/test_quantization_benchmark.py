@@ -12,6 +12,6 @@ def test_every_load_is_measured_with_each_kind_of_weights(random_model: Path) ->
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in table(timers, 1, loads).splitlines()
     ]
-    kinds = ["stored", "int8", "int4"]
+    kinds = ["stored", "int8", "w8a8", "int4"]
     assert [row[:2] for row in rows[2:]] == [[load.name, kind] for load in loads for kind in kinds]
     assert all(float(figure) > 0 for row in rows[2:] for figure in row[2:])

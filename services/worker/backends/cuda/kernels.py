@@ -12,6 +12,7 @@ from services.worker.backends.lora import (
     LoraStep,
     PackedLora,
 )
+from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.backends.torch.lora import GroupedLora, GroupedLoraStep
 
@@ -32,6 +33,12 @@ class CudaKernels(TorchKernels):
     def padded_rows(self, num_rows: int) -> int:
         """`num_rows`: no number is faster than others."""
         return num_rows
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
+        """See Kernels. Weights are dequantized, and inputs are never quantized."""
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantized()
+        return super().linear(weight, bias)
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
         """See Kernels. Rows must begin at addresses that the kernel can copy from."""

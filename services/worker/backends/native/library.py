@@ -18,10 +18,10 @@ from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """The number of a projection's epilogue, by its activation."""
-PLAIN = 0
+PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
-"""The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, and for one
-with codes of a data type and so many bits.
+"""The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, for one whose
+inputs are too, and for others with codes of a data type and so many bits.
 """
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""

@@ -14,6 +14,7 @@ from services.worker.backends.native.library import (
     EPILOGUES,
     FORMATS,
     PLAIN,
+    W8A8,
     Functions,
     NativeQuantizedWeight,
     Projection,
@@ -27,6 +28,8 @@ _INT4_BITS, _INT4_DEPTH = 4, 4
 """The bits of INT4, and elements of a column that are unpacked at once: BLOCK_DEPTH of
 cpp/quantized.h.
 """
+_QUAD = 4
+"""Elements of a step of depth in 8 bits: DEPTH of cpp/quads.h."""
 
 
 class NativeLinear:
@@ -91,7 +94,8 @@ class NativeLinear:
         codes = self._filled(weight.codes.view(torch.int8)).contiguous()
         scales = weight.scales.contiguous()
         offsets = None if weight.offsets is None else weight.offsets.contiguous()
-        self.projection.format = FORMATS[weight.codes.dtype, weight.bits]
+        of_codes = FORMATS[weight.codes.dtype, weight.bits]
+        self.projection.format = W8A8 if weight.quantizes_inputs else of_codes
         self.projection.has_offsets = offsets is not None
         self.projection.group = codes.shape[1] // scales.shape[1]
         packed = self._take(functions)
@@ -126,5 +130,9 @@ def _packable(weight: Weight) -> Weight:
 def _multiple(weight: Weight) -> int:
     """What the depth must be a multiple of."""
     pairs = _PAIRS[weight.dtype]
-    is_int4 = isinstance(weight, QuantizedWeight) and weight.bits == _INT4_BITS
-    return math.lcm(pairs, _INT4_DEPTH) if is_int4 else pairs
+    if isinstance(weight, QuantizedWeight):
+        if weight.quantizes_inputs:
+            return _QUAD
+        if weight.bits == _INT4_BITS:
+            return math.lcm(pairs, _INT4_DEPTH)
+    return pairs

@@ -22,6 +22,7 @@ from services.worker.backends.lora import (
 )
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.row_sampler import RowSampler
+from services.worker.backends.torch.coded_linear import CodedLinear
 from services.worker.backends.torch.gating import GatedLinear
 from services.worker.backends.torch.lora import TorchLora, TorchLoraStep
 from services.worker.backends.torch.packed_linear import PackedLinear, padded_rows
@@ -42,8 +43,10 @@ class TorchKernels:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """See Kernels. A quantized weight is dequantized here, once."""
+        """See Kernels. A quantized weight is dequantized here, once, unless inputs are too."""
         if isinstance(weight, QuantizedWeight):
+            if weight.quantizes_inputs:
+                return CodedLinear(weight, bias)
             weight = weight.dequantized()
         return self._plain_linear(weight, bias)
 

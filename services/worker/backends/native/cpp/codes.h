@@ -60,14 +60,14 @@ float largest_magnitude(const T* head, int dim) {
   return largest(most) + sum(zeros);
 }
 
-// Writes the codes of a head, as signed bytes, and returns their scale. A head that is not finite
-// has the scale NaN.
-template <class T>
+// Writes the codes of a head plus ADDED, as bytes, and returns their scale. A head that is not
+// finite has the scale NaN.
+template <int ADDED = 0, class T>
 float write_codes(const T* head, int dim, std::uint8_t* codes) {
   const Scaling scaling(largest_magnitude(head, dim), 127);
   for (int d = 0; d < dim; d += LANES) {
     for_registers(load_partial(head + d, dim - d) * scaling.inverse, [&](Register part, int lane) {
-      store_bytes(codes + d + lane, to_nearest(part));
+      store_bytes(codes + d + lane, to_nearest(part) + ADDED);
     });
   }
   return scaling.scale;

@@ -41,44 +41,74 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
 // What one of several tiles prefetches while it is multiplied by a chunk of so many elements. Each
 // of the last two, a half of the next chunk: memory delivers fewer lines at a time than one tile
 // could ask for, and it would wait. Those before, what `ahead` gives, if it is not null.
-template <class T>
-Prefetch prefetch_of_tile(const T* chunk, std::int64_t elements, int rows_left,
+template <class Element, class T>
+Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left,
                           LoraReadAhead<T>* ahead) {
-  constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<T>::DEPTH * sizeof(T);
+  constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
   if (rows_left > 2 * MAX_TILE_ROWS) {
-    return {ahead == nullptr ? nullptr : ahead->take(elements), STEP_BYTES};
+    const std::int64_t taken = elements * sizeof(Element) / sizeof(T);
+    return {ahead == nullptr ? nullptr : ahead->take(taken), STEP_BYTES};
   }
-  const T* next = chunk + elements;
+  const Element* next = chunk + elements;
   return {rows_left > MAX_TILE_ROWS ? next : next + elements / 2, STEP_BYTES / 2};
 }
 
+// What project_panel multiplies: rows, a panel of elements of the same type, and what totals begin
+// as. `finish` makes of some rows' totals the products. AHEAD: how many elements ahead of the only
+// tile the loop prefetches.
+template <class T>
+struct PlainPanel {
+  using Element = T;
+  static constexpr std::int64_t AHEAD = PREFETCH_AHEAD;
+
+  PlainPanel(const Projection<T>& p, const InputRows<T>& input, std::int64_t panel,
+             const PanelColumns<T>& columns)
+      : rows(input.first),
+        stride(input.stride),
+        begins(columns.bias),
+        packed(reinterpret_cast<const T*>(p.panel_of(panel))) {}
+
+  void finish(int, int, float*) const {}
+
+  const T* rows;
+  std::int64_t stride;
+  const float* begins;
+  const T* packed;
+};
+
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
 // scratch memory. `delta`: what adapters add to the rows, or null. `ahead`: see prefetch_of_tile.
-template <class T, class Out>
+// `Panel`: PlainPanel<T> or CodedPanel<T>.
+template <class T, class Out, class Panel>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                    std::int64_t panel, float* totals, const BlockDelta<T>* delta,
                    LoraReadAhead<T>* ahead) {
+  using Element = typename Panel::Element;
   const PanelColumns<T> columns(p, panel);
+  const Panel factors(p, rows, panel, columns);
   const bool one_pass = rows.count <= MAX_TILE_ROWS;
-  constexpr std::int64_t DEPTH = PanelOps<T>::DEPTH;
+  constexpr std::int64_t DEPTH = PanelOps<Element>::DEPTH;
+  constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * DEPTH * sizeof(Element);
   const std::int64_t steps = p.depth / DEPTH;
   const std::int64_t chunks =
-      one_pass ? 1 : divide_up<std::int64_t>(PANEL_WIDTH * p.depth * sizeof(T), CHUNK_BYTES);
+      one_pass ? 1 : divide_up<std::int64_t>(steps * STEP_BYTES, CHUNK_BYTES);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Range part{steps * chunk / chunks * DEPTH, steps * (chunk + 1) / chunks * DEPTH};
     const std::int64_t depth = part.end - part.begin;
-    const T* packed = reinterpret_cast<const T*>(p.panel_of(panel)) + part.begin * PANEL_WIDTH;
+    const Element* packed = factors.packed + part.begin * PANEL_WIDTH;
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
       float* to = totals + (chunks == 1 && delta == nullptr ? 0 : row * PANEL_WIDTH);
       const Prefetch prefetch =
-          one_pass ? Prefetch{packed + PREFETCH_AHEAD, PANEL_WIDTH * DEPTH * sizeof(T)}
+          one_pass ? Prefetch{packed + Panel::AHEAD, STEP_BYTES}
                    : prefetch_of_tile(packed, PANEL_WIDTH * depth, rows.count - row, ahead);
-      const auto add =
-          prefetch.first == nullptr ? add_product<T, ROWS, false> : add_product<T, ROWS, true>;
-      add(chunk == 0 ? columns.bias : to, chunk == 0 ? 0 : PANEL_WIDTH,
-          rows.first + row * rows.stride + part.begin, rows.stride, packed, int(depth / DEPTH),
-          prefetch, to);
-      if (chunk + 1 < chunks || delta != nullptr) return;
+      const auto add = prefetch.first == nullptr ? add_product<Element, ROWS, false>
+                                                 : add_product<Element, ROWS, true>;
+      add(chunk == 0 ? factors.begins : to, chunk == 0 ? 0 : PANEL_WIDTH,
+          factors.rows + row * factors.stride + part.begin, factors.stride, packed,
+          int(depth / DEPTH), prefetch, to);
+      if (chunk + 1 < chunks) return;
+      factors.finish(row, ROWS, to);
+      if (delta != nullptr) return;
       write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
     });
   }
@@ -91,8 +121,8 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
 // one; the latter is null where no number of rows is multiplied so.
 template <class T, class Out>
 struct PanelFunctions {
-  decltype(&project_panel<T, Out>) one;
-  decltype(&project_panel<T, Out>) pair;
+  decltype(&project_panel<T, Out, PlainPanel<T>>) one;
+  decltype(&project_panel<T, Out, PlainPanel<T>>) pair;
 };
 
 template <class T, class Out, WeightFormat FORMAT>
@@ -113,15 +143,17 @@ PanelFunctions<T, Out> panel_functions(WeightFormat format) {
       return quantized_functions<T, Out, WeightFormat::INT4>();
     case WeightFormat::FP8:
       return quantized_functions<T, Out, WeightFormat::FP8>();
+    case WeightFormat::W8A8:
+      return {project_panel<T, Out, CodedPanel<T>>, nullptr};
     default:
-      return {project_panel<T, Out>, nullptr};
+      return {project_panel<T, Out, PlainPanel<T>>, nullptr};
   }
 }
 
 // How many panels are read side by side.
 template <class T>
 int panels_at_once(const Projection<T>& p, std::int64_t rows) {
-  return p.format != WeightFormat::PLAIN && rows <= MAX_PAIR_ROWS ? 2 : 1;
+  return p.is_unpacked() && rows <= MAX_PAIR_ROWS ? 2 : 1;
 }
 
 }  // namespace
@@ -142,13 +174,13 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
-// The most rows of a block. A quantized weight is unpacked for each, so that blocks have many rows
+// The most rows of a block. A weight that is unpacked is so for each, so that blocks have many rows
 // even where these do not stay in the second-level cache.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p) {
-  if (p.format != WeightFormat::PLAIN) return BLOCK_ROWS;
-  return std::clamp<std::int64_t>(round_down(BLOCK_BYTES / (p.depth * sizeof(T)), MAX_TILE_ROWS),
-                                  MAX_TILE_ROWS, BLOCK_ROWS);
+  if (p.is_unpacked()) return BLOCK_ROWS;
+  const std::int64_t fitting = BLOCK_BYTES / (p.depth * p.element_bytes());
+  return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
 }
 
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
@@ -176,8 +208,12 @@ template <class T, class Out>
       block = item / panels;
       first = groups * block / blocks * MAX_TILE_ROWS;
       const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MAX_TILE_ROWS);
-      near =
-          without_set_conflicts<T>({input + first * p.depth, p.depth, int(end - first)}, p.depth);
+      near = {input + first * p.depth, p.depth, int(end - first)};
+      if (p.format == WeightFormat::W8A8) {
+        near.codes = codes_of(near, p.depth);
+      } else {
+        near = without_set_conflicts(near, p.depth);
+      }
       if (delta != nullptr) added.begin(*delta, first, near.count);
     }
     const std::int64_t panel = item % panels * at_once;

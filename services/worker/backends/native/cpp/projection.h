@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "panel.h"
+#include "quads.h"
 #include "quantized.h"
 #include "rounding.h"
 #include "vector_math.h"
@@ -17,7 +18,8 @@ namespace stepwell {
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
 // `packed`: of a PLAIN weight elements of T, else records as quantized.h has them, of groups of
-// `group` depths, which divides the depth.
+// `group` depths, which divides the depth; of W8A8 panels as coded_projection.h has them, of one
+// group.
 template <class T>
 struct Projection {
   char* packed;
@@ -31,11 +33,18 @@ struct Projection {
 
   bool is_gated() const { return epilogue != Epilogue::PLAIN; }
 
+  // Whether the weight is quantized, and becomes elements of T before it is multiplied.
+  bool is_unpacked() const { return format != WeightFormat::PLAIN && format != WeightFormat::W8A8; }
+
   std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
 
   std::int64_t group_bytes() const {
-    return (has_offsets ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
+    const bool has_more = has_offsets || format == WeightFormat::W8A8;
+    return (has_more ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
   }
+
+  // The bytes of an element of the rows that it multiplies.
+  std::int64_t element_bytes() const { return format == WeightFormat::W8A8 ? 1 : sizeof(T); }
 
   std::int64_t panel_bytes() const {
     if (format == WeightFormat::PLAIN) return PANEL_WIDTH * depth * sizeof(T);
@@ -100,11 +109,20 @@ __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* t
   }
 }
 
+// Rows in 8 bits, `stride` bytes apart: codes, to which 128 is added, and a scale for each row.
+struct RowCodes {
+  const ValueByte* first;
+  std::int64_t stride;
+  const float* scales;
+};
+
+// `codes`: of rows that are multiplied by a weight of W8A8.
 template <class T>
 struct InputRows {
   const T* first;
   std::int64_t stride;
   int count;
+  RowCodes codes = {};
 };
 
 // Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of

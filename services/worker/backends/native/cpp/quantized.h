@@ -19,8 +19,8 @@ namespace stepwell {
 
 // What the elements of a packed weight are. INT8: -128 to 127. INT4: -8 to 7, of which 8 lie side
 // by side in a word of 32 bits. FP8: floats with four bits of exponent and three of mantissa
-// (e4m3).
-enum class WeightFormat : int { PLAIN, INT8, INT4, FP8 };
+// (e4m3). W8A8: those of INT8, for inputs of 8 bits; see coded_projection.h.
+enum class WeightFormat : int { PLAIN, INT8, INT4, FP8, W8A8 };
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
@@ -312,7 +312,7 @@ inline __attribute__((always_inline)) void multiply_codes(
 // the high bytes of 64 elements are interleaved within lanes of 128 bits.
 template <class T>
 std::int64_t place_of_byte(std::int64_t element) {
-  if (sizeof(T) == 4) return element;
+  if (sizeof(T) != 2) return element;
   const std::int64_t vector = element / 32 % 2, word = element % 32;
   return round_down(element, 64) + word / 8 * 16 + vector * 8 + word % 8;
 }

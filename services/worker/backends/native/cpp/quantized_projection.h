@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "coded_projection.h"
 #include "lora_expand.h"
 #include "projection.h"
 #include "threads.h"
@@ -324,10 +325,16 @@ void pack_quantized(const Projection<T>& p, const QuantizedWeight& weight) {
           if (p.has_offsets) scales[PANEL_WIDTH + i] = is_real ? weight.offsets[index] : 0;
         }
         char* codes = record + p.group_bytes() - code_bytes(p.format, p.group);
-        pack_codes<T>(p.format, codes, p.group, [&](int column, std::int64_t depth) {
+        const auto code_of = [&](int column, std::int64_t depth) {
           const std::int64_t row = row_of[column];
           return row < p.columns ? weight.codes[row * p.depth + group * p.group + depth] : 0;
-        });
+        };
+        if (p.format == WeightFormat::W8A8) {
+          pack_coded(p.depth, reinterpret_cast<std::int32_t*>(scales + PANEL_WIDTH), codes,
+                     code_of);
+        } else {
+          pack_codes<T>(p.format, codes, p.group, code_of);
+        }
       }
     }
   });

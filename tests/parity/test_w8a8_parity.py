@@ -1,0 +1,177 @@
+"""A checkpoint of weights and inputs in 8 bits (W8A8) is served as transformers computes it in
+float32 when the inputs of projections are rounded before each: alone and with an adapter, with
+every kind of kernels, and on two ranks, each of which rounds its own part of an input.
+
+A number halfway between two codes may fall to either one when float32 adds up in another order, and
+moves all that follows by a code. So nearly all log-probabilities and tokens agree, where hardly any
+do with inputs that are rounded in another way or not at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from services.worker.platforms.cpu_kernels import KernelsSetting
+from tests.dequantized import is_projection
+from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
+from tests.parity.exact import ExactModel, drawn
+from tests.parity.oracle import LOGPROB_TOLERANCE, first_choices, logprobs
+from tests.parity.quantized_serving import BLOCK_SIZE, NUM_BLOCKS, WITH_LOGPROBS
+from tests.quantized_checkpoints import W8A8, save_quantized
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Driver, Request, build_runner
+
+NEARLY_ALL, HARDLY_ANY = 0.97, 0.03
+DIVIDED = ("o_proj", "down_proj")
+"""Projections whose inputs are divided among ranks."""
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Rows [..., d] in steps of a 127th of their largest magnitude."""
+    step = x.abs().amax(-1, keepdim=True) / 127
+    return (x / step).round() * step
+
+
+def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
+    """Makes projections round their inputs, where ranks divide these each part by itself. What an
+    adapter multiplies stays as it is.
+    """
+    for name, module in model.named_modules():
+        module_name = name.removesuffix(".base_layer")
+        if not isinstance(module, nn.Linear) or not is_projection(f"{module_name}.weight"):
+            continue
+        if module_name.endswith("lm_head"):
+            continue
+        parts = num_ranks if module_name.endswith(DIVIDED) else 1
+
+        def hook(_: nn.Module, given: tuple[torch.Tensor], parts: int = parts) -> torch.Tensor:
+            return rounded(given[0].unflatten(-1, (parts, -1))).flatten(-2)
+
+        module.register_forward_pre_hook(hook)
+    return model
+
+
+@dataclass(frozen=True)
+class Model:
+    """Directories of the quantized model, of one with the same weights in float32, and of an
+    adapter.
+    """
+
+    quantized: Path
+    floats: Path
+    adapter: Path
+
+    def oracles(self, num_ranks: int) -> dict[Path | None, PreTrainedModel]:
+        """Without an adapter, and with it."""
+        return {
+            adapter: round_inputs(adapted_model(self.floats, adapter), num_ranks)
+            for adapter in (None, self.adapter)
+        }
+
+    def serve(self, **options: object) -> list[Request]:
+        """Six requests of lengths from 1, served together in chunks of 7."""
+        random = np.random.default_rng(7)
+        adapters = [None, self.adapter] * 3
+        requests = [
+            Request(tokens.tolist(), 8, WITH_LOGPROBS, adapter=adapter)
+            for number, adapter in enumerate(adapters)
+            for tokens in [random.integers(3, VOCAB_SIZE, 1 + 15 * number)]
+        ]
+        runner = build_runner(
+            self.quantized,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            adapters=[self.adapter],
+            **options,
+        )
+        Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS).run(requests, chunk=7)
+        return requests
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    directory = tmp_path_factory.mktemp("model")
+    save_tiny_model(directory / "plain", "qwen2")
+    floats = save_quantized(directory / "plain", directory / "quantized", W8A8)
+    adapter = save_adapter(directory / "plain", directory / "adapter", 1, **CONFIGS["everywhere"])
+    return Model(directory / "quantized", floats, adapter)
+
+
+def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
+    """The share of log-probabilities that were served which are the oracle's, each token's and the
+    most probable ones.
+    """
+    found = []
+    for request in served:
+        expected = logprobs(oracles[request.adapter], request).numpy()
+        start = len(request.prompt) - 1
+        for rows, exact in (
+            (request.prompt_rows, expected[:start]),
+            (request.sampled_rows, expected[start:-1]),
+        ):
+            if rows:
+                ids = np.concatenate([part.token_ids for part in rows]).astype(np.int64)
+                given = np.concatenate([part.logprobs for part in rows])
+                distances = np.abs(given - np.take_along_axis(exact, ids, 1))
+                found.append((distances < LOGPROB_TOLERANCE).flatten())
+    return float(np.concatenate(found).mean())
+
+
+def num_first_choices(
+    served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]
+) -> int:
+    """How many tokens of outputs are the oracle's first choice."""
+    return sum(
+        chosen == token
+        for request in served
+        for chosen, token in zip(
+            first_choices(oracles[request.adapter], request.prompt, request.output),
+            request.output,
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
+def test_it_is_what_transformers_computes_of_rounded_inputs(
+    model: Model, kernels: KernelsSetting
+) -> None:
+    served, oracles = model.serve(kernels_setting=kernels), model.oracles(1)
+    assert agreement(served, oracles) > NEARLY_ALL
+    num_tokens = sum(len(request.output) for request in served)
+    assert num_first_choices(served, oracles) > NEARLY_ALL * num_tokens
+    unrounded = {adapter: adapted_model(model.floats, adapter) for adapter in oracles}
+    assert agreement(served, unrounded) < HARDLY_ANY
+
+
+def test_each_of_two_ranks_rounds_its_part(model: Model) -> None:
+    def work(rank: RankThread) -> list[Request]:
+        torch.set_num_threads(1)
+        return model.serve(ranks=rank.group.ranks)
+
+    for served in on_ranks(2, work):
+        assert agreement(served, model.oracles(2)) > NEARLY_ALL
+        assert agreement(served, model.oracles(1)) < HARDLY_ANY
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
+def test_logits_do_not_depend_on_what_is_computed_with_them(
+    tmp_path: Path, dtype: torch.dtype, kernels: KernelsSetting
+) -> None:
+    save_tiny_model(tmp_path / "plain", "llama")
+    save_quantized(tmp_path / "plain", tmp_path / "quantized", W8A8)
+    exact = ExactModel(tmp_path / "quantized", dtype, kernels)
+    sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
+    for tokens in sequences:
+        exact.reference(tokens)
+    for chunks in ([7], [16, 1, 90, 3]):
+        requests = [Request(tokens, 1) for tokens in sequences]
+        exact.serving(seed=1).run(requests, chunks, f"chunks of {chunks}")
