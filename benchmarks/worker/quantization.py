@@ -29,7 +29,7 @@ from benchmarks.common.arguments import counts, make_parser, program
 from benchmarks.common.console import log, show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
-from benchmarks.common.quantized_model import write_int4_model, write_w8a8_model
+from benchmarks.common.quantized_model import write_int4_model
 from benchmarks.worker.engine_process import EngineProcess
 from benchmarks.worker.loads import (
     DECODE_LEVELS,
@@ -124,16 +124,14 @@ def start_llamacpp(
 
 def build_timers(model: Path, num_steps: int, num_threads: int) -> dict[str, StepTimer]:
     """A timer for each kind of weights."""
-    auto, int8 = QuantizationSetting.AUTO, QuantizationSetting.INT8
-    with tempfile.TemporaryDirectory(prefix="stepwell-quantized-") as directory:
-        w8a8_model, int4_model = Path(directory) / "w8a8", Path(directory) / "int4"
-        write_w8a8_model(model, w8a8_model)
+    with tempfile.TemporaryDirectory(prefix="stepwell-int4-") as directory:
+        int4_model = Path(directory) / "int4"
         write_int4_model(model, int4_model)
         kinds = {
-            STORED: (model, auto),
-            "int8": (model, int8),
-            "w8a8": (w8a8_model, int8),
-            "int4": (int4_model, int8),
+            STORED: (model, QuantizationSetting.AUTO),
+            "int8": (model, QuantizationSetting.INT8),
+            "w8a8": (model, QuantizationSetting.W8A8),
+            "int4": (int4_model, QuantizationSetting.INT8),
         }
         return {
             name: _build_timer(path, quantization, num_steps, num_threads)

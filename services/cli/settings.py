@@ -135,7 +135,8 @@ class UpSettings:
     )
     quantization: str | None = passed_to(
         "worker",
-        doc="weights in memory: auto as they are stored, or int8, quantized at load; on the CPU",
+        doc="weights in memory: auto as they are stored, or quantized at load: int8, or w8a8, with "
+        "inputs in 8 bits too; on the CPU",
     )
     kv_cache_dtype: str | None = passed_to(
         "worker",

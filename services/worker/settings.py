@@ -53,7 +53,8 @@ class WorkerSettings(ServiceSettings):
     quantization: QuantizationSetting = setting(
         QuantizationSetting.AUTO,
         doc="weights of projections in memory: auto as they are stored; int8 with 8 bits and a "
-        "scale for each output, quantized at load; on the CPU, for native models",
+        "scale for each output, quantized at load; w8a8 so, and their inputs in 8 bits when they "
+        "are computed; on the CPU, for native models",
     )
     kv_cache_dtype: KVCacheDtype = setting(
         KVCacheDtype.AUTO,

@@ -11,6 +11,7 @@ Weight = Union[torch.Tensor, "QuantizedWeight"]
 """A weight [out, in]."""
 
 _MOST_INT8 = 127
+_MOST_INT8_PRODUCTS = (2**31 - 1) // (127 * 128)
 _SMALLEST_SCALED = 1e-30
 """A row whose elements are all below this magnitude is zeros."""
 
@@ -33,6 +34,12 @@ class QuantizedWeight:
     bits: int
     dtype: torch.dtype
     quantizes_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if sums of products with inputs of 8 bits may not fit 32 bits."""
+        columns = self.codes.shape[1]
+        if self.quantizes_inputs and columns > _MOST_INT8_PRODUCTS:
+            raise ValueError(f"sums over {columns} inputs of 8 bits do not fit 32 bits")
 
     @property
     def shape(self) -> torch.Size:
@@ -99,13 +106,15 @@ class QuantizedWeight:
         )
 
 
-def quantize_int8(weight: torch.Tensor) -> QuantizedWeight:
-    """Rounds to 8 bits, with a scale for each row, by which its largest magnitude becomes 127."""
+def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> QuantizedWeight:
+    """Rounds to 8 bits, with a scale for each row, by which its largest magnitude becomes 127.
+    Raises ValueError as QuantizedWeight does.
+    """
     wide = weight.float()
     scales = wide.abs().amax(dim=1, keepdim=True) / _MOST_INT8
     divisor = torch.where(scales == 0, 1.0, scales)
     codes = (wide / divisor).round().to(torch.int8)
-    return QuantizedWeight(codes, scales, None, 8, weight.dtype)
+    return QuantizedWeight(codes, scales, None, 8, weight.dtype, quantizes_inputs)
 
 
 def quantized_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

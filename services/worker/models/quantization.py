@@ -12,16 +12,20 @@ from services.worker.models.errors import UnsupportedModel
 from services.worker.models.gguf_blocks import BLOCK_TYPES
 from services.worker.models.quantization_config import QuantizationConfig
 from services.worker.models.quantized_tensors import CODES, decoded, tensor_shapes
+from services.worker.models.tensor_shapes import HEAD
 
 Shapes = dict[str, tuple[int, ...]]
 _WEIGHT = ".weight"
 
 
 class QuantizationSetting(enum.Enum):
-    """Bits of the weights of projections, of those that are stored unquantized."""
+    """Bits of the weights of projections, of those that are stored unquantized. W8A8: 8, and so are
+    their inputs, other than those of the head.
+    """
 
     AUTO = "auto"
     INT8 = "int8"
+    W8A8 = "w8a8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,8 @@ class WeightReader:
             names = ", ".join(name for name, _ in parts)
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
-    def made(self, weight: torch.Tensor) -> Weight:
-        """A weight that was read already."""
+    def made_head(self, weight: torch.Tensor) -> Weight:
+        """The weight of a head, which was read already."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:
@@ -132,7 +136,9 @@ class WeightReader:
             return self.reader.read_parts((name, index), dtype=self.dtype)
         num_axes = self.reader.dimensions(name)
         rows = self.reader.read_parts((name, index[: num_axes - 1]), dtype=self.dtype)
-        return _taken(quantize_int8(rows), (WHOLE, *index[num_axes - 1 :]))
+        has_int8_inputs = self.setting is QuantizationSetting.W8A8 and name != HEAD
+        quantized = quantize_int8(rows, quantizes_inputs=has_int8_inputs)
+        return _taken(quantized, (WHOLE, *index[num_axes - 1 :]))
 
 
 def _taken(weight: QuantizedWeight, index: Index) -> QuantizedWeight:

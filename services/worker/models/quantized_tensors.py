@@ -17,8 +17,6 @@ CODES = frozenset({"I8", "I32", "I64", "F8_E4M3"})
 _CODES_IN = dict.fromkeys(
     ("qweight", "qzeros", "weight_packed", "weight_zero_point", "g_idx"), torch.int32
 )
-_MOST_W8A8_COLUMNS = (2**31 - 1) // (127 * 128)
-"""Of so many products of codes, each at most 127 * 128, any sum fits 32 bits."""
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the codes of eight consecutive output features lie in a word of AWQ."""
 
@@ -65,7 +63,7 @@ def decoded(
 ) -> QuantizedWeight:
     """The weight that the tensors of `tensor_shapes` hold, for a computation in `dtype`. Raises
     ValueError for codes of another data type, NaN, groups that are not consecutive input features,
-    and too many of these to be quantized.
+    and as QuantizedWeight does.
     """
     floats = config.format in (StoredFormat.FLOAT_QUANTIZED, StoredFormat.FP8)
     codes_in = _CODES_IN | {"weight": torch.float8_e4m3fn if floats else torch.int8}
@@ -80,20 +78,16 @@ def decoded(
         case StoredFormat.PACK_QUANTIZED:
             return _of_pack_quantized(config, tensors, shape, dtype)
         case StoredFormat.INT_QUANTIZED:
-            return _of_int_quantized(config, tensors, dtype)
+            return QuantizedWeight(
+                codes=tensors["weight"],
+                scales=tensors["weight_scale"].float(),
+                offsets=None,
+                bits=config.bits,
+                dtype=dtype,
+                quantizes_inputs=config.quantizes_inputs,
+            )
         case StoredFormat.FLOAT_QUANTIZED | StoredFormat.FP8:
             return _of_floats(config, tensors, dtype)
-
-
-def _of_int_quantized(
-    config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype
-) -> QuantizedWeight:
-    """Sums of products with inputs of 8 bits must fit 32 bits."""
-    codes, scales = tensors["weight"], tensors["weight_scale"].float()
-    columns = codes.shape[1]
-    if config.quantizes_inputs and columns > _MOST_W8A8_COLUMNS:
-        raise ValueError(f"sums over {columns} input features of 8 bits do not fit 32 bits")
-    return QuantizedWeight(codes, scales, None, config.bits, dtype, config.quantizes_inputs)
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:

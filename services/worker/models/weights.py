@@ -121,7 +121,7 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
         whole = len(embedding) == vocab_size
         shared = embedding[rows] if whole else loader.parts((EMBEDDING, (rows,)))
         own = _own_head(loader.parts((HEAD, (rows,))), shared) if has_own else shared
-        head = loader.weights.made(own)
+        head = loader.weights.made_head(own)
     projection = loader.kernels.linear(head, None)
     return GatheredLinear(projection, loader.ranks) if head.shape[0] < vocab_size else projection
 

@@ -13,8 +13,6 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantize_int8, stacked
 from services.worker.backends.torch.kernels import TorchKernels
-from services.worker.models.quantization_config import QuantizationConfig, StoredFormat
-from services.worker.models.quantized_tensors import decoded
 
 ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 
@@ -114,17 +112,11 @@ def test_parts_are_all_for_quantized_inputs_or_none() -> None:
 
 
 def test_sums_that_do_not_fit_are_refused(native) -> None:
-    config = QuantizationConfig(
-        StoredFormat.INT_QUANTIZED, 8, None, False, (), True, quantizes_inputs=True
-    )
-    for columns in (132104, 132105):
-        codes = torch.full((1, columns), -128, dtype=torch.int8)
-        tensors = {"weight": codes, "weight_scale": torch.ones(1, 1)}
-        if columns * 127 * 128 >= 2**31:
-            with pytest.raises(ValueError, match="sums over 132105 input features"):
-                decoded(config, tensors, (1, columns), torch.float32)
-            continue
-        weight = decoded(config, tensors, (1, columns), native.dtype)
-        x = torch.ones(1, columns, dtype=native.dtype)
-        for kernels in (native.kernels, TorchKernels()):
-            assert kernels.linear(weight, None).full(x).item() == -128.0 * columns
+    deepest = (2**31 - 1) // (127 * 128)
+    codes = torch.full((1, deepest), -128, dtype=torch.int8)
+    weight = QuantizedWeight(codes, torch.ones(1, 1), None, 8, native.dtype, quantizes_inputs=True)
+    x = torch.ones(1, deepest, dtype=native.dtype)
+    for kernels in (native.kernels, TorchKernels()):
+        assert kernels.linear(weight, None).full(x).item() == -128.0 * deepest
+    with pytest.raises(ValueError, match=f"sums over {deepest + 1} inputs of 8 bits do not fit"):
+        quantize_int8(torch.ones(1, deepest + 1), quantizes_inputs=True)
