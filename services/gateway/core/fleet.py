@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from services.common.errors import Aborted, ResourceExhausted, StepwellError, Unavailable
+from services.common.errors import Aborted, DeadlineExceeded, ResourceExhausted, StepwellError, Unavailable
 from services.gateway.core.admission.admission import Admission
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.capacity import Capacity, capacity_of
@@ -120,9 +120,11 @@ class Fleet:
         return self.membership.limits()
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
+        timeout, ready = self._timeout(deadline), self.membership.ready()
+        if timeout is not None and timeout <= 0:
+            raise DeadlineExceeded("the time that this request allows passed before it was read")
         if tenant != ANYONE:
             self.admission.check_room(tenant, deadline)
-        timeout, ready = self._timeout(deadline), self.membership.ready()
         num_arriving = self.admission.arrivals.num(ANYONE) / max(1, len(ready))
         refusals = [one.queue_refusal(timeout, num_arriving=num_arriving) for one in ready]
         if refusals and None not in refusals:

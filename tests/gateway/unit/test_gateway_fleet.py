@@ -8,6 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import (
     Aborted,
+    DeadlineExceeded,
     InvalidArgument,
     ResourceExhausted,
     StepwellError,
@@ -21,7 +22,7 @@ from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaState
-from services.gateway.core.tenant import ANYONE
+from services.gateway.core.tenant import ANYONE, Tenant
 from tests.gateway.fake_fleet import (
     LIMITS,
     MIGRATE_AFTER_SECONDS,
@@ -382,6 +383,17 @@ def test_a_deadline_is_compared_with_the_time_in_the_queue() -> None:
     with pytest.raises(ResourceExhausted) as refused:
         world.fleet.check_room(ANYONE, 102.5)
     assert refused.value.error_reason == "QUEUE_TOO_LONG"
+
+
+def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> None:
+    world = FakeFleet(1)
+    world.connect("a")
+    world.clock.advance(100.0)
+    world.replicas["a"].queue_changed(queue(0, seconds_per_request=1.0))
+    for tenant in (ANYONE, Tenant("t")):
+        with pytest.raises(DeadlineExceeded) as refused:
+            world.fleet.check_room(tenant, 99.9)
+        assert not refused.value.may_retry
 
 
 # One model.

@@ -252,7 +252,7 @@ class GuardedConnection(SlicedProtocol):
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
-            self._refuse(*(self._refusal or (400, "this is not HTTP/1.1")))
+            self._refuse(*(self._refusal or (400, "this is no valid request of HTTP/1.1")))
             return
         if self._stage is _Stage.HEADERS:
             self._num_header_bytes += len(data)
