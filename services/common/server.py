@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -157,7 +158,8 @@ def _why_not(address: str) -> str:
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns a StepwellError of any handler into its status; anything else into INTERNAL. Before,
-    callers are refused that `tls` does not allow.
+    callers are refused that `tls` does not allow, and messages that cannot be decoded, which grpc
+    would take for a defect of the server.
 
     Streaming handlers are async generators, or coroutines that write their responses. Cancellation
     passes through. A method's handler is made once, at its first call, which is also the only one
@@ -189,26 +191,66 @@ def _allow(_: Context) -> None:
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
     """The handler, a named tuple of grpc's, with our errors made statuses."""
+    if _is_health_watch(handler, method):
+        return handler
+    if handler.request_deserializer is not None:
+        read = _raising if handler.request_streaming else _returning
+        handler = handler._replace(request_deserializer=read(handler.request_deserializer, method))
     if handler.unary_unary is not None:
         return handler._replace(unary_unary=_answering(handler.unary_unary, method, check))
-    if handler.unary_stream is not None and not _is_health_watch(handler, method):
+    if handler.unary_stream is not None:
         return handler._replace(unary_stream=_streaming(handler.unary_stream, method, check))
     if handler.stream_stream is not None:
         return handler._replace(stream_stream=_streaming(handler.stream_stream, method, check))
     return handler
 
 
+def _raising(deserialize: Any, method: str) -> Any:
+    """A deserializer of a stream's messages, whose errors come up where the handler reads them."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            raise errors.InvalidArgument(f"a message is none that {method} takes") from error
+
+    return read
+
+
+def _returning(deserialize: Any, method: str) -> Any:
+    """A deserializer of a call's one message, which grpc reads before the handler is called: the
+    error stands in the message's place.
+    """
+    read = _raising(deserialize, method)
+
+    def read_or_error(data: bytes) -> Any:
+        try:
+            return read(data)
+        except errors.InvalidArgument as error:
+            return error
+
+    return read_or_error
+
+
 def _is_health_watch(handler: Any, method: str) -> bool:
     """Whether it is grpc's own handler, which raises none of our errors."""
-    is_health = method.startswith(f"/{health.SERVICE_NAME}/")
-    return is_health and not isasyncgenfunction(handler.unary_stream)
+    if handler.unary_stream is None or not method.startswith(f"/{health.SERVICE_NAME}/"):
+        return False
+    return not isasyncgenfunction(handler.unary_stream)
+
+
+def _decoded(request: Any) -> Any:
+    """The message. Raises the error that stands in its place."""
+    if isinstance(request, errors.InvalidArgument):
+        raise request
+    return request
 
 
 def _answering(behavior: Any, method: str, check: Check) -> Any:
     async def call(request: Any, context: Context) -> Any:
         try:
             check(context)
-            return await behavior(request, context)
+            return await behavior(_decoded(request), context)
         except Exception as error:
             return await _abort(context, error, method)
 
@@ -219,7 +261,7 @@ def _streaming(behavior: Any, method: str, check: Check) -> Any:
     async def generate(request: Any, context: Context) -> Any:
         try:
             check(context)
-            async with aclosing(behavior(request, context)) as responses:
+            async with aclosing(behavior(_decoded(request), context)) as responses:
                 async for response in responses:
                     yield response
         except Exception as error:

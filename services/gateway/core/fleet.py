@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from services.common.errors import Aborted, DeadlineExceeded, ResourceExhausted, StepwellError, Unavailable
+from services.common.errors import (
+    Aborted,
+    DeadlineExceeded,
+    ResourceExhausted,
+    StepwellError,
+    Unavailable,
+)
 from services.gateway.core.admission.admission import Admission
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.capacity import Capacity, capacity_of

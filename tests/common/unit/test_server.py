@@ -42,6 +42,13 @@ class Echo(kvpool_pb2_grpc.KVPoolServicer):
         await self.going.wait()
         return kvpool_pb2.MatchPrefixResponse()
 
+    async def WatchEvents(self, request: object, context: object) -> AsyncIterator[object]:  # noqa: ARG002, N802
+        yield kvpool_pb2.WatchEventsResponse()
+
+    async def Transact(self, requests: AsyncIterator[object], context: object) -> object:  # noqa: ARG002, N802
+        async for _ in requests:
+            yield kvpool_pb2.TransactResponse()
+
 
 class Served:
     """A server that is up, and a channel to it."""
@@ -103,6 +110,28 @@ async def test_reflection_lists_what_is_served(served: Served) -> None:
     listed = {service.name for service in answer.list_services_response.service}
     assert {NAME, "grpc.health.v1.Health"} <= listed
     call.cancel()
+
+
+@pytest.mark.parametrize("method", ["GetStats", "WatchEvents", "Transact"])
+async def test_a_message_that_cannot_be_decoded_is_the_callers_fault(
+    served: Served, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = f"/{NAME}/{method}"
+    if method == "GetStats":
+        call = served.channel.unary_unary(path)(b"\xff")
+    elif method == "WatchEvents":
+        call = served.channel.unary_stream(path)(b"\xff").read()
+    else:
+        stream = served.channel.stream_stream(path)()
+        await stream.write(b"")
+        assert await stream.read() == kvpool_pb2.TransactResponse().SerializeToString()
+        await stream.write(b"\xff")
+        call = stream.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == f"a message is none that {path} takes"
+    assert not caplog.records
 
 
 async def test_a_drain_turns_not_ready_lets_calls_end_and_takes_no_new_ones(
