@@ -15,7 +15,7 @@ from services.worker.backends.kernels import (
     Linear,
     Mlp,
 )
-from services.worker.backends.quantized import Weight
+from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
@@ -209,7 +209,7 @@ class _Loader:
         all_of_them = [parts_of(number) for number in range(experts.num_experts)]
         mlp: Mlp
         if kernels.groups_experts(self.dtype, inner.stop - inner.start):
-            pairs = ((self.parts(*gate_up), self.parts(down)) for gate_up, down in all_of_them)
+            pairs = ((self.dense(*gate_up), self.dense(down)) for gate_up, down in all_of_them)
             together = _stacked(pairs, experts.num_experts)
             mlp = GroupedExperts(router, *together, *picking, activation)
         else:
@@ -257,6 +257,11 @@ class _Loader:
     def weight(self, *parts: _Part) -> Weight:
         """The same of the weights of projections. See WeightReader."""
         return self.weights.read(*self.named(parts))
+
+    def dense(self, *parts: _Part) -> torch.Tensor:
+        """The same, dequantized."""
+        weight = self.weight(*parts)
+        return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 
     def named(self, parts: Iterable[_Part]) -> Iterator[_Part]:
         """The parts by the whole names of their tensors."""

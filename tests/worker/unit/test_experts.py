@@ -13,6 +13,7 @@ from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.models.weights import load_weights
+from tests.quantized_checkpoints import FORMATS, save_quantized
 from tests.tiny_models import save_tiny_model
 
 
@@ -65,6 +66,18 @@ def test_all_in_one_multiplication_gives_what_each_gives(
         assert isinstance(together, GroupedExperts)
         torch.testing.assert_close(together(hidden, 6), apart)
         torch.testing.assert_close(together(hidden[:1], 1), apart[:1])
+
+
+@pytest.mark.parametrize("of", ["gptq", "int8"])
+def test_quantized_ones_are_multiplied_together_too(tmp_path: Path, of: str) -> None:
+    save_tiny_model(tmp_path / "plain", "mixtral")
+    save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS[of])
+    hidden = torch.randn(6, 48)
+    kernels = CudaKernels(grouped=frozenset({torch.float32}))
+    with torch.inference_mode():
+        together = load(tmp_path / "model", kernels).layers[0].mlp
+        assert isinstance(together, GroupedExperts)
+        torch.testing.assert_close(together(hidden, 6), experts_of(tmp_path / "model")(hidden, 6))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
