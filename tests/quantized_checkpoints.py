@@ -200,7 +200,8 @@ FORMATS = {
 _DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 W8A8 = Format(
     int_quantized,
-    compressed(*("int-quantized", ("lm_head",), _DYNAMIC), num_bits=8, strategy="channel"),
+    compressed(*("int-quantized", ("lm_head",), _DYNAMIC), num_bits=8, strategy="channel")
+    | {"sparsity_config": {"format": "dense", "sparsity_structure": "unstructured"}},
     8,
     None,
     scale=np.float32,

@@ -148,9 +148,10 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
     group = groups.nested(names[0])
     if group.raw("targets") != ["Linear"]:
         raise _refused(group, f"targets {group.raw('targets')!r} are not read; ['Linear'] are")
-    for key in ("kv_cache_scheme", "sparsity_config"):
-        if reader.raw(key):
-            raise _refused(reader, f"{key} is not read")
+    if reader.raw("kv_cache_scheme"):
+        raise _refused(reader, "kv_cache_scheme is not read")
+    if (sparsity := reader.nested("sparsity_config").text("format", "dense")) != "dense":
+        raise _refused(reader, f"sparsity_config: format {sparsity!r} is not read; dense is")
     stored = str(group.raw("format") or reader.raw("format"))
     if stored not in _COMPRESSED:
         raise _refused(reader, f"format {stored!r} is not read")

@@ -68,6 +68,10 @@ def weights(**changes: object) -> dict[str, object]:
         ({**AWQ, "zero_point": False}, "zero_point false: AWQ is read with zero points"),
         ({**PACKED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not read"),
         ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not read"),
+        (
+            {**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config: format 'sparse-24-bitmask' is not read; dense is",
+        ),
         ({**PACKED, "ignore": "lm_head"}, "quantization_config.ignore must be a list of names"),
         ({**PACKED, "config_groups": {}}, "config_groups: one group is read, not 0"),
         (weights(num_bits=2), "num_bits 2 is not read; 4 and 8 are"),
