@@ -192,8 +192,8 @@ class AdmissionPlanner:
 
         With them a step of decoding requests has one shape. There are none in a step that computes
         a further chunk of a prompt, in one without running requests if nothing of the prompt is
-        cached, where the model's length or a whole step does not hold them, and where their number
-        goes by that of the requests.
+        cached, where the model's length, a whole step or the limit of one request in it does not
+        hold them, and where their number goes by that of the requests.
         """
         if self.config.num_speculative_rows:
             return 0
@@ -201,6 +201,8 @@ class AdmissionPlanner:
         if end - start != 1 or end != request.num_tokens or builder.has_prefill_chunks:
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
+            return 0
+        if builder.cap(1 + num_drafts) <= num_drafts:
             return 0
         if self.config.aligns_states:
             # A step that must end before the drafts has none.

@@ -56,8 +56,9 @@ class RunningPlanner:
                 running.leave_fast_path(request)
         run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
         for request, num_computed in with_num_computed_tokens(running.off_fast_path(begin)):
+            aligns = self._aligns_states
             if num_decided is not None:
-                num_new, num_decided = num_decided, None
+                num_new, num_decided, aligns = num_decided, None, False
             elif builder.defers_prefills and request.is_prefill_chunk:
                 num_new = 0
             else:
@@ -69,7 +70,7 @@ class RunningPlanner:
                 index = running.index(request)
                 self._schedule_run(builder, run_begin, index)
                 run_begin = index + 1
-                num_new = self._schedule_one(builder, request, num_computed, num_new)
+                num_new = self._schedule_one(builder, request, num_computed, num_new, aligns=aligns)
                 if num_new == 0:
                     continue
                 is_enough = builder.token_budget >= len(running) - run_begin
@@ -115,11 +116,20 @@ class RunningPlanner:
                 self._running.leave_fast_path(request)
 
     def _schedule_one(
-        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
+        self,
+        builder: StepBuilder,
+        request: Request,
+        num_computed: int,
+        num_new: int,
+        *,
+        aligns: bool,
     ) -> int:
-        """Schedules up to `num_new` tokens of a request; returns how many the budget allows."""
+        """Schedules up to `num_new` tokens of a request; returns how many the budget allows.
+
+        `aligns`: they may be fewer, so that the step ends where a state can be cached.
+        """
         num_new = min(num_new, builder.token_budget)
-        if self._aligns_states:
+        if aligns:
             num_new = aligned_chunk(self._config, request, num_computed, num_new)
         if num_new > 0 and num_computed < request.num_encoded_tokens:
             num_new = self._schedule_items(builder, request, num_computed, num_new)
