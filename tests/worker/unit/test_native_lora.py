@@ -1,5 +1,6 @@
 """What adapters of few rows each add to a projection in the compiled library, many at once."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -10,6 +11,7 @@ from services.worker.backends.lora import LoraFactors, LoraLayer, LoraRows, Lora
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
+from services.worker.backends.quantized import Weight, quantize_int8
 
 COLUMNS = (48, 16, 32)
 """Of the output, those of three factors, as of queries, keys and values."""
@@ -25,18 +27,30 @@ def factors(rank: int) -> tuple[LoraFactors, ...]:
     )
 
 
+def stored(weight: torch.Tensor, form: str) -> Weight:
+    """The weight in a format of packed ones, or one that differs from it by rounding."""
+    if form == "plain":
+        return weight
+    quantized = quantize_int8(weight, quantizes_inputs=form == "w8a8")
+    if form != "int4":
+        return quantized
+    codes = quantized.codes.div(16, rounding_mode="floor")
+    return replace(quantized, codes=codes, scales=quantized.scales * 16, bits=4)
+
+
 @pytest.mark.parametrize(
     "rows_of_each",
     [(2,) * 16, (1, 3, 2, 2, 5, 1, 1, 14, 2), (1, 1, 1), (4, 4, 4, 4, 3, 3, 3, 1)],
 )
+@pytest.mark.parametrize("form", ["plain", "int8", "int4", "w8a8"])
 def test_adapters_of_few_rows_add_what_each_adds_alone(
-    native, rows_of_each: tuple[int, ...]
+    native, rows_of_each: tuple[int, ...], form: str
 ) -> None:
     torch.manual_seed(3)
     num_rows = sum(rows_of_each) + 2
     shape = LoraShape(sum(COLUMNS), DEPTH)
     weight = torch.randn(shape.columns, DEPTH).to(native.dtype)
-    linear = NativeLinear(native.functions, LargePages(), weight, None)
+    linear = NativeLinear(native.functions, LargePages(), stored(weight, form), None)
     x = torch.randn(num_rows, DEPTH).to(native.dtype)
     layers = [LoraLayer(qkv=factors(4 + number % 3)) for number in range(len(rows_of_each))]
     adapters = [
@@ -57,7 +71,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
             one = LoraRows((adapter,), np.zeros(1, np.int32), np.array([0, 1], np.int32), 1, CPU)
             alone = linear(x[row : row + 1], NativeLoraStep(one).layer(0).qkv)
             assert torch.equal(together[row : row + 1], alone)
-        exact = x[rows].double() @ weight.double().T
+        exact = linear.full(x[rows]).double()
         for one in in_dtype(layer, native.dtype).qkv:
             added = x[rows].double() @ one.a.double().T @ one.b.double().T
             exact[:, one.first : one.first + len(one.b)] += added

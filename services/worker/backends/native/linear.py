@@ -1,7 +1,6 @@
 """Multiplication by a fixed weight in C++: see cpp/linear.h."""
 
 import ctypes
-import math
 from dataclasses import replace
 
 import torch
@@ -28,8 +27,6 @@ _INT4_BITS, _INT4_DEPTH = 4, 4
 """The bits of INT4, and elements of a column that are unpacked at once: BLOCK_DEPTH of
 cpp/quantized.h.
 """
-_QUAD = 4
-"""Elements of a step of depth in 8 bits: DEPTH of cpp/quads.h."""
 
 
 class NativeLinear:
@@ -52,7 +49,7 @@ class NativeLinear:
         self.dtype = weight.dtype
         self.out_features = rows if activation is None else rows // 2
         weight = _packable(weight)
-        self._padding = -self.in_features % _multiple(weight)
+        self._padding = -self.in_features % _PAIRS[self.dtype]
         self._bias = None if bias is None else bias.contiguous()
         self._memory = memory
         bias_address = None if self._bias is None else self._bias.data_ptr()
@@ -120,19 +117,9 @@ def _packable(weight: Weight) -> Weight:
     """The weight, or an equal one that can be packed. Groups that blocks of 4 bits do not divide
     are held in 8 bits, and those that pairs do not divide as if they were not quantized.
     """
-    if not isinstance(weight, QuantizedWeight) or weight.scales.shape[1] == 1:
+    if not isinstance(weight, QuantizedWeight):
         return weight
     if weight.bits == _INT4_BITS and weight.group % _INT4_DEPTH:
         weight = replace(weight, bits=2 * _INT4_BITS)
-    return weight.dequantized() if weight.group % _multiple(weight) else weight
-
-
-def _multiple(weight: Weight) -> int:
-    """What the depth must be a multiple of."""
-    pairs = _PAIRS[weight.dtype]
-    if isinstance(weight, QuantizedWeight):
-        if weight.quantizes_inputs:
-            return _QUAD
-        if weight.bits == _INT4_BITS:
-            return math.lcm(pairs, _INT4_DEPTH)
-    return pairs
+    has_groups = weight.scales.shape[1] > 1
+    return weight.dequantized() if has_groups and weight.group % _PAIRS[weight.dtype] else weight

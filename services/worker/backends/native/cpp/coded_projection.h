@@ -6,7 +6,8 @@
 // the result. Instructions take unsigned bytes of rows beside signed ones of the weight (quads.h):
 // 128 is added to the codes of rows, and sums begin as the negative of what that adds to them.
 //
-// A panel is the scales of its columns, what their sums begin as, and the codes.
+// A panel is the scales of its columns, what their sums begin as, and the codes. A depth that is
+// not whole quads is filled up: codes of the weight are zero there.
 
 #pragma once
 
@@ -21,13 +22,16 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr int ADDED_TO_CODES = 128;
 
-// Packs the codes of a panel, and what sums begin as.
-template <class CodeOf>
-void pack_coded(std::int64_t depth, std::int32_t* begins, char* codes, CodeOf&& code_of) {
-  pack_codes<ValueByte>(WeightFormat::INT8, codes, depth, code_of);
+// Packs what the sums of a panel begin as, and its codes.
+template <class T, class CodeOf>
+void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
+  std::int32_t* begins = reinterpret_cast<std::int32_t*>(panel + SCALES_BYTES);
+  pack_codes<ValueByte>(
+      WeightFormat::INT8, panel + 2 * SCALES_BYTES, p.coded_depth(),
+      [&](int column, std::int64_t d) { return d < p.depth ? code_of(column, d) : 0; });
   for (int column = 0; column < PANEL_WIDTH; ++column) {
     std::uint32_t sum = 0;  // Of a very deep column 128 times the sum does not fit 32 bits.
-    for (std::int64_t d = 0; d < depth; ++d) sum += code_of(column, d);
+    for (std::int64_t d = 0; d < p.depth; ++d) sum += code_of(column, d);
     begins[column] = std::int32_t(-ADDED_TO_CODES * sum);
   }
 }
@@ -57,7 +61,8 @@ struct CodedPanel {
 
   CodedPanel(const Projection<T>& p, const InputRows<T>& input, std::int64_t panel,
              const PanelColumns<T>& columns)
-      : rows(input.codes.first),
+      : depth(p.coded_depth()),
+        rows(input.codes.first),
         stride(input.codes.stride),
         row_scales(input.codes.scales),
         scales(reinterpret_cast<const float*>(p.panel_of(panel))),
@@ -75,6 +80,7 @@ struct CodedPanel {
     }
   }
 
+  std::int64_t depth;
   const ValueByte* rows;
   std::int64_t stride;
   const float* row_scales;

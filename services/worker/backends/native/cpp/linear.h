@@ -63,13 +63,15 @@ struct PlainPanel {
 
   PlainPanel(const Projection<T>& p, const InputRows<T>& input, std::int64_t panel,
              const PanelColumns<T>& columns)
-      : rows(input.first),
+      : depth(p.depth),
+        rows(input.first),
         stride(input.stride),
         begins(columns.bias),
         packed(reinterpret_cast<const T*>(p.panel_of(panel))) {}
 
   void finish(int, int, float*) const {}
 
+  std::int64_t depth;
   const T* rows;
   std::int64_t stride;
   const float* begins;
@@ -89,7 +91,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
   const bool one_pass = rows.count <= MAX_TILE_ROWS;
   constexpr std::int64_t DEPTH = PanelOps<Element>::DEPTH;
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * DEPTH * sizeof(Element);
-  const std::int64_t steps = p.depth / DEPTH;
+  const std::int64_t steps = factors.depth / DEPTH;
   const std::int64_t chunks =
       one_pass ? 1 : divide_up<std::int64_t>(steps * STEP_BYTES, CHUNK_BYTES);
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {

@@ -39,9 +39,12 @@ struct Projection {
   std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
 
   std::int64_t group_bytes() const {
-    const bool has_more = has_offsets || format == WeightFormat::W8A8;
-    return (has_more ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
+    if (format == WeightFormat::W8A8) return 2 * SCALES_BYTES + code_bytes(format, coded_depth());
+    return (has_offsets ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
   }
+
+  // The depth of W8A8, filled up to whole quads.
+  std::int64_t coded_depth() const { return round_up(depth, PanelOps<ValueByte>::DEPTH); }
 
   // The bytes of an element of the rows that it multiplies.
   std::int64_t element_bytes() const { return format == WeightFormat::W8A8 ? 1 : sizeof(T); }

@@ -330,8 +330,7 @@ void pack_quantized(const Projection<T>& p, const QuantizedWeight& weight) {
           return row < p.columns ? weight.codes[row * p.depth + group * p.group + depth] : 0;
         };
         if (p.format == WeightFormat::W8A8) {
-          pack_coded(p.depth, reinterpret_cast<std::int32_t*>(scales + PANEL_WIDTH), codes,
-                     code_of);
+          pack_coded(p, record, code_of);
         } else {
           pack_codes<T>(p.format, codes, p.group, code_of);
         }
