@@ -7,7 +7,6 @@ sent as the empty string, so that a service below spends one comparison on it.
 
 import logging
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,20 +32,13 @@ from opentelemetry.trace import (
     SpanKind,
     Status,
     TraceFlags,
-    TraceState,
 )
 
 from services.common.service_settings import ServiceSettings
 from services.common.span_sender import SpanSender
+from services.common.trace_context import new_span_id, new_trace_id, parse_traceparent
 
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
-
-# Versions after 00 may append more.
-_TRACEPARENT = re.compile(
-    "(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})"
-    "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
-)
-_SAMPLED = 1
 
 _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
@@ -61,9 +53,6 @@ _LIMITS = SpanLimits(
     max_link_attributes=16,
     max_span_attribute_length=4096,
 )
-
-_MAX_TRACESTATE_CHARACTERS = 512
-"""More is not passed on; W3C asks for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +73,7 @@ class TraceOrigin:
     def context(self, span_id: int) -> SpanContext:
         """Of a span that is kept."""
         state = None if self.parent is None else self.parent.trace_state
-        return SpanContext(self.trace_id, span_id, False, TraceFlags(_SAMPLED), state)
+        return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ class Tracing:
         """
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
-        return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(_SAMPLED))
+        return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
 
     def _is_drawn(self) -> bool:
         if self.root_sampler is None:
@@ -272,74 +261,6 @@ def ended(span: Span) -> Iterator[None]:
         raise
     finally:
         span.end()
-
-
-def new_trace_id() -> int:
-    """A trace id of 128 random bits, not 0."""
-    return random.getrandbits(128) or 1
-
-
-def new_span_id() -> int:
-    """A span id of 64 random bits, not 0."""
-    return random.getrandbits(64) or 1
-
-
-def traceparent_text(trace_id: int, span_id: int) -> str:
-    """The W3C trace context of a sampled span."""
-    return f"00-{trace_id:032x}-{span_id:016x}-01"
-
-
-def numbered_span_id(span_id: int, number: int) -> int:
-    """The id of one of the spans below a span that are numbered from 1 on: both of its sides know
-    it without having to tell each other.
-    """
-    return (span_id + number) % 2**64 or 1
-
-
-def numbered_traceparent(traceparent: str, number: int) -> str:
-    """The context of such a span, from that of the span above it; empty for the empty string."""
-    if not traceparent:
-        return ""
-    head, trace_id, span_id, flags = traceparent.split("-")
-    return f"{head}-{trace_id}-{numbered_span_id(int(span_id, 16), number):016x}-{flags}"
-
-
-def child_of(parent: SpanContext) -> SpanContext:
-    """The context of a new span under a sampled one, for `Tracing.record`."""
-    return SpanContext(
-        parent.trace_id, new_span_id(), False, parent.trace_flags, parent.trace_state
-    )
-
-
-def sampled_parent(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The remote span that a `traceparent` names; None if it names none, or is not sampled."""
-    parent = parse_traceparent(traceparent, tracestate)
-    return parent if parent is not None and parent.trace_flags.sampled else None
-
-
-def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The remote span that a `traceparent` names, with its `tracestate`; None when the first is
-    empty or malformed.
-    """
-    if not traceparent:
-        return None
-    match = _TRACEPARENT.fullmatch(traceparent.strip())
-    if match is None or match["version"] == "ff" or (match["version"] == "00" and match["rest"]):
-        return None
-    context = SpanContext(
-        int(match["trace_id"], 16),
-        int(match["span_id"], 16),
-        is_remote=True,
-        trace_flags=TraceFlags(int(match["flags"], 16) & _SAMPLED),
-        trace_state=_trace_state(tracestate),
-    )
-    return context if context.is_valid else None
-
-
-def _trace_state(tracestate: str) -> TraceState | None:
-    if not tracestate or len(tracestate) > _MAX_TRACESTATE_CHARACTERS:
-        return None
-    return TraceState.from_header([tracestate])
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:

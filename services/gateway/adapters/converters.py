@@ -14,7 +14,7 @@ from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
-from services.common.telemetry import numbered_traceparent
+from services.common.trace_context import numbered_traceparent
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows

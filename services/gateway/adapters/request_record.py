@@ -15,7 +15,8 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.logs import REQUEST_FIELDS
-from services.common.telemetry import TraceOrigin, new_span_id, traceparent_text
+from services.common.telemetry import TraceOrigin
+from services.common.trace_context import new_span_id, traceparent_text
 from services.common.trace_headers import TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.generation import Generation

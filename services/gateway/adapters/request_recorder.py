@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.common.telemetry import Tracing, numbered_span_id, traceparent_text
+from services.common.telemetry import Tracing
+from services.common.trace_context import numbered_span_id, traceparent_text
 from services.common.trace_headers import TraceHeaders, passed_on
 from services.gateway.adapters.access_log import log_access
 from services.gateway.adapters.metrics import Metrics

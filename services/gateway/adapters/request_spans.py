@@ -17,7 +17,8 @@ from itertools import pairwise
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from services.common import names
-from services.common.telemetry import Attributes, Tracing, new_span_id, numbered_span_id
+from services.common.telemetry import Attributes, Tracing
+from services.common.trace_context import new_span_id, numbered_span_id
 from services.common.trace_headers import baggage_attributes
 from services.gateway.adapters.request_record import KeptFor, RequestRecord
 from services.gateway.core.generation import Generation

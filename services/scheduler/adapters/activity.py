@@ -13,7 +13,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.telemetry import parse_traceparent
+from services.common.trace_context import parse_traceparent
 from services.scheduler.adapters.statistics import WAIT_REASONS, Statistics, StepCounts
 from services.scheduler.core.engine_core import EngineCore
 from services.scheduler.core.output import SchedulerOutput, WaitReason

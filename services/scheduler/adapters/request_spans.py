@@ -11,7 +11,8 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 
 from services.common import names
 from services.common.finish_reason import FinishReason
-from services.common.telemetry import Tracing, child_of
+from services.common.telemetry import Tracing
+from services.common.trace_context import child_of
 from services.common.trace_headers import baggage_attributes
 from services.scheduler.core.request import Request
 from services.scheduler.core.timeline import Chunk, Phase, PhaseKind, Timeline, Wait

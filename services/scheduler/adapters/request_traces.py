@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Link, SpanContext
 
-from services.common.telemetry import Tracing, child_of, sampled_parent
+from services.common.telemetry import Tracing
+from services.common.trace_context import child_of, sampled_parent
 from services.scheduler.adapters.kept_traces import KeptTrace, KeptTraces
 from services.scheduler.adapters.request_spans import (
     RequestSpans,

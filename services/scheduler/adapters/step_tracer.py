@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from services.common.telemetry import Tracing, sampled_parent, traceparent_text
+from services.common.telemetry import Tracing
+from services.common.trace_context import sampled_parent, traceparent_text
 from services.scheduler.adapters.request_timelines import RequestTimelines, StepRecord
 from services.scheduler.adapters.request_traces import RequestTraces
 from services.scheduler.adapters.statistics import StepCounts

@@ -10,7 +10,8 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
 
 from services.common import names
 from services.common.pool_operations import Operation, Outcome
-from services.common.telemetry import Tracing, child_of, sampled_parent, traceparent_text
+from services.common.telemetry import Tracing
+from services.common.trace_context import child_of, sampled_parent, traceparent_text
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor, KVPool
 

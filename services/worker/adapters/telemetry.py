@@ -6,7 +6,8 @@ from opentelemetry.sdk.trace import Event
 from opentelemetry.trace import SpanKind
 
 from services.common import names
-from services.common.telemetry import Tracing, child_of, sampled_parent
+from services.common.telemetry import Tracing
+from services.common.trace_context import child_of, sampled_parent
 from services.worker.core.step import StepInput
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import INVALID_SPAN, SpanKind
 
-from services.common.telemetry import configure_tracing, parse_traceparent
+from services.common.telemetry import configure_tracing
+from services.common.trace_context import parse_traceparent
 from tests.traceparents import traceparent_of
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"

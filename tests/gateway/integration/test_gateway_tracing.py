@@ -11,7 +11,7 @@ from stepwell.gateway.v1 import gateway_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.api_keys import TenantRecord
-from services.common.telemetry import parse_traceparent
+from services.common.trace_context import parse_traceparent
 from services.gateway.adapters.request_spans import MAX_SPANS
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import FileKeyring, bearer

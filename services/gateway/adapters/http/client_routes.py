@@ -28,7 +28,12 @@ from services.gateway.adapters.http.messages.bodies import (
     CountTokensBody,
     MessagesBody,
 )
-from services.gateway.adapters.http.openapi import answers, messages_answers, responses_answers
+from services.gateway.adapters.http.openapi import (
+    answers,
+    messages_answers,
+    responses_answers,
+    server_answers,
+)
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
 from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
@@ -157,14 +162,18 @@ def client_routes(
             for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))
         ),
         *sessions.routes(),
-        Route(MODELS, server.models, answers.ModelList, tag="openai"),
+        Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
         Route(
-            f"{MODELS}/{{name:path}}", server.model, answers.ModelCard, tag="openai", errors=(404,)
+            f"{MODELS}/{{name:path}}",
+            server.model,
+            server_answers.ModelCard,
+            tag="openai",
+            errors=(404,),
         ),
         Route(
             "/tokenize",
             tokenizer.tokenize,
-            answers.Tokens,
+            server_answers.Tokens,
             ("POST",),
             tag="tokenizer",
             body=TokenizeBody,
@@ -173,30 +182,30 @@ def client_routes(
         Route(
             "/detokenize",
             tokenizer.detokenize,
-            answers.Text,
+            server_answers.Text,
             ("POST",),
             tag="tokenizer",
             body=DetokenizeBody,
             errors=(404,),
         ),
-        Route("/status", server.status, answers.Status),
+        Route("/status", server.status, server_answers.Status),
         Route(
             "/health",
             server.health,
-            answers.Healthy,
+            server_answers.Healthy,
             needs_key=False,
-            other_answers={503: answers.Unhealthy},
+            other_answers={503: server_answers.Unhealthy},
         ),
         Route(
             "/ping",
             server.ping,
-            answers.Healthy,
+            server_answers.Healthy,
             (*READ, "POST"),
             needs_key=False,
-            other_answers={503: answers.Unhealthy},
+            other_answers={503: server_answers.Unhealthy},
         ),
-        Route("/version", server.version, answers.Version, needs_key=False),
-        Route("/load", server.load, answers.Load, needs_key=False),
+        Route("/version", server.version, server_answers.Version, needs_key=False),
+        Route("/load", server.load, server_answers.Load, needs_key=False),
         Route("/metrics", server.metrics, CONTENT_TYPE, needs_key=False),
         *views,
     )

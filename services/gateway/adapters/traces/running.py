@@ -14,7 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.span_collector import SpanCollector
 from services.common.span_encoding import encoded_spans
-from services.common.telemetry import numbered_span_id, traceparent_text
+from services.common.trace_context import numbered_span_id, traceparent_text
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.adapters.request_spans import RequestSpans, traces_of
 from services.gateway.adapters.scheduler_links import SchedulerLinks

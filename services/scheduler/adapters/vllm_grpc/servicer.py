@@ -13,7 +13,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition, StepwellError
 from services.common.logs import REQUEST_FIELDS
-from services.common.telemetry import parse_traceparent
+from services.common.trace_context import parse_traceparent
 from services.scheduler.adapters.sessions import GatewaySession, Sessions
 from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.adapters.vllm_grpc.answers import Answers

@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from services.gateway.adapters.http.openapi.answers import (
-    Answer,
-    ErrorDetail,
-    ReplicaStatus,
-    Status,
-)
+from services.gateway.adapters.http.openapi.answers import Answer, ErrorDetail
+from services.gateway.adapters.http.openapi.server_answers import ReplicaStatus, Status
 
 
 class ReplicaAnswer(Answer):

@@ -1,0 +1,89 @@
+"""What routes about the server answer: its tokenizer, models, replicas and health."""
+
+from typing import Any, Literal
+
+from services.gateway.adapters.http.openapi.answers import Answer
+
+
+class Tokens(Answer):
+    """An answer of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(Answer):
+    """An answer of /detokenize."""
+
+    prompt: str
+
+
+class ModelCard(Answer):
+    """A model; its context is null while no replica is ready. An adapter has its directory as its
+    root, and the model as its parent.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+    root: str | None = None
+    parent: str | None = None
+
+
+class ModelList(Answer):
+    """The models served here."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ReplicaStatus(Answer):
+    """A replica as this gateway sees it; `stats` are its scheduler's own numbers."""
+
+    address: str
+    model: str
+    fingerprint: str
+    ready: bool
+    reason: str
+    unfinished_here: int
+    stats: dict[str, Any] | None
+
+
+class Status(Answer):
+    """An answer of /status."""
+
+    model: str
+    draining: bool
+    requests_in_flight: int
+    sequences_without_replica: int
+    replicas: list[ReplicaStatus]
+
+
+class Healthy(Answer):
+    """Requests can be served; `not_ready` says why some replicas take none, by address."""
+
+    status: Literal["ok"]
+    not_ready: dict[str, str]
+
+
+class Unhealthy(Answer):
+    """No request can be served now."""
+
+    status: Literal["unavailable"]
+    reason: str
+
+
+class Version(Answer):
+    """An answer of /version."""
+
+    version: str
+
+
+class Load(Answer):
+    """An answer of /load: how many requests are being served."""
+
+    server_load: int
