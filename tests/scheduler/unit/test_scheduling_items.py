@@ -124,7 +124,7 @@ async def test_a_preempted_request_gives_its_items_up_and_they_stay_cached() -> 
             break
     assert late.num_preemptions
     cache = story.scheduler.encoder_cache
-    assert late not in cache.users
+    assert late not in cache.used_inputs
     assert cache.num_freeable == 20
 
 
