@@ -163,7 +163,8 @@ class Kernels(Protocol):
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """A projection. It owns its weight; once packed, the caller's tensor is not kept. One that
-        is quantized may be kept dequantized, rounded to the data type that is computed in.
+        is quantized may be kept dequantized, rounded to the data type that is computed in; its
+        inputs are not quantized then.
         """
 
     def gated_linear(
