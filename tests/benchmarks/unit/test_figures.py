@@ -1,5 +1,9 @@
 """Figures of a benchmark, worked out by hand."""
 
+import math
+from fractions import Fraction
+from random import Random
+
 import pytest
 
 from benchmarks.common.figures import (
@@ -10,6 +14,8 @@ from benchmarks.common.figures import (
     median_ratio,
     median_tpot_ratio,
     percentile,
+    percentile_interval,
+    percentile_ratio_interval,
 )
 from benchmarks.common.load import Load, RequestTimes
 
@@ -32,6 +38,57 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([3, 1, 2], 0) == 1
     with pytest.raises(ValueError, match="no values"):
         percentile([], 50)
+
+
+@pytest.mark.parametrize(("num_values", "ranks"), [(6, (1, 6)), (10, (2, 9)), (20, (6, 15))])
+def test_an_interval_of_the_median_is_that_of_the_sign_test(
+    num_values: int, ranks: tuple[int, int]
+) -> None:
+    """Ranks as tables of the sign test have them."""
+    assert percentile_interval(range(1, num_values + 1), 50) == ranks
+
+
+def test_an_interval_has_no_end_where_too_few_values_bound_it() -> None:
+    assert percentile_interval(range(367), 99)[1] == math.inf
+    assert percentile_interval(range(368), 99)[1] == 367
+    assert percentile_interval([7.0], 50) == (0, math.inf)
+    assert percentile_interval([], 99) == (0, math.inf)
+
+
+def test_an_interval_is_the_narrowest_that_is_exact() -> None:
+    """By sums of fractions: an end one rank further in would fail too often."""
+    num_values, part = 500, Fraction(99, 100)
+
+    def at_most(num_below: int) -> Fraction:
+        return sum(
+            (
+                math.comb(num_values, n) * part**n * (1 - part) ** (num_values - n)
+                for n in range(num_below + 1)
+            ),
+            start=Fraction(0),
+        )
+
+    low, high = map(int, percentile_interval(range(1, num_values + 1), 99))
+    tail = Fraction(1, 40)
+    assert at_most(low - 1) <= tail < at_most(low)
+    assert 1 - at_most(high - 1) <= tail < 1 - at_most(high - 2)
+
+
+def test_most_intervals_have_the_percentile_in_them() -> None:
+    draw = Random(0)
+    percentile_of_all = -math.log(1 - 0.95)
+    num_trials, num_found = 1000, 0
+    for _ in range(num_trials):
+        low, high = percentile_interval((draw.expovariate(1) for _ in range(200)), 95)
+        num_found += low <= percentile_of_all <= high
+    assert 0.95 <= num_found / num_trials <= 0.99
+
+
+def test_a_ratio_of_percentiles_is_bounded_by_the_ends_of_both_intervals() -> None:
+    these, those = range(1, 21), range(101, 121)
+    assert percentile_interval(these, 50, 0.975) == (5, 16)
+    assert percentile_ratio_interval(these, those, 50) == (5 / 116, 16 / 105)
+    assert percentile_ratio_interval(these, [7.0], 50) == (0, math.inf)
 
 
 def test_latencies_and_throughput_of_two_requests() -> None:
