@@ -4,7 +4,6 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from services.common.errors import (
     Aborted,
@@ -20,6 +19,7 @@ from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.inflight import Inflight, Mailbox, ended
 from services.gateway.core.membership import Membership, no_replica_ready
 from services.gateway.core.model_limits import ModelLimits
+from services.gateway.core.placement import Placement
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Links
 from services.gateway.core.progress import Progress
 from services.gateway.core.replica import Replica
@@ -28,7 +28,6 @@ from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.policy import RoutingPolicy
 from services.gateway.core.sequence_trace import ResubmitCause
 from services.gateway.core.tenant import ANYONE, Tenant
-from services.gateway.core.timeline import Part
 from services.gateway.core.waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -87,8 +86,8 @@ class Fleet:
             patience_seconds=resubmit_timeout_seconds,
             on_model_absent=self._update,
         )
+        self._placement = Placement(self.membership, policy, clock)
         self._clock = clock
-        self._policy = policy
         self._migrate_after = migrate_after_seconds
         self._nanos = nanos
         self._numbers = itertools.count()
@@ -126,20 +125,11 @@ class Fleet:
         return self.membership.limits()
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        timeout, ready = self._timeout(deadline), self.membership.ready()
-        if timeout is not None and timeout <= 0:
+        if deadline is not None and deadline <= self._clock.time():
             raise DeadlineExceeded("the time that this request allows passed before it was read")
         if tenant != ANYONE:
             self.admission.check_room(tenant, deadline)
-        num_arriving = self.admission.arrivals.num(ANYONE) / max(1, len(ready))
-        refusals = [one.queue_refusal(timeout, num_arriving=num_arriving) for one in ready]
-        if refusals and None not in refusals:
-            try:
-                raise cast(ResourceExhausted, refusals[0])
-            finally:
-                # Its traceback refers to this frame: what a refusal holds would be garbage in a
-                # cycle, and refusals are many.
-                refusals.clear()
+        self._placement.check_queues(deadline, self.admission.arrivals.num(ANYONE))
 
     def model_fingerprint(self) -> bytes:
         return self.membership.model_fingerprint
@@ -234,33 +224,13 @@ class Fleet:
     # Where sequences go.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica that is ready and has not refused it; to one whose queue
-        has room for it, if there is any. Returns the replica; None if there is none.
+        """Sends a sequence to a replica that is ready and has not refused it. Returns the replica;
+        None if there is none.
         """
-        candidates = [
-            replica
-            for replica in self.membership.ready()
-            if replica.address not in inflight.refused_by
-        ]
-        if not candidates:
+        placed = self._placement.place(inflight)
+        if placed is None:
             return None
-        inflight.trace.timeline.enter(Part.ROUTE)
-        timeout = self._timeout(inflight.request.deadline)
-        has_output = bool(inflight.output_token_ids)
-        with_room = [
-            replica
-            for replica in candidates
-            if replica.queue_refusal(timeout, has_output=has_output) is None
-        ]
-        candidates = with_room or candidates
-        if inflight.request.tenant != ANYONE:
-            candidates = _with_place(inflight, candidates)
-        if len(candidates) == 1:
-            (replica,) = candidates
-            route = Route(replica.address, RoutingReason.ONLY, 1)
-        else:
-            route = self._policy.choose(inflight, candidates)
-            (replica,) = (one for one in candidates if one.address == route.address)
+        replica, route = placed
         self.num_resubmissions += inflight.was_sent
         replica.send(inflight, route)
         if inflight.request.tenant != ANYONE:
@@ -286,9 +256,6 @@ class Fleet:
 
     def _capacity(self) -> Capacity | None:
         return capacity_of(self.membership.ready())
-
-    def _timeout(self, deadline: float | None) -> float | None:
-        return None if deadline is None else deadline - self._clock.time()
 
     def _send_or_queue(self, inflight: Inflight) -> Replica | None:
         """Sends a sequence to a replica, and returns that, or lets the sequence wait for one."""
@@ -351,18 +318,3 @@ class Fleet:
                     message = "the model was replaced by another one while this request was served"
                     inflight.failed(Aborted(message, reason="MODEL_REPLACED"))
         self._send_waiting()
-
-
-def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
-    """The candidates with a free place, if there are any; of these only the one that has the
-    sequence before it of the same prompt, where it is among them: they share its blocks.
-    """
-    with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
-    mailbox, index = inflight.mailbox, inflight.index
-    if index and mailbox.routes:
-        before = mailbox.inflights[index - 1].request
-        if before.prompt_token_ids is inflight.request.prompt_token_ids:
-            address = mailbox.routes[-1].address
-            same = [replica for replica in with_place if replica.address == address]
-            return same or with_place
-    return with_place

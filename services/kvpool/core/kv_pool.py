@@ -104,7 +104,7 @@ class KVPool:
         """For each group, how many leading blocks all requests that hold blocks share. Zeros
         without a request, without prefix caching, and for groups that free blocks early.
 
-        Today a statistic, which recorded scenarios compare; cascade attention will use it.
+        A statistic, which recorded scenarios compare: attention here is never cascaded.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:
