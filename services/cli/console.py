@@ -15,8 +15,8 @@ class Console:
     """A supervisor's `Observer` for people. A terminal gets colours, anything else plain text.
 
     `quiet` leaves out lines of the services and of normal progress. With `raw` the services' lines
-    of JSON pass unchanged and the command's own are JSON too. Lines that cannot be written are
-    dropped. `name_width`: characters of the longest name of a service.
+    of JSON get their name as a field, `process`, and the command's own are JSON too. Lines that
+    cannot be written are dropped. `name_width`: characters of the longest name of a service.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Console:
 
     def line(self, name: str, text: str) -> None:
         if not self._quiet:
-            self._write(text if self._raw else f"{self._prefix(name)}{text}")
+            self._write(_named(name, text) if self._raw else f"{self._prefix(name)}{text}")
 
     def note(self, text: str) -> None:
         """Progress of the command itself."""
@@ -87,6 +87,12 @@ class Console:
         with suppress(OSError, ValueError):
             self._stream.write(text + "\n")
             self._stream.flush()
+
+
+def _named(name: str, text: str) -> str:
+    """A line of JSON with the name of its service, such as worker-1; another line as it is."""
+    is_object = text.startswith('{"')
+    return f'{{"process": {json.dumps(name)}, {text[1:]}' if is_object else text
 
 
 def announce(text: str) -> None:

@@ -49,7 +49,15 @@ def test_quiet_leaves_what_goes_wrong() -> None:
     assert shown(quiet=True) == shown()[2:]
 
 
-def test_lines_for_programs_are_not_touched() -> None:
+def test_lines_for_programs_have_the_name_of_their_service() -> None:
+    stream = io.StringIO()
+    console = Console(stream, colour=False, quiet=False, raw=True)
+    console.line("worker-1", '{"service": "worker", "message": "loading"}')
+    named = {"process": "worker-1", "service": "worker", "message": "loading"}
+    assert json.loads(stream.getvalue()) == named
+
+
+def test_other_lines_are_not_touched_for_programs() -> None:
     first, *own = shown(raw=True)
     assert first == "loading"
     assert [json.loads(line)["message"] for line in own][:1] == ["worker is ready after 1.2 s"]
