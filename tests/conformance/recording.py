@@ -20,7 +20,7 @@ NUM_RECORDINGS = {
     "grammar": 15,
     "encoder": 19,
     "control": 23,
-    "groups": 36,
+    "groups": 37,
     "mixed": 90,
 }
 """Recordings by family."""

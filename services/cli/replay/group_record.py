@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.common.ids import BlockId
+from services.common.kv_cache_groups import AttentionType
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -47,7 +48,7 @@ class GroupRecord:
             for request in plan.new + plan.resumed
             if request.shared_prefix_boundary
         }
-        record["to_zero"] = list(plan.block_ids_to_zero)
+        record["to_zero"] = self._by_group(plan.block_ids_to_zero, after.values())
         record["copies"] = [[copy.source, copy.target] for copy in plan.copies]
         record["freed_sched"] = self._take_freed()
 
@@ -61,6 +62,23 @@ class GroupRecord:
 
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
         return {request: self._core.block_tables(request.key) for request in requests}
+
+    def _by_group(self, block_ids: Sequence[BlockId], tables: Iterable[_Tables]) -> list[BlockId]:
+        """Blocks of attention group by group, as vLLM lists those that are cleared. Those of a
+        request that was preempted since are put in the first group.
+        """
+        groups = [
+            index
+            for index, one in enumerate(self._core.config.groups)
+            if one.attention_type is not AttentionType.STATE_SPACE
+        ]
+        group_of = {
+            block_id: group
+            for of_request in tables
+            for group in groups
+            for block_id in of_request[group]
+        }
+        return sorted(block_ids, key=lambda block_id: group_of.get(block_id, groups[0]))
 
     def _take_freed(self) -> list[BlockId]:
         freed = list(self._freed)
