@@ -5,17 +5,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.cli.client import Client
-from services.cli.errors import CommandParser
+from services.cli.errors import CommandError, CommandParser
 from services.cli.tls_files import TlsFiles
 
 DEFAULT_URL = "http://127.0.0.1:8001"
 CALLS = ("pause", "resume", "reset-prefix-cache", "drain", "undrain")
+_NAME_REPLICAS = ("drain", "undrain")
 _MODES = ("abort", "wait", "keep")
 
 
 def main(argv: Sequence[str]) -> int:
     arguments = vars(_parser().parse_args(argv))
     url, key, call = (arguments.pop(name) for name in ("url", "admin_key", "call"))
+    if call in _NAME_REPLICAS and not arguments["replica"]:
+        raise CommandError(
+            f"{call} needs --replica ADDRESS, as `stepwell status` names it", exit_status=2
+        )
     tls = TlsFiles.taken_from(arguments)
     query = {name: value for name, value in arguments.items() if value not in (None, False)}
     with Client(url, key, tls, served_by="stepwell up --admin-port 8001") as client:

@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
-    """A table of requests; `now` is in Unix seconds."""
+    """A table of requests; `now` is in Unix seconds. Of one that runs the tokens of the output are
+    left open: the gateway has heard of few, where the answer is not streamed.
+    """
     if not traces:
         which = "that failed " if order == "failed" else ""
         return [f"no request {which}has been traced; a few of each minute are, unless told more"]
@@ -54,6 +56,8 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
         tokens = [
             attributes.get(f"gen_ai.usage.{kind}_tokens", "-") for kind in ("input", "output")
         ]
+        if trace["is_running"]:
+            tokens[1] = "…"
         rows.append(
             (
                 seconds_text(max(0.0, now - trace["started_unix_seconds"])),

@@ -212,7 +212,7 @@ def _raising(deserialize: Any, method: str) -> Any:
         try:
             return deserialize(data)
         except DecodeError as error:
-            raise errors.InvalidArgument(f"a message is none that {method} takes") from error
+            raise errors.InvalidArgument(f"a message to {method} cannot be decoded") from error
 
     return read
 

@@ -142,7 +142,7 @@ class Administration:
         unknown = [address for address in addresses if address not in known]
         if unknown:
             raise NotFound(
-                f"replica: {unknown[0][:200]} is none; there are {', '.join(known)}",
+                f"there is no replica {unknown[0][:200]!r}; there are {', '.join(known)}",
                 field="replica",
                 reason="REPLICA_NOT_FOUND",
             )

@@ -173,6 +173,14 @@ def test_operators_calls_without_their_port_are_one_sentence() -> None:
     )
 
 
+def test_a_call_that_must_name_a_replica_says_so() -> None:
+    assert_refused(
+        stepwell("admin", "drain"),
+        "stepwell admin: drain needs --replica ADDRESS, as `stepwell status` names it",
+        2,
+    )
+
+
 @pytest.mark.parametrize("url", ["ftp://host", "host", "http://"])
 def test_what_is_no_url_is_one_sentence(url: str) -> None:
     done = stepwell("chat", "--url", url, "hi")

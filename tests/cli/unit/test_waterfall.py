@@ -100,7 +100,7 @@ def test_requests_in_a_table() -> None:
     failed = fine | {"request_id": "", "error": "the queue is full", "attributes": {}}
     assert listing([fine | {"is_running": True}, fine, failed], "newest", 103.0) == [
         "   AGE    TOOK    FIRST   TOKENS  REQUEST                           STATUS",
-        "3.00 s  1.50 s  20.0 ms  12 + 34  cmpl-1                            running",
+        "3.00 s  1.50 s  20.0 ms   12 + …  cmpl-1                            running",
         "3.00 s  1.50 s  20.0 ms  12 + 34  cmpl-1                            ok",
         f"3.00 s  1.50 s        -    - + -  {TRACE_ID}  the queue is full",
     ]

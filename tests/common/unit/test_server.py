@@ -130,7 +130,7 @@ async def test_a_message_that_cannot_be_decoded_is_the_callers_fault(
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details() == f"a message is none that {path} takes"
+    assert refused.value.details() == f"a message to {path} cannot be decoded"
     assert not caplog.records
 
 
