@@ -166,3 +166,20 @@ async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> Non
         await page.wait_for_selector("#replicas button >> text=Pause")
         assert not shown.status()["paused"]
         assert await page.evaluate("document.querySelector('#chat').hidden")
+
+
+async def test_the_page_says_at_its_head_that_no_replica_is_ready(shown: Stack) -> None:
+    async with (
+        async_http_client(timeout=120) as http,
+        chromium() as browser,
+        page_of(browser, shown.url, **WIDE) as page,
+    ):
+        (replica,) = (await http.get(f"{shown.url}/status")).json()["replicas"]
+        which = {"replica": replica["address"]}
+        await page.goto(f"{shown.url}/")
+        assert page.url == f"{shown.url}/ui"
+        await page.wait_for_selector("#state.live")
+        await http.post(f"{shown.admin_url}/drain", params=which)
+        await page.wait_for_selector("#state.away >> text=no replica is ready")
+        await http.post(f"{shown.admin_url}/undrain", params=which)
+        await page.wait_for_selector("#state.live")

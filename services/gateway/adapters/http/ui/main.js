@@ -55,7 +55,8 @@ async function run() {
 
 async function look() {
   const activity = await get(`activity${query()}`);
-  setState("live", activity.draining ? "draining" : "live");
+  if (!activity.replicas.some((replica) => replica.ready)) setState("away", "no replica is ready");
+  else setState("live", activity.draining ? "draining" : "live");
   if (showsProblem === "look") problem("");
   chat.model = activity.model;
   byId("model").textContent = activity.model;

@@ -13,7 +13,7 @@ const STATES = {
 export class Pool {
   constructor() {
     this.canvas = byId("blocks");
-    this.blocks = null;
+    this.blocks = undefined;
     this.blockSize = 0;
     this.nameOf = (key) => `request ${key}`;
     this.pointed = -1;
@@ -34,7 +34,7 @@ export class Pool {
   draw() {
     const { drawing, width, height } = context(this.canvas);
     if (!this.blocks) {
-      byId("pool-says").textContent = "the pool does not answer";
+      byId("pool-says").textContent = this.blocks === null ? "the pool does not answer" : "";
       return;
     }
     const { states, owners } = this.blocks;

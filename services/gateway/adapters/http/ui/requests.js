@@ -88,7 +88,7 @@ export function showNumbers(replica, before, elapsed) {
     [`${stats.num_running} / ${stats.max_num_seqs}`, "running"],
     [String(stats.num_waiting), "waiting"],
     [rate("num_steps"), "steps"],
-    [seconds(stats.mean_step_nanos / 1e9), "a step"],
+    [stats.num_steps ? seconds(stats.mean_step_nanos / 1e9) : "–", "a step"],
     [rate("num_generated_tokens"), "tokens generated"],
     [percent(held, stats.num_usable_blocks), "of blocks held"],
     [percent(stats.num_cached_tokens, stats.num_prompt_tokens), "of prompts cached"],

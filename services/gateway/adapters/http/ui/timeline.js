@@ -42,13 +42,7 @@ export class Timeline {
     const most = niceTop(Math.max(1, ...shown.map(tokens)), this.budget);
     const slowest = Math.max(1e-4, ...shown.map((step) => step.seconds));
     this.#say(shown);
-    drawing.font = "11px system-ui, sans-serif";
-    drawing.fillStyle = themed("--soft");
-    const scale = most < this.budget ? `0 to ${most} of ${this.budget} tokens` : `budget ${this.budget} tokens`;
-    drawing.fillText(scale, 2, 11);
-    drawing.textAlign = "right";
-    drawing.fillText(`time of a step, up to ${seconds(slowest)}`, width - 2, 11);
-    drawing.textAlign = "left";
+    if (shown.length) this.#label(drawing, width, most, slowest);
     drawing.fillStyle = themed("--blank");
     drawing.fillRect(0, LABEL_HEIGHT, width, tall);
     shown.forEach((step, index) => {
@@ -59,6 +53,16 @@ export class Timeline {
       drawing.fillRect(x, height - high, columns.width - GAP, high);
     });
     this.#mark(drawing, shown, columns, width, tall);
+  }
+
+  #label(drawing, width, most, slowest) {
+    drawing.font = "11px system-ui, sans-serif";
+    drawing.fillStyle = themed("--soft");
+    const scale = most < this.budget ? `0 to ${most} of ${this.budget} tokens` : `budget ${this.budget} tokens`;
+    drawing.fillText(scale, 2, 11);
+    drawing.textAlign = "right";
+    drawing.fillText(`time of a step, up to ${seconds(slowest)}`, width - 2, 11);
+    drawing.textAlign = "left";
   }
 
   #columns(width) {
@@ -91,7 +95,7 @@ export class Timeline {
   #say(shown) {
     const recent = shown.slice(-100);
     if (!recent.length) {
-      byId("steps-say").textContent = "no step since this page looks";
+      byId("steps-say").textContent = "no step since this page was opened";
       return;
     }
     const sum = (value) => recent.reduce((total, step) => total + value(step), 0);
