@@ -22,7 +22,7 @@ run: $(VENV)/.run gen/.built ## Install, start all four services and serve MODEL
 # Bytecode is kept whatever the environment says: hundreds of processes import the services.
 test: $(VENV)/.dev gen/.built ## Run every test, on the CPU
 	@CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-	    $(if $(filter tests%,$(ARGS)),,--numprocesses 4 --no-loadscope-reorder) $(ARGS)
+	    $(if $(filter tests%,$(ARGS)),,--numprocesses 4) $(ARGS)
 
 check: $(VENV)/.dev gen/.built ## Format, lint, types, layering, contracts, generated code
 	$(BIN)/ruff format --check .

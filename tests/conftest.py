@@ -3,12 +3,15 @@
 What starts servers or measures time runs in two of them, test after test, from the start: most of
 that time is spent on waiting. What only computes runs in the other two, file by file, by one thread
 each, so that two processors are never idle, and at a low priority, so that it delays the servers
-little; the processes of the servers take what is left of it. Without pytest-xdist all tests run in
-one process, as they are collected.
+little. Each process imports and collects what it may run, and no other test: that takes seconds of
+a processor. Without pytest-xdist all tests run in one process, as they are collected.
 """
 
 import gc
 import os
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,34 +19,32 @@ from hypothesis import HealthCheck, settings
 
 import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
 
+NUM_PROCESSES = 4
 SERVERS = {
-    "stacks": ("tests/e2e/", "tests/benchmarks/integration/"),
-    "services": tuple(
-        f"tests/{service}/integration/"
-        for service in (
-            "common",
-            "gateway",
-            "scheduler",
-            "kvpool",
-            "worker",
-            "cli",
-            "directory",
-        )
+    "stacks": ("tests/e2e/", "tests/scheduler/integration/"),
+    "services": (
+        "tests/benchmarks/integration/",
+        *(
+            f"tests/{service}/integration/"
+            for service in ("common", "gateway", "kvpool", "worker", "cli", "directory")
+        ),
     ),
 }
-"""The tests of each of the two processes, the longer one first."""
+"""The tests of each of the first two processes, which take about as long."""
 LONG_FILES = (
     "tests/parity/test_services_parity.py",
     "tests/parity/test_greedy_parity.py",
-    "tests/parity/test_pipeline_parity.py",
     "tests/parity/test_exact_logits.py",
-    "tests/worker/unit/test_xformers_kernels.py",
-    "tests/parity/test_scheduled_parity.py",
-    "tests/parity/test_offloading_parity.py",
-    "tests/parity/test_hybrid_parity.py",
     "tests/parity/test_random_schedules.py",
+    "tests/parity/test_pipeline_parity.py",
+    "tests/parity/test_offloading_parity.py",
     "tests/parity/test_draft_model_parity.py",
+    "tests/parity/test_hybrid_parity.py",
+    "tests/worker/unit/test_xformers_kernels.py",
+    "tests/parity/test_speculation_parity.py",
     "tests/conformance/test_recordings.py",
+    "tests/parity/test_scheduled_parity.py",
+    "tests/conformance/test_replay_command.py",
 )
 """Of the files that only compute, those that take longest: they come first, so that the short ones
 occupy all processes to the end.
@@ -64,8 +65,22 @@ gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The process of servers that a test belongs to, if it belongs to one."""
+    """The process of servers that a test or a directory belongs to, if it belongs to one."""
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collects in each of the four processes of pytest-xdist what that one may run, and everything
+    in one that replaces a process that crashed, or where there are not four.
+    """
+    worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
+    if worker["workercount"] != NUM_PROCESSES:
+        return None
+    number = int(worker["workerid"].removeprefix("gw"))
+    own = dict(enumerate(SERVERS)).get(number)
+    servers = servers_of(f"{collection_path.relative_to(config.rootpath).as_posix()}/")
+    is_way_to_servers = servers is None and collection_path.is_dir()
+    return None if number >= NUM_PROCESSES or is_way_to_servers or servers == own else True
 
 
 def order(item: pytest.Item) -> int:
@@ -98,10 +113,37 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - ARGS works without it
 
     class ServersAndFiles(LoadScopeScheduling):
-        """Its units of work are each process's tests of servers, and each file of the others."""
+        """Its units of work are each process's tests of servers, and each file of the others. A
+        process is handed the first unit that it has collected.
+        """
 
         def _split_scope(self, nodeid: str) -> str:
             return servers_of(nodeid) or nodeid.partition("::")[0]
+
+        def add_node_collection(self, node: Any, collection: Sequence[str]) -> None:
+            self.registered_collections[node] = list(collection)
+
+        def schedule(self) -> None:
+            if self.collection is None:
+                for nodeid in chain.from_iterable(self.registered_collections.values()):
+                    self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
+                self.collection = list(chain.from_iterable(self.workqueue.values()))
+            # A process begins a test once it knows of the next one: two units have two tests.
+            for node in 2 * self.nodes:
+                self._reschedule(node)
+
+        def _reschedule(self, node: Any) -> None:
+            own = self.registered_collections.get(node)
+            pending = self._pending_of(self.assigned_work[node])
+            if own is None or node.shutting_down or pending > 2:
+                return
+            scopes = (name for name, unit in self.workqueue.items() if next(iter(unit)) in own)
+            scope = next(scopes, None)
+            if scope is None:
+                node.shutdown()
+            else:
+                self.workqueue.move_to_end(scope, last=False)
+                self._assign_work_unit(node)
 
     return ServersAndFiles(config, log)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -30,6 +29,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config: Any) -> Path:
     """An adapter of random weights, wide enough to change what is generated."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - most processes need none
+
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     torch.manual_seed(seed)
     with warnings.catch_warnings():  # of what peft asks of transformers
@@ -44,6 +45,8 @@ def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config
 
 def adapted_model(model_directory: Path, adapter: Path | None) -> PreTrainedModel:
     """The model as peft computes it with an adapter."""
+    from peft import PeftModel  # noqa: PLC0415 - most processes need none
+
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
     if adapter is None:
         return base

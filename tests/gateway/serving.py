@@ -5,13 +5,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import grpc
 import httpx
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
 from services.common.channel import open_channel
@@ -19,12 +18,15 @@ from services.common.errors import StepwellError
 from services.common.settings import SettingError
 from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.__main__ import Gateway
-from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 
 if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
+    from openai import AsyncOpenAI
+
     from services.common.tls import Tls
 
 DEADLINE_SECONDS = 60.0
@@ -52,7 +54,12 @@ class Serving:
     def stub(self) -> Any:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
-    def openai(self, **options: Any) -> AsyncOpenAI:
+    # The packages of OpenAI and Anthropic take a second to import; most tests that import this
+    # module use neither.
+
+    def openai(self, **options: Any) -> "AsyncOpenAI":
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
+
         defaults = {
             "api_key": "none",
             "max_retries": 0,
@@ -60,17 +67,25 @@ class Serving:
         }
         return AsyncOpenAI(base_url=f"{self.base_url}/v1", **defaults | options)
 
-    def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+    def anthropic(self, **options: Any) -> "AsyncAnthropic":
+        from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient  # noqa: PLC0415
+
         defaults = {
             "api_key": "none",
             "max_retries": 0,
-            "http_client": anthropic.DefaultAsyncHttpxClient(verify=False),
+            "http_client": DefaultAsyncHttpxClient(verify=False),
         }
-        return anthropic.AsyncAnthropic(base_url=self.base_url, **defaults | options)
+        return AsyncAnthropic(base_url=self.base_url, **defaults | options)
 
     def tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer._backend.encode(text, add_special_tokens=False).ids
         return ids
+
+
+@cache
+def tokenizer_of(model: Path) -> HfTokenizer:
+    """The tokenizer of a model, which many tests serve: it is loaded once."""
+    return load_tokenizer(model)
 
 
 @asynccontextmanager
@@ -100,7 +115,7 @@ async def serving(
         "drain_seconds": 1.0,
     } | settings
     num_wanted = len(fakes) if num_ready is None else num_ready
-    tokenizer = load_tokenizer(model)
+    tokenizer = tokenizer_of(model)
     tracing = tracing or configure_tracing("gateway", "", 0.0)
     try:
         known = GatewaySettings(**values)

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
 import yaml
 
@@ -19,6 +19,9 @@ from services.cli.deploy.fleet import GatewayFleet
 from tests.deploy.compose_files import DIRECTORY, ROOT, services_of
 from tests.deploy.engine.conftest import Up, docker_client
 from tests.plain_http import http_get
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -37,8 +40,10 @@ def eventually(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @contextmanager
-def client_of(up: Up) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+def client_of(up: Up) -> "Iterator[OpenAI]":
+    from openai import OpenAI  # noqa: PLC0415 - every collection of the tests imports this module
+
+    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
