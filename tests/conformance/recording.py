@@ -15,11 +15,11 @@ NUM_RECORDINGS = {
     "basic": 53,
     "pooling": 4,
     "lora": 12,
-    "session": 15,
+    "session": 18,
     "connector": 31,
     "grammar": 15,
     "encoder": 19,
-    "control": 23,
+    "control": 25,
     "groups": 37,
     "mixed": 90,
 }

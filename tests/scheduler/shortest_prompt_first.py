@@ -26,3 +26,9 @@ class ShortestPromptFirstQueue(list[Request]):
         insort(self, request, key=lambda queued: queued.num_prompt_tokens)
 
     prepend = add
+
+    def reorder(self) -> None:
+        self.put_in_order()
+
+    def put_in_order(self) -> None:
+        self.sort(key=lambda queued: queued.num_prompt_tokens)

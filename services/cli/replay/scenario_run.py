@@ -92,7 +92,9 @@ class ScenarioRun:
                 if step > last_event and self._is_stuck(record):
                     status = "stuck"
                     break
-            elif len(record) > 1:
+                continue
+            await self._abort_mid_step(step, record)
+            if len(record) > 1:
                 steps.append(record | {"idle": True})
             elif step > last_event:
                 status = "left" if self.scheduler.requests else "done"
@@ -125,7 +127,8 @@ class ScenarioRun:
         runs = any(plan.requests for _, plan in self._in_flight)
         happens = any((runs, self._finished_since_plan, self.scheduler.has_transfers))
         changes = any(map(record.get, _CHANGES))
-        waits = self.scheduler.queues.has_admissible and not (happens or changes)
+        waits = self._has_requests and self.scheduler.queues.has_admissible
+        waits = waits and not (happens or changes)
         self._num_quiet_steps = self._num_quiet_steps + 1 if waits else 0
         return self._num_quiet_steps >= self._depth
 
@@ -208,6 +211,13 @@ class ScenarioRun:
             self.scheduler.abort(own.request)
             self._note_end(own.request, step)
 
+    async def _abort_mid_step(self, step: int, record: Record) -> None:
+        """Aborts that come after the plan of a step, or in a step without one."""
+        for event in self._scenario.events.get(step, ()):
+            if isinstance(event, Abort) and event.is_mid_step:
+                self._abort(step, event.request_id, record)
+                await self.scheduler.flush()
+
     def _note_end(self, request: Request, step: int) -> None:
         self._finished_since_plan.append(request.request_id)
         self._requests[request.request_id].finish_step = step
@@ -230,10 +240,7 @@ class ScenarioRun:
             self._in_flight.append((step, plan))
             # vLLM does not wait for an output while there are batches to fill.
             may_wait = bool(plan.requests) or self._has_requests
-        for event in self._scenario.events.get(step, ()):
-            if isinstance(event, Abort) and event.is_mid_step:
-                self._abort(step, event.request_id, record)
-                await scheduler.flush()
+        await self._abort_mid_step(step, record)
         self._recorder.before_update()
         if self._in_flight and (len(self._in_flight) == self._depth or not may_wait):
             self._update(step, record)

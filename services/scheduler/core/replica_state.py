@@ -44,7 +44,11 @@ class ReplicaState:
 
     def take_out(self, request: Request) -> None:
         """Takes a request out of those that run or wait."""
-        (self.queues if request.row is None else self.running).remove(request)
+        if request.row is None:
+            self.queues.remove(request)
+            self.queues.put_in_order()
+        else:
+            self.running.remove(request)
 
     def free(self, request: Request) -> None:
         """Frees the row of a request and, with the next transaction, its blocks."""

@@ -82,7 +82,7 @@ class WaitingRequests:
         del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
-            self.queue_of(session).reorder(session)
+            self.queue_of(session).reorder()
 
     def hold(self, request: Request) -> None:
         """A waiting request has blocks from here on, and waits with them."""
@@ -136,6 +136,11 @@ class WaitingRequests:
         else:
             self.queue_of(request).remove(request)
             self._lost_blocks.pop(request, None)
+
+    def put_in_order(self) -> None:
+        """Moves sessions whose rank has changed with their last input."""
+        self.kv_waiting.put_in_order()
+        self.waiting.put_in_order()
 
     def queue_of(self, request: Request) -> RequestQueue:
         """The queue of a request that is not held back."""

@@ -62,5 +62,21 @@ def test_a_session_at_the_head_of_the_queue_keeps_its_place_when_its_input_comes
         queue.add(request)
     for request in requests[:2]:
         request.arrival_time = 9 - request.key
-        queue.reorder(request)
+        queue.reorder()
     assert [request.request_id for request in queue] == ["a", "c", "b"]
+
+
+def test_sessions_move_by_their_input_once_another_request_ends() -> None:
+    queue = find_policy("priority").create_request_queue()
+    requests = [
+        Request(name, number, [1], 1, SamplingParams(), arrival_time=number)
+        for number, name in enumerate("ba")
+    ]
+    for request in requests:
+        queue.add(request)
+    for request in requests:
+        request.arrival_time = 9
+        queue.reorder()
+    assert [request.request_id for request in queue] == ["b", "a"]
+    queue.put_in_order()
+    assert [request.request_id for request in queue] == ["a", "b"]

@@ -27,5 +27,8 @@ class FCFSRequestQueue(deque[Request]):
     add = deque[Request].append
     prepend = deque[Request].appendleft
 
-    def reorder(self, request: Request, /) -> None:
-        """Keeps it in its place."""
+    def reorder(self) -> None:
+        """All keep their places."""
+
+    def put_in_order(self) -> None:
+        """All are in their order."""

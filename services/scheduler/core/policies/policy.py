@@ -16,8 +16,11 @@ class RequestQueue(Protocol):
     def prepend(self, request: Request, /) -> None:
         """Queues a request that was preempted: at the head, unless the order ranks it elsewhere."""
 
-    def reorder(self, request: Request, /) -> None:
-        """Notes that what orders a request in the queue has changed."""
+    def reorder(self) -> None:
+        """Notes that what orders one of the requests has changed."""
+
+    def put_in_order(self) -> None:
+        """Moves requests to where they belong, by what orders them now."""
 
     def remove(self, request: Request, /) -> None:
         """Takes a request out. Raises ValueError if it is not in the queue."""

@@ -1,6 +1,7 @@
 """By priority, and by arrival among requests of one priority."""
 
 from bisect import insort
+from heapq import heappop, heappush
 
 from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.request import Request
@@ -35,8 +36,31 @@ class PriorityRequestQueue(list[Request]):
 
     prepend = add
 
-    def reorder(self, request: Request, /) -> None:
-        """As in vLLM, one at the head keeps its place."""
-        if self[0] is not request:
-            self.remove(request)
-            self.add(request)
+    has_misplaced = False
+    """Whether a rank has changed since the queue was put in order."""
+
+    def reorder(self) -> None:
+        """As in vLLM, whose heap moves no request when its rank changes, only when others are added
+        or taken out.
+        """
+        self.has_misplaced = True
+        self[:] = _given_out([self[index] for index in _layout(len(self))])
+
+    def put_in_order(self) -> None:
+        if self.has_misplaced:
+            self.has_misplaced = False
+            self.sort(key=_rank)
+
+
+def _layout(count: int) -> list[int]:
+    """How so many requests lie in a heap to which they were added from the last to the first."""
+    heap: list[int] = []
+    for index in reversed(range(count)):
+        heappush(heap, index)
+    return heap
+
+
+def _given_out(heap: list[Request]) -> list[Request]:
+    """The order in which a heap gives out requests, of which one may not be where it belongs."""
+    ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
+    return [heappop(ranked)[2] for _ in heap]
