@@ -33,9 +33,12 @@ def test_a_summary_counts_what_succeeded_after_the_warm_up() -> None:
         answered(1.0, [1.2, 1.3, 1.5], num_cached_tokens=4),
         answered(2.0, [2.4, 3.0], sent=2.1),
         answered(2.0, [2.0], ended=None, failure=Failure("http 429")),
+        answered(2.0, [2.0], ended=None, failure=Failure("http 429", "later")),
+        answered(2.0, [2.0], ended=None, failure=Failure("http 429", "much later")),
     ]
     summary = summarize(records, {"ttft": 200.0})
-    assert (summary.completed, summary.failed, summary.failures) == (2, 1, {"http 429": 1})
+    assert (summary.completed, summary.failed, summary.failures) == (2, 3, {"http 429": 3})
+    assert summary.failure_messages == {"http 429": "later"}
     assert summary.duration_seconds == 2.0
     assert summary.request_throughput == 1.0
     assert summary.output_throughput == 2.5

@@ -6,6 +6,7 @@ from services.cli.bench.adapters.loop_lag import GeneratorUsage
 from services.cli.bench.core.percentiles import PERCENTILES, Distribution
 from services.cli.bench.core.summary import Summary
 
+_MAX_MESSAGE = 200
 _NAMES = {
     "ttft_ms": "time to first token",
     "tpot_ms": "time per output token",
@@ -35,7 +36,9 @@ def report(summary: Summary, usage: GeneratorUsage, lengths: str, *, is_open: bo
 def _counts(summary: Summary, lengths: str) -> Iterator[str]:
     yield f"requests       {summary.completed:,} completed, {summary.failed:,} failed"
     for kind, count in summary.failures.items():
-        yield f"               {count:,} failed: {kind}"
+        message = " ".join(summary.failure_messages.get(kind, "").split())
+        why = f": {message[:_MAX_MESSAGE]}" if message else ""
+        yield f"               {count:,} failed: {kind}{why}"
     yield (
         f"duration       {summary.duration_seconds:.2f} s, up to "
         f"{summary.max_concurrent_requests:,} requests at once"

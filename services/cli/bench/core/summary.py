@@ -36,6 +36,8 @@ class Summary:
     failed: int
     failures: dict[str, int]
     """By kind."""
+    failure_messages: dict[str, str]
+    """What the first of a kind said, if anything."""
     duration_seconds: float
     total_input_tokens: int
     total_output_tokens: int
@@ -62,7 +64,8 @@ def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float])
     """The figures of the requests that are not of the warm-up."""
     measured = [record for record in records if not record.is_warmup]
     done = [record for record in measured if record.is_ok]
-    failures = Counter(record.failure.kind for record in measured if record.failure is not None)
+    failed = [record.failure for record in measured if record.failure is not None]
+    failures = Counter(failure.kind for failure in failed)
     seconds = _duration(measured, done)
     num_input = sum(record.num_input_tokens or 0 for record in done)
     num_output = sum(record.output_tokens for record in done)
@@ -76,6 +79,7 @@ def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float])
         completed=len(done),
         failed=len(measured) - len(done),
         failures=dict(failures.most_common()),
+        failure_messages={one.kind: one.message for one in reversed(failed) if one.message},
         duration_seconds=seconds,
         total_input_tokens=num_input,
         total_output_tokens=num_output,
