@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from stepwell.worker.v1 import worker_pb2_grpc
@@ -30,6 +31,7 @@ from services.worker.adapters.servicer import WorkerServicer
 from services.worker.build import load_worker
 from services.worker.core.worker import Worker
 from services.worker.models.load import check_configuration
+from services.worker.parallel.errors import RankStopped
 from services.worker.parallel.group import Timeouts
 from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings
@@ -44,6 +46,8 @@ _CLOSE_SECONDS = 0.2
 """With a group: time for a stream to end with the reason why the group has broken, and for a step
 that waits for another rank.
 """
+_TOLD_SECONDS = 1.0
+"""For how long a rank, once another has stopped as it was told to, waits to be told so, too."""
 
 logger = logging.getLogger("services.worker")
 
@@ -100,15 +104,20 @@ class WorkerService:
         await _first_of(stop.wait(), self._member.broken)
 
     async def close(self, stop: asyncio.Event) -> None:
-        """Ends streams, drains, and leaves the group; ends the process if the group has broken."""
+        """Ends streams, drains, and leaves the group; ends the process if the group has broken,
+        unless because another rank was told to stop and this one is told so, too.
+        """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None
         self._servicer.close(reason)
         await self._server.drain(_CLOSE_SECONDS if has_broken else self._settings.drain_seconds)
-        if reason is not None:
+        if isinstance(reason, RankStopped):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _TOLD_SECONDS)
+        if reason is not None and not (isinstance(reason, RankStopped) and stop.is_set()):
             end_at_once(f"stepwell worker: {reason}")
         self._liveness.cancel()
-        self._member.leave()
+        self._member.leave(is_stopped=stop.is_set())
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:

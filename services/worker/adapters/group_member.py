@@ -39,10 +39,12 @@ class GroupMember:
             rank = self.membership.rank
             self._group.watch.report(GroupBroken(f"rank {rank} cannot start: {error}"))
 
-    def leave(self) -> None:
-        """Closes the connections with the other ranks, which notice at once."""
+    def leave(self, *, is_stopped: bool) -> None:
+        """Closes the connections with the other ranks, which notice at once, and whether this one
+        was told to stop.
+        """
         if self._group is not None:
-            self._group.close()
+            self._group.close(is_stopped=is_stopped)
 
     def _break_from_thread(self, error: GroupBroken) -> None:
         self._loop.call_soon_threadsafe(self._break, error)

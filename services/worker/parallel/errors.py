@@ -3,6 +3,7 @@
 Unavailable
 └── GroupBroken          the ranks cannot go on together; each of them ends
     └── RankLost         one of them is gone
+        └── RankStopped  because it was told to stop
 """
 
 from services.common.errors import Unavailable
@@ -20,3 +21,7 @@ class RankLost(GroupBroken):
     """The process of another rank has ended, or cannot be reached."""
 
     reason = "RANK_LOST"
+
+
+class RankStopped(RankLost):
+    """The process of another rank was told to stop. As a rule all ranks are, one after another."""

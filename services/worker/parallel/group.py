@@ -109,9 +109,9 @@ class Group:
         """The smallest value of all ranks, under the name `what`."""
         return min(map(int, self.gather(what, str(value))))
 
-    def close(self) -> None:
-        """Closes the connections, by which the other ranks notice that this one leaves."""
-        self.watch.close()
+    def close(self, *, is_stopped: bool = False) -> None:
+        """Closes the connections, by which other ranks notice that this one leaves: see Watch."""
+        self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
         """This rank's address on the way to rank 0; waits until the name resolves."""

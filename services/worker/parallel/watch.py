@@ -3,7 +3,7 @@
 Every two ranks hold an idle connection. The kernel closes a process's connections when it ends, for
 whatever reason, so that the other ranks notice within a round trip, also while no step runs or a
 collective waits. Keepalive probes find a machine that does not answer. A rank that ends for a known
-reason sends it first.
+reason, such as that it was told to stop, sends it first.
 """
 
 import logging
@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from services.worker.parallel.errors import GroupBroken, RankLost
+from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_REASON = 4096
+_STOPPED = "it was told to stop"
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
@@ -52,9 +53,7 @@ class Watch:
             reported, closed = self._broken, self._closed
         if first and not closed:
             self._is_broken.set()
-            for connection in self._peers.values():
-                with suppress(OSError):
-                    connection.sendall(str(reported).encode()[:_LONGEST_REASON])
+            self._send(str(reported))
             self._on_broken(reported)
         return reported
 
@@ -63,15 +62,24 @@ class Watch:
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
-    def close(self) -> None:
-        """Stops watching and closes the connections, by which other ranks notice this one's end."""
+    def close(self, *, is_stopped: bool = False) -> None:
+        """Stops watching and closes the connections, by which other ranks notice this one's end.
+        `is_stopped`: they are sent that it was told to stop, if the group is not broken.
+        """
         with self._lock:
             self._closed = True
+        if is_stopped and self._broken is None:
+            self._send(_STOPPED)
         self._waker.close()
         self._thread.join()
         self._woken.close()
         for connection in self._peers.values():
             connection.close()
+
+    def _send(self, reason: str) -> None:
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.sendall(reason.encode()[:_LONGEST_REASON])
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -86,11 +94,11 @@ class Watch:
                     self._ended(key.data)
 
     def _ended(self, rank: int) -> None:
-        reason = b""
+        reason = ""
         with suppress(OSError):
-            reason = self._peers[rank].recv(_LONGEST_REASON)
-        why = f": {reason.decode(errors='replace')}" if reason else ""
-        self.report(RankLost(f"rank {rank} is gone{why}"))
+            reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
+        kind = RankStopped if reason.endswith(_STOPPED) else RankLost  # that rank, or one before it
+        self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
 
 def _keep_alive(connection: socket.socket) -> None:

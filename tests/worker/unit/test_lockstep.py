@@ -11,7 +11,7 @@ import torch
 from services.common.errors import Aborted, InvalidArgument
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.step import StepInput, StepOutput
-from services.worker.parallel.errors import GroupBroken, RankLost
+from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
 from services.worker.parallel.group import Timeouts
 from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import RankThread, on_ranks
@@ -135,20 +135,23 @@ def test_a_rank_that_fails_says_why_to_all() -> None:
     assert first == f"rank 1 is gone: {second}"
 
 
-def test_a_rank_that_leaves_is_noticed_while_nothing_runs() -> None:
+@pytest.mark.parametrize(("is_stopped", "noticed"), [(False, RankLost), (True, RankStopped)])
+def test_a_rank_that_leaves_is_noticed_while_nothing_runs(
+    is_stopped: bool, noticed: type[GroupBroken]
+) -> None:
     left = threading.Event()
 
     def work(thread: RankThread) -> tuple[type[GroupBroken], float]:
         if thread.group.ranks.rank == 1:
-            thread.group.close()
+            thread.group.close(is_stopped=is_stopped)
             left.set()
-            return RankLost, 0
+            return noticed, 0
         assert left.wait(60)
         began = time.monotonic()
         return type(thread.broken.result(60)), time.monotonic() - began
 
     for kind, seconds in on_ranks(3, work):
-        assert kind is RankLost
+        assert kind is noticed
         assert seconds < 20
 
 
