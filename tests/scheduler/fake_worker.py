@@ -69,6 +69,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.prepared: list[str] = []
         """Texts of the grammars that it was to compile."""
         self.nan_rows: frozenset[int] = frozenset()
+        self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
         """A token of a new request that ends the stream."""
         self.going = asyncio.Event()
@@ -152,6 +153,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self._tracing.child(
                 names.SPAN_WORKER_EXECUTE, step.traceparent, kind=SpanKind.SERVER
             ).end()
+        refused = [index for index, row in enumerate(rows) if row in self.refused_rows]
         return worker_pb2.ExecuteResponse(
             generation=step.generation,
             step=step.step,
@@ -160,6 +162,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             nan_requests=pack_token_ids(
                 [index for index, row in enumerate(rows) if row in self.nan_rows]
             ),
+            refused_requests=pack_token_ids(refused),
+            refused_tokens=pack_token_ids([0] * len(refused)),
         )
 
 

@@ -275,6 +275,8 @@ class Sessions:
             if request.finish_reason is FinishReason.NAN_IN_LOGITS:
                 self.num_corrupted += 1
                 logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
+            elif request.finish_reason is FinishReason.ERROR:
+                logger.warning("a request fails: %s", request.error, extra=request.log_fields)
             owner = self._pop_owner(request)
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)

@@ -194,7 +194,7 @@ class GrammarMask:
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
-                logger.warning("an output ends unfinished: %s", error)
+                logger.info("no mask of a grammar can be made, and its request fails: %s", error)
                 self._matcher = None
         if self._matcher is None:
             self._words.fill(0)
