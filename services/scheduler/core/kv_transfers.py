@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.common.ids import NULL_BLOCK, BlockId, RequestKey
+from services.common.kv_cache_groups import AttentionType
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.failed_loads import scheduled_tokens, set_back
@@ -172,7 +173,10 @@ class KVTransfers:
         """A step is decided: its running requests have further blocks."""
         plan.loads, self.loads = self.loads, []
         for request, appended in plan.appended_blocks.items():
-            for table, blocks in zip(self._block_tables[request], appended, strict=True):
+            tables = self._block_tables[request]
+            for group, table, blocks in zip(self._config.all_groups, tables, appended, strict=True):
+                if group.attention_type is AttentionType.STATE_SPACE:
+                    _leave_moved(table, blocks)
                 table.extend(blocks)
         size = self._config.block_size
         self._filled += [
@@ -220,7 +224,9 @@ class KVTransfers:
         if blocks is None:
             blocks = tuple([] for _ in range(max(1, len(self._config.groups))))
         computed = tuple(
-            table[: -(-request.num_computed_tokens // group.block_size)]
+            table
+            if group.attention_type is AttentionType.STATE_SPACE  # drafts write states behind them
+            else table[: -(-request.num_computed_tokens // group.block_size)]
             for group, table in zip(self._config.all_groups, blocks, strict=True)
         )
         is_sent = self.connector.request_finished(request, computed)
@@ -353,3 +359,11 @@ class KVTransfers:
     def _release_leaving(self, key: RequestKey) -> None:
         if self._leaving.pop(key, None) is not None:
             self._kv_cache_manager.release_key(key)
+
+
+def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:
+    """Puts the null block where the table has blocks that are appended: a state that is not needed
+    any more gives its block to a later one.
+    """
+    for block in set(appended).intersection(table) - {NULL_BLOCK}:
+        table[table.index(block)] = NULL_BLOCK

@@ -222,7 +222,7 @@ class EngineCoreOutputs:
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts, by index of the request, also of requests that had ended before."""
     failed: Sequence[Request] = ()
-    """Of those that ended, requests that steps looked at in the queue and that can never run."""
+    """Of those that ended, requests that steps looked at and that can never run on."""
     num_draft_tokens: Sequence[int] = ()
     """Drafts that were verified, parallel to the plan's requests; empty if there were none."""
 
@@ -233,7 +233,7 @@ class EngineCoreOutputs:
         return [max(len(tokens or ()) - 1, 0) for num_drafts, tokens in counts if num_drafts]
 
     def __iter__(self) -> Iterator[EngineCoreOutput]:
-        ended = {*self.ended, *self.turns}
+        ended = {*self.ended, *self.turns}.difference(self.failed)
         for index, (request, tokens) in enumerate(
             zip(self.plan.requests, self.token_ids, strict=True)
         ):

@@ -1,6 +1,5 @@
 """In which steps prompts wait, so that the steps between them hold only requests that decode."""
 
-from services.scheduler.core.request import Request
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder
 
@@ -31,12 +30,14 @@ class PrefillPacing:
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a step, before its tokens count as computed."""
+        """Counts a step, before its tokens count as computed. A running request that computes again
+        what was not loaded for it does not count as a prompt.
+        """
         if builder.plan.requests:
-            has_prefills = any(map(_is_prefill, builder.off_fast_path.items()))
+            has_prefills = any(
+                request.num_tokens - request.num_computed_tokens > 1
+                if request in builder.plan.block_tables
+                else request.is_prefill_chunk
+                for request in builder.off_fast_path
+            )
             self._num_steps_between = 0 if has_prefills else self._num_steps_between + 1
-
-
-def _is_prefill(scheduled: tuple[Request, int]) -> bool:
-    request, _ = scheduled
-    return request.is_prefill_chunk or request.num_tokens - request.num_computed_tokens > 1

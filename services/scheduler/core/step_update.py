@@ -26,10 +26,13 @@ class StepUpdate:
             self._take_off_fast_path(plan, output)
         for request in plan.dropped:
             self._running.leave_fast_path(request)
-        if state.encoder_cache.used_inputs:
-            self._free_encoder_inputs(plan)
+        computed = self._computed_inputs(plan) if state.encoder_cache.used_inputs else {}
         taken: list[Sequence[int] | None] = list(output.token_ids)
         num_tokens, ended, turns = self._append(plan, output, taken)
+        for request, num_computed_tokens in computed.items():
+            state.encoder_cache.free_computed(request, num_computed_tokens)
+            if request in ended:
+                state.encoder_cache.free(request)
         for request in ended:
             state.remove(request)
         for request in failed:
@@ -139,15 +142,17 @@ class StepUpdate:
         for index in (*output.nan_requests, *output.refused_tokens):
             self._running.leave_fast_path(plan.requests[index])
 
-    def _free_encoder_inputs(self, plan: SchedulerOutput) -> None:
-        """Lets requests of a step give up the items that are computed, and not only planned."""
-        encoder_cache = self._state.encoder_cache
-        for request in plan.requests:
-            if request in encoder_cache.used_inputs:
-                num_tokens = request.num_computed_tokens
-                if self._config.async_scheduling:
-                    num_tokens -= request.num_output_placeholders
-                encoder_cache.free_computed(request, num_tokens)
+    def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
+        """The tokens that are computed, and not only planned, of each request of a step that uses
+        items. One whose output is dropped keeps its items.
+        """
+        used_inputs = self._state.encoder_cache.used_inputs
+        is_async = self._config.async_scheduling
+        return {
+            request: request.num_computed_tokens - is_async * request.num_output_placeholders
+            for request in plan.requests
+            if request in used_inputs and request not in plan.dropped
+        }
 
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
