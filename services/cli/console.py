@@ -41,13 +41,18 @@ class Console:
     def note(self, text: str) -> None:
         """Progress of the command itself."""
         if not self._quiet:
-            self.warn(text)
+            self._own(text, "info")
 
     def warn(self, text: str) -> None:
         """A line that is written even if the command is quiet."""
+        self._own(text, "warning")
+
+    def _own(self, text: str, level: str) -> None:
+        """A line of the command itself. As text it has no level."""
         if self._raw:
             clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            self._write(json.dumps({"time": clock, "service": "up", "message": text}))
+            line = {"process": "up", "time": clock, "level": level, "service": "up"}
+            self._write(json.dumps(line | {"message": text}))
         else:
             self._write(f"{self._prefix('up')}{text}")
 

@@ -60,7 +60,11 @@ def test_lines_for_programs_have_the_name_of_their_service() -> None:
 def test_other_lines_are_not_touched_for_programs() -> None:
     first, *own = shown(raw=True)
     assert first == "loading"
-    assert [json.loads(line)["message"] for line in own][:1] == ["worker is ready after 1.2 s"]
+    lines = [json.loads(line) for line in own]
+    assert [(line["level"], line["message"]) for line in lines[:2]] == [
+        ("info", "worker is ready after 1.2 s"),
+        ("warning", "worker died: killed by SIGKILL; starting it again in 0.1 s"),
+    ]
 
 
 def test_a_reader_that_left_does_not_end_the_supervisor() -> None:
