@@ -19,7 +19,7 @@ NUM_RECORDINGS = {
     "connector": 34,
     "grammar": 15,
     "encoder": 22,
-    "control": 25,
+    "control": 26,
     "groups": 37,
     "mixed": 90,
 }

@@ -128,7 +128,9 @@ class AdmissionPlanner:
                     continue
                 encoder.allocate(request, decision)
             joins = bool(num_running or plan.admissions)
-            planned = self._admission(builder, request, hit, num_new, num_asked, joins=joins)
+            planned = self._admission(
+                builder, request, hit, num_new, num_asked, budget, joins=joins
+            )
             if num_new == 0 or planned.num_new_tokens + planned.num_drafts > budget:
                 return plan.look_up_again() if may_grow else plan.stop(WaitReason.BUDGET)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
@@ -163,13 +165,14 @@ class AdmissionPlanner:
         hit: int,
         num_new: int,
         num_asked: int,
+        budget: int,
         *,
         joins: bool,
     ) -> PlannedAdmission:
         prefixes = builder.prefixes
         start = hit + prefixes.external.get(request, 0)
         end = start + num_new
-        num_drafts = self._padding(builder, request, start, end)
+        num_drafts = self._padding(builder, request, start, end, budget)
         terms = self._terms(request, hit, start - hit, end, num_drafts, joins=joins)
         if request in prefixes.diverging:
             terms = replace(terms, diverges=True, max_hit_tokens=prefixes.max_hit_tokens(request))
@@ -187,13 +190,16 @@ class AdmissionPlanner:
             blocks -= 1
         return blocks * size
 
-    def _padding(self, builder: StepBuilder, request: Request, start: int, end: int) -> int:
+    def _padding(
+        self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
+    ) -> int:
         """How many empty drafts are scheduled beside a request that has one token to compute.
 
         With them a step of decoding requests has one shape. There are none in a step that computes
         a further chunk of a prompt, in one without running requests if nothing of the prompt is
         cached, where the model's length, a whole step or the limit of one request in it does not
-        hold them, and where their number goes by that of the requests.
+        hold them, and where their number goes by that of the requests. What is left of the step,
+        `budget`, is looked at before the limit: where it does not hold them, the request waits.
         """
         if self.config.num_speculative_rows:
             return 0
@@ -202,14 +208,15 @@ class AdmissionPlanner:
             return 0
         if end + num_drafts >= self.config.max_model_len or num_drafts >= self.config.token_budget:
             return 0
-        if builder.cap(1 + num_drafts) <= num_drafts:
+        if not (builder.has_running_requests or start):
             return 0
-        if self.config.aligns_states:
-            # A step that must end before the drafts has none.
-            num_tokens = 1 + num_drafts
-            if aligned_chunk(self.config, request, start, num_tokens) != num_tokens:
-                return 0
-        return num_drafts if builder.has_running_requests or start else 0
+        num_tokens = 1 + num_drafts
+        if num_tokens <= budget:
+            num_tokens = builder.cap(num_tokens)
+            if self.config.aligns_states:
+                # A step that must end before the drafts has none.
+                num_tokens = aligned_chunk(self.config, request, start, num_tokens)
+        return num_drafts if num_tokens > num_drafts else 0
 
     def _terms(
         self,
