@@ -51,7 +51,7 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
 @pytest.mark.slow
 def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
     """In so short a time on a busy machine figures may be too high: status 1."""
-    load = ("--tenants", 2, "--concurrency", 8, "--factor", 4, "--output-tokens", 32)
+    load = ("--tenants", 2, "--concurrency", 8, "--factor", 10, "--output-tokens", 32)
     times = ("--seconds", 1, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
     program = (*load, *times, "--model", servable_model)
     done = run_program("soak", "overload", *program, statuses=(0, 1))
