@@ -117,15 +117,25 @@ class ScenarioRun:
         scheduler = self.scheduler
         waits = any(not request.status.is_blocked for request in scheduler.queues.queued)
         has_requests = scheduler.has_requests or (scheduler.pause_mode is None and waits)
-        has_requests = has_requests or scheduler.has_transfers
+        has_requests = has_requests or self._has_transfers
         return bool(has_requests or self._finished_since_plan)
+
+    @property
+    def _has_transfers(self) -> bool:
+        """Whether steps go on to hear of the end of transfers. In a pause that keeps requests they
+        do not for those that wait for a load.
+        """
+        transfers = self.scheduler.transfers
+        if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:
+            return transfers.holds_ended
+        return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
         """Whether requests wait and nothing is left that could change that: nothing has changed
         since the steps that were in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
-        happens = any((runs, self._finished_since_plan, self.scheduler.has_transfers))
+        happens = any((runs, self._finished_since_plan, self._has_transfers))
         changes = any(map(record.get, _CHANGES))
         waits = self._has_requests and self.scheduler.queues.has_admissible
         waits = waits and not (happens or changes)

@@ -250,8 +250,12 @@ class AdmissionPlanner:
         )
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """Blocks that an admission needs at least: those of groups of full attention."""
+        """Blocks that an admission needs at least: those of groups of full attention. Of a request
+        that holds blocks only the pool knows how many it has in each of several groups.
+        """
         terms = planned.terms
+        if terms.holds_blocks and not self.config.only_grows:
+            return 0
         slots = max(terms.num_reserve_slots, terms.num_slots)
         return terms.num_watermark_blocks + sum(
             max(

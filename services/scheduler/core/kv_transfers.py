@@ -80,6 +80,11 @@ class KVTransfers:
         return bool(self._loading or self._leaving)
 
     @property
+    def holds_ended(self) -> bool:
+        """Whether a transfer uses blocks of a request that ended."""
+        return bool(self._leaving)
+
+    @property
     def is_moving(self) -> bool:
         """Whether a transfer has not ended."""
         loading = self._loading.values()

@@ -179,6 +179,14 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
     assert [load[0] for step in steps for load in step.get("loads", [])] == ["a", "b", "a", "b"]
 
 
+async def test_drafts_after_a_dropped_token_are_dropped_too():
+    remote = elsewhere(8, fail_blocks=[1])
+    steps = await story((0, request("a", 9, **remote)), num_speculative_tokens=2)
+    assert "outputs" not in steps[0]
+    assert (steps[1]["scheduled"], steps[1].get("spec")) == ([["a", 5]], None)
+    assert steps[2]["spec"].keys() == {"a"}
+
+
 async def test_a_prompt_of_one_token_is_loaded_once():
     """Its only token is computed again, to sample from, though nothing counts as computed then."""
     steps = await story((0, request("a", 1, **elsewhere(1, **{"async": True}))))
