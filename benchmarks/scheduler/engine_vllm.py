@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -92,7 +92,12 @@ def make_scheduler(directory: str, num_running: int, asynchronous: bool) -> Sche
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     num_blocks = num_running * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 2048
     cache.num_gpu_blocks = num_blocks
-    vllm_config = VllmConfig(model_config=model, scheduler_config=scheduling, cache_config=cache)
+    vllm_config = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduling,
+        cache_config=cache,
+        device_config=DeviceConfig(device="cpu"),  # not looked for: nothing runs on one
+    )
     spec = FullAttentionSpec(
         block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.float32
     )
