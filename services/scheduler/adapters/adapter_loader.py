@@ -49,6 +49,10 @@ class AdapterLoader:
         self._failed = failed
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
         """By digest, those asked for longest ago first."""
+        self._loading: dict[bytes, Adapter] = {}
+        """The one that the workers are just told to load. New workers are told so, too: those that
+        answer may be the ones before them.
+        """
         self._claims: Counter[bytes] = Counter()
         """Requests that are about to use an adapter, or wait for it to be loaded."""
         self._turn = asyncio.Lock()
@@ -91,9 +95,12 @@ class AdapterLoader:
         """Loads what was loaded on workers that are new. Raises StepwellError if one is away; then
         it is to be called again.
         """
-        for adapter in list(self._loaded.values()):
+        for adapter in [*self._loaded.values(), *self._loading.values()]:
+            kept = [*self._loaded, *self._loading]
+            if adapter.digest not in kept:  # it has made room meanwhile
+                continue
             try:
-                await self._workers.load_adapter(adapter, list(self._loaded))
+                await self._workers.load_adapter(adapter, kept)
             except (InvalidArgument, FailedPrecondition) as refusal:
                 logger.warning("the adapter %s is gone: %s", adapter.name, refusal.message)
                 self._loaded.pop(adapter.digest, None)
@@ -110,8 +117,12 @@ class AdapterLoader:
                     await asyncio.sleep(_RETRY_SECONDS)
                     if is_over():
                         return
-                await self._workers.load_adapter(adapter, list(self._loaded))
-                self._loaded[adapter.digest] = adapter
+                self._loading[adapter.digest] = adapter
+                try:
+                    await self._workers.load_adapter(adapter, list(self._loaded))
+                    self._loaded[adapter.digest] = adapter
+                finally:
+                    del self._loading[adapter.digest]
 
     def _make_room(self) -> bool:
         """Forgets an adapter if there is no place for one more; returns False if all are needed."""

@@ -16,17 +16,26 @@ A, B, C = (Adapter(bytes([number]) * 32, f"adapter-{number}", "/a") for number i
 
 
 class Workers:
-    """Hold what they are told to, and fail as they are told to."""
+    """Hold what they are told to, and fail as they are told to. They are told so many turns of the
+    event loop after a call began, and answer so many turns later.
+    """
 
     def __init__(self) -> None:
         self.held: set[bytes] = set()
         self.failures: list[StepwellError] = []
+        self.turns_there, self.turns_back = 1, 0
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        await asyncio.sleep(0)
+        await turns(self.turns_there)
         if self.failures:
             raise self.failures.pop(0)
         self.held = self.held & {*kept} | {adapter.digest}
+        await turns(self.turns_back)
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 class Replica:
@@ -131,6 +140,34 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
     await replica.loader.reload()
     assert replica.workers.held == {A.digest, B.digest}
     assert replica.failed == []
+
+
+@pytest.mark.parametrize("lost_after", range(8))
+@pytest.mark.parametrize("asked_after", range(12))
+@pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
+async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(
+    there: int, back: int, asked_after: int, lost_after: int
+) -> None:
+    """Whether the old workers or the new ones take the call, before, beside or after the calls that
+    load what the old ones held.
+    """
+    replica = Replica()
+    replica.end(await replica.admit(A))
+    kept = await replica.admit(B)
+    replica.workers.turns_there, replica.workers.turns_back = there, back
+
+    async def lose() -> None:
+        await turns(lost_after)
+        replica.workers.held.clear()
+        await replica.loader.reload()
+
+    async def ask() -> None:
+        await turns(asked_after)
+        await replica.admit(C)
+
+    await asyncio.gather(lose(), ask())
+    assert replica.loader.is_loaded(C.digest)
+    assert {kept.adapter_digest, C.digest} <= replica.workers.held
 
 
 async def test_requests_end_whose_adapter_new_workers_cannot_load() -> None:
