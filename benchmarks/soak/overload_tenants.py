@@ -17,6 +17,7 @@ beside it is the interval in which it lies in 95 % of such samples, for its quot
 
 import asyncio
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -202,7 +203,7 @@ def lines_of(options: TenantOptions, result: Result) -> list[Line]:
         Line("quiet tenant, during the flood: TTFT ms, median / p99", _pair_in(flooded)),
         Line(
             "its p99 to the unloaded one",
-            f"{ttft:.2f} ({least_ttft:.2f} to {most_ttft:.2f})",
+            f"{ttft:.2f} ({_interval(least_ttft, most_ttft, 2)})",
             ttft <= MOST_TTFT,
         ),
         Line(
@@ -261,7 +262,14 @@ def _pair(millis: Sequence[float]) -> str:
 def _pair_in(millis: Sequence[float]) -> str:
     """The same, the interval of the p99, and how many values there are."""
     least, most = percentile_interval(millis, 99)
-    return f"{_pair(millis)} ({least:.1f} to {most:.1f}; {len(millis)} requests)"
+    return f"{_pair(millis)} ({_interval(least, most, 1)}; {len(millis)} requests)"
+
+
+def _interval(least: float, most: float, digits: int) -> str:
+    """Its two ends, or that too few requests leave one open."""
+    if math.isinf(most):
+        return "too few for an interval"
+    return f"{least:.{digits}f} to {most:.{digits}f}"
 
 
 def _in_turn(memory: Memory) -> tuple[int, int, int]:
