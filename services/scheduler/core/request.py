@@ -5,6 +5,7 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.encoder_input import EncoderInput
@@ -278,9 +279,8 @@ class Request(ComputedTokens):
         self.status = preempted if self.num_preemptions else waiting
 
     def _note_ending_token_ids(self) -> None:
-        self.ending_token_ids = frozenset(
-            (*self.sampling.eos_token_ids, *self.sampling.stop_token_ids)
-        )
+        sampling = self.sampling
+        self.ending_token_ids = _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
         """Computes the hashes of all full blocks of known tokens."""
@@ -363,3 +363,11 @@ class Request(ComputedTokens):
         """Ends the request."""
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
+
+
+@lru_cache(maxsize=256)
+def _token_set(token_ids: tuple[int, ...]) -> frozenset[int]:
+    """One set for all requests with the same tokens: each step looks into it for each request, and
+    sets of their own would be a memory access each that no cache holds.
+    """
+    return frozenset(token_ids)
