@@ -94,7 +94,7 @@ class Coordinator:
         if self._is_single or not isinstance(first.search, FullSearch):
             return common
         tables: list[list[BlockId]] = [[] for _ in self.groups]
-        lengths = list[int]()
+        lengths: list[int] = []
         for kind in self._kinds:
             most = max_tokens
             if kind.drops_last:

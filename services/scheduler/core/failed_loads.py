@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request
 
 def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
     """The tokens of each request in these steps."""
-    scheduled = Counter[Request]()
+    scheduled: Counter[Request] = Counter()
     for plan in plans:
         scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
     return scheduled
@@ -31,8 +31,8 @@ def set_back(
     an invalid block, and the blocks from there on. What is no longer seen of a table may be another
     request's by now.
     """
-    affected = set[Request]()
-    recomputed = set[BlockId]()
+    affected: set[Request] = set()
+    recomputed: set[BlockId] = set()
     stale: list[BlockId] = []
     for request in requests:
         (blocks,) = block_tables[request]

@@ -263,7 +263,7 @@ class KVTransfers:
         policy FAIL, all that have such a block.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
-        failed = set[Request]()
+        failed: set[Request] = set()
         invalid = frozenset(results.invalid_block_ids)
         failed_recving = [*results.failed_recving]
         if invalid and not self._cuts_loads:

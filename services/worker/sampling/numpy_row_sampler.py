@@ -31,7 +31,8 @@ class NumpyRowSampler:
         masks: RowMasks | None = None,
     ) -> Int64Array:
         token_ids = np.full(len(rows), UNUSABLE)
-        race, drawing = self._race, list[int]()
+        race = self._race
+        drawing: list[int] = []
         race.clear()
         temperatures = parameters.values[0].astype(np.float32)
         states = random_states(parameters.seeds, parameters.positions, SAMPLING_STREAM)
