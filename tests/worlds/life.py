@@ -19,6 +19,7 @@ from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.adapters.step_tracer import StepTracer
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
 from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.offloading_connector import OffloadingConnector
@@ -26,7 +27,7 @@ from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.recorder import RecordingScheduler
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.request import Request
 from tests.scheduler.fakes import Inbox, ReadinessLog
 from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan

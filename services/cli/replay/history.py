@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.pause_mode import PauseMode
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from services.common.pause_mode import PauseMode
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import RecordingScheduler
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.request import Request
 
 _ABSENT = object()
 _CALLS = (

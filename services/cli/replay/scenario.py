@@ -18,7 +18,8 @@ from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.request import Request
 
 DEFAULTS: dict[str, Any] = {
     "policy": "fcfs",

@@ -12,7 +12,8 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.common.structured_outputs import StructuredOutputs
 from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,9 @@ from services.common.queue_state import QueueState
 from services.common.sampling import SamplingParams
 from services.common.sampling_proto import sampling_from_proto
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.policies import find_policy
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.request import Request
 
 _NO_SAMPLING = SamplingParams()
 """Of requests whose prompt is pooled."""

@@ -11,6 +11,7 @@ from services.common.errors import FailedPrecondition, Unavailable
 from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.scheduler.core.batch_queue import BatchQueue
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
 from services.scheduler.core.pauses import Pauses
 from services.scheduler.core.pending_changes import PendingChanges
@@ -25,7 +26,7 @@ from services.scheduler.core.ports import (
     WorkersLost,
 )
 from services.scheduler.core.recovery import Recovery
-from services.scheduler.core.request import InputChunk, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.core.turns import Turns
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from services.common.finish_reason import FinishReason
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.ports import StepObserver
-from services.scheduler.core.request import InputChunk, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
 
 

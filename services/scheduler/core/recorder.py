@@ -9,6 +9,7 @@ from services.common.pause_mode import PauseMode
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.connector_answers import RecordedConnector
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_connector import KVConnector
 from services.scheduler.core.log_entry import (
     Entry,
@@ -26,7 +27,7 @@ from services.scheduler.core.log_entry import (
 )
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import KVPool, PoolLost
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.request import Request
 from services.scheduler.core.scheduler import Scheduler
 
 

@@ -18,6 +18,7 @@ from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.computed_tokens import ComputedTokens
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.timeline import RequestTimes
 
 
@@ -40,27 +41,6 @@ class RequestStatus(enum.Enum):
 
 
 _BLOCKED = frozenset({RequestStatus.WAITING_FOR_CHUNK, RequestStatus.WAITING_FOR_REMOTE_KVS})
-
-
-@dataclass(frozen=True, slots=True)
-class InputChunk:
-    """Further prompt of a session, and how its next turn ends."""
-
-    token_ids: Sequence[int]
-    sampling: SamplingParams
-    arrival_time: float = 0.0
-    request_id: str = ""
-    """The id of the session in its next turn; empty: as before."""
-    traceparent: str = ""
-    """Of the caller of the turn, as are the next two."""
-    tracestate: str = ""
-    baggage: str = ""
-    queued_unix_nanos: int = 0
-    """When it came to this replica."""
-    block_hashes: Sequence[BlockHash] = ()
-    """Those that the session has with it and lacks without it, if they were computed apart from the
-    steps.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_connector import KVConnector
 from services.scheduler.core.output import (
     EngineCoreOutputs,
@@ -18,7 +19,7 @@ from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.prefill_pacing import PrefillPacing
 from services.scheduler.core.replica_state import ReplicaState
-from services.scheduler.core.request import InputChunk, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.running_scheduler import RunningScheduler
 from services.scheduler.core.step_builder import StepBuilder
 from services.scheduler.core.step_encoder import StepEncoder

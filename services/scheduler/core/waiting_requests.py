@@ -3,9 +3,10 @@
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import WaitReason, preparation_wait
 from services.scheduler.core.policies.policy import RequestQueue, SchedulingPolicy
-from services.scheduler.core.request import InputChunk, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 
 
 class WaitingRequests:

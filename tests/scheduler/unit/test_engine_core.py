@@ -11,9 +11,10 @@ from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.engine_core import EngineState
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_connector import ExternalMatch
 from services.scheduler.core.ports import WorkersLost
-from services.scheduler.core.request import InputChunk, Request, RequestStatus
+from services.scheduler.core.request import Request, RequestStatus
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.fakes import SECONDS
 from tests.scheduler.paged_model import continuation

@@ -13,7 +13,8 @@ from services.common.structured_outputs import StructuredOutputs, StructuredOutp
 from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.core.grammar import GrammarStatus
-from services.scheduler.core.request import InputChunk, Request
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.request import Request
 
 WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
 

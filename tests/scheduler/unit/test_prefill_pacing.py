@@ -2,8 +2,8 @@
 
 from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.request import InputChunk
 from tests.scheduler.story import Story, prompt
 
 

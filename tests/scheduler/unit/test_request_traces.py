@@ -5,9 +5,9 @@ import pytest
 from services.common import names
 from services.common.sampling import SamplingParams
 from services.scheduler.adapters.kept_traces import KeptTrace, KeptTraces
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import PreemptionCause
 from services.scheduler.core.ports import PoolLost, WorkersLost
-from services.scheduler.core.request import InputChunk
 from services.scheduler.core.timeline import Timeline
 from tests.scheduler.span_collector import Seen
 from tests.scheduler.story import prompt

@@ -3,8 +3,9 @@
 from services.common.finish_reason import FinishReason
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.sampling import SamplingParams
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.request import InputChunk, RequestStatus
+from services.scheduler.core.request import RequestStatus
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt
 
