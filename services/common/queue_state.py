@@ -26,12 +26,27 @@ class QueueState:
     max_queue_seconds: float
     """Longest time that a request without output may wait to be scheduled; 0: no limit."""
     seconds_per_request: float = 0.0
-    """By so much each request that waits delays those behind it; 0: not known."""
+    """By so much each request that waits for another one to end delays those behind it; 0: not
+    known.
+    """
     service_seconds: float = 0.0
     """Time from a request's admission to its end; 0: not known."""
     num_running: int = 0
     is_blocked: bool = False
     """Whether requests wait since the last step had no blocks or no tokens for them."""
+    num_free: int = 0
+    """For so many of those that wait there are places and blocks: no request that runs has to end
+    before.
+    """
+    seconds_per_prompt: float = 0.0
+    """By so much each of these delays those behind it: its prompt is computed; 0: not known."""
+
+    def expected_wait(self, num_waiting: int) -> float:
+        """Seconds until a request is scheduled that has so many before it."""
+        num_with_place = min(num_waiting, self.num_free)
+        seconds_per_prompt = self.seconds_per_prompt or self.seconds_per_request
+        num_behind = num_waiting - num_with_place
+        return num_with_place * seconds_per_prompt + num_behind * self.seconds_per_request
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
         """Time that a request may wait to be scheduled; None: as long as it takes. Only its
@@ -66,7 +81,7 @@ class QueueState:
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
-        wait = num_waiting * self.seconds_per_request
+        wait = self.expected_wait(num_waiting)
         if longest is None or wait <= longest:
             return None
         return ResourceExhausted(

@@ -9,7 +9,7 @@ from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import StepCounts
 from services.scheduler.core.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
-from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
+from services.scheduler.core.queue_estimate import MARGIN, QueueEstimate, expected_tokens
 
 PERIOD_SECONDS = 0.1
 """While requests wait or arrive."""
@@ -40,6 +40,7 @@ class QueueWatch:
         self._max_queue_seconds = max_queue_seconds
         self._client_sessions = client_sessions
         self._estimate = QueueEstimate(engine.scheduler.config.max_running)
+        self._seconds_per_prompt = 0.0
         self._arrived = asyncio.Event()
 
     def state_at_arrival(self) -> QueueState:
@@ -62,13 +63,27 @@ class QueueWatch:
             estimate.service_seconds,
             num_running=len(self._engine.scheduler.running),
             is_blocked=num_waiting > 0 and self._counts.wait_reasons.current in _MISSING,
+            num_free=self._num_free(num_waiting),
+            seconds_per_prompt=self._seconds_per_prompt,
         )
+
+    def _num_free(self, num_waiting: int) -> int:
+        """How many requests could run besides those that run, if they need as many blocks each."""
+        if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
+            return 0
+        scheduler = self._engine.scheduler
+        num_running, config = len(scheduler.running), scheduler.config
+        num_free, num_free_blocks = config.max_running - num_running, scheduler.num_free_blocks
+        num_used_blocks = config.num_blocks - 1 - num_free_blocks
+        if num_used_blocks:
+            num_free = min(num_free, num_free_blocks * num_running // num_used_blocks)
+        return max(0, num_free)
 
     @property
     def estimated_wait_seconds(self) -> float:
         """How long a request that comes now would wait."""
         state = self._state()
-        return state.num_waiting * state.seconds_per_request
+        return state.expected_wait(state.num_waiting)
 
     async def run(self) -> None:
         """Looks until cancelled."""
@@ -94,7 +109,12 @@ class QueueWatch:
         if self._num_waiting:
             self._engine.abort_late(now)
             self._client_sessions.end_for_waiting(self._counts.wait_reasons.current, now)
-        costs = self._counts.step_costs
+        costs, scheduler = self._counts.step_costs, self._engine.scheduler
+        self._seconds_per_prompt = MARGIN * costs.seconds_of_prompt(
+            self._counts.mean_uncached_tokens,
+            len(scheduler.running),
+            scheduler.config.token_budget,
+        )
         self._sessions.report(
             self._state(), costs.seconds_per_prompt_token, costs.seconds_per_decode
         )

@@ -17,6 +17,8 @@ _STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
 WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
 
 RECENT_STEPS = 100
+_SHARE_OF_NEWEST = 0.1
+"""In the mean length of prompts."""
 
 
 class StepCounts:
@@ -26,6 +28,8 @@ class StepCounts:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.mean_uncached_tokens = 0.0
+        """Tokens of a prompt that are computed, in the mean of those that were admitted lately."""
         self.num_scheduled_tokens = 0
         self.num_lost_tokens = 0
         """Tokens that were computed and given up by preemptions."""
@@ -33,6 +37,14 @@ class StepCounts:
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
         self.step_costs = StepCosts()
+
+    def admitted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A new request was scheduled."""
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+        num_uncached = num_prompt_tokens - num_cached_tokens
+        share = _SHARE_OF_NEWEST if self.mean_uncached_tokens else 1.0
+        self.mean_uncached_tokens += share * (num_uncached - self.mean_uncached_tokens)
 
     @property
     def mean_step_nanos(self) -> int:

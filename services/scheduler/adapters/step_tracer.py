@@ -220,6 +220,6 @@ class StepTracer:
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
-            counts.num_prompt_tokens += request.num_prompt_tokens
             cached = request.num_cached_tokens or 0  # also of the output that it arrived with
-            counts.num_cached_tokens += min(cached, request.num_prompt_tokens)
+            num_prompt = request.num_prompt_tokens
+            counts.admitted(num_prompt, min(cached, num_prompt))

@@ -57,6 +57,17 @@ class StepCosts:
         )
         return beyond / num_tokens
 
+    def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
+        """What a prompt takes of which so many tokens are to be computed, in steps that are full of
+        prompts and in which so many requests decode; 0 while it is not known.
+        """
+        seconds_per_token = self.seconds_per_prompt_token
+        if not seconds_per_token:
+            return 0.0
+        each_step, each_decode = self._fit()
+        seconds_beside = each_step + each_decode * num_requests
+        return num_tokens * (seconds_per_token + seconds_beside / token_budget)
+
     def slowdown(self, num_requests: int, more_requests: int) -> float:
         """How many times as long a step takes that has more requests; 1 while it is not known.
 

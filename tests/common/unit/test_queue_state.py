@@ -1,5 +1,7 @@
 """Which requests a queue takes, and how its state travels."""
 
+from dataclasses import replace
+
 from services.common.queue_state import QueueState
 from services.common.queue_state_proto import queue_state_from_proto, queue_state_to_proto
 
@@ -10,6 +12,9 @@ QUEUE = QueueState(
     seconds_per_request=0.5,
     service_seconds=2.0,
     num_running=4,
+    is_blocked=True,
+    num_free=3,
+    seconds_per_prompt=0.125,
 )
 
 
@@ -20,8 +25,17 @@ def reason(queue: QueueState, timeout_seconds: float | None, *, has_output: bool
 
 def test_a_request_is_refused_when_its_wait_leaves_no_time_to_run_it() -> None:
     assert reason(QUEUE, None) == ""
-    assert reason(QUEUE, 7.0) == "", "5 s of waiting and 2 s of running"
-    assert reason(QUEUE, 6.9) == "QUEUE_TOO_LONG"
+    assert reason(QUEUE, 5.875) == "", "3 prompts of 0.125 s, 7 ends of 0.5 s, 2 s of running"
+    assert reason(QUEUE, 5.8) == "QUEUE_TOO_LONG"
+
+
+def test_requests_that_have_a_place_wait_for_the_prompts_before_them_alone() -> None:
+    assert [QUEUE.expected_wait(num_waiting) for num_waiting in (0, 2, 3, 4)] == [
+        *(0.0, 0.25, 0.375),
+        0.875,
+    ]
+    unknown = replace(QUEUE, seconds_per_prompt=0.0)
+    assert unknown.expected_wait(3) == 1.5, "no longer than where requests have to end"
 
 
 def test_the_time_to_run_takes_no_more_than_half_of_the_timeout() -> None:
@@ -39,8 +53,8 @@ def test_a_request_with_output_is_bound_by_its_timeout_alone() -> None:
 def test_a_refusal_says_when_to_try_again() -> None:
     refusal = QUEUE.refusal(2.5)
     assert refusal is not None
-    assert refusal.message == "the request would wait for about 5.0 s, and may for 1.2 s"
-    assert refusal.retry_after_seconds == 3.75
+    assert refusal.message == "the request would wait for about 3.9 s, and may for 1.2 s"
+    assert refusal.retry_after_seconds == 2.625
     full = QueueState(12, 12, max_queue_seconds=0.0).refusal(None)
     assert full is not None
     assert (full.error_reason, full.retry_after_seconds) == ("QUEUE_FULL", 1.0)

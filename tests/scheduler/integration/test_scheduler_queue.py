@@ -140,6 +140,25 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
         await gateway.until(lambda: gateway.queues[-1].num_waiting == 0)
 
 
+async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
+    """The pool holds 5 requests of 8 blocks, though 8 requests may run."""
+    worker = FakeWorker(num_blocks=5 * 8 + 1)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for handle in range(10):
+            await gateway.add(handle, prompt(60, handle), sampling=sampling(1))
+            await gateway.finish(handle)
+        await gateway.until(lambda: any(queue.seconds_per_prompt for queue in gateway.queues))
+        assert gateway.queues[-1].num_free == 8
+        replica.worker.going.clear()
+        for handle in range(10, 12):
+            await gateway.add(handle, prompt(30, handle))
+        await gateway.until(
+            lambda: any((one.num_running, one.num_free) == (2, 3) for one in gateway.queues)
+        )
+        replica.worker.going.set()
+        await gateway.finish(10, 11)
+
+
 async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
     replica: Replica, gateway: Gateway
 ) -> None:

@@ -21,6 +21,7 @@ def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
         observe(costs, 4, 0)
         observe(costs, 1, 100)
     assert (costs.seconds_per_decode, costs.seconds_per_prompt_token) == (0.0, 0.0)
+    assert costs.seconds_of_prompt(512, num_requests=8, token_budget=4096) == 0.0
 
 
 def test_steps_without_requests_tell_nothing() -> None:
@@ -54,6 +55,9 @@ def test_steps_of_several_sizes_show_both(
         observe(costs, num_requests, num_prompt_tokens)
     assert costs.seconds_per_decode == pytest.approx(EACH_DECODE, rel=1e-6)
     assert costs.seconds_per_prompt_token == pytest.approx(EACH_TOKEN, rel=1e-6)
+    step_of_prompts = EACH_STEP + 8 * EACH_DECODE + 4096 * EACH_TOKEN
+    seconds = costs.seconds_of_prompt(512, num_requests=8, token_budget=4096)
+    assert seconds == pytest.approx(step_of_prompts / 8, rel=1e-6)
 
 
 def test_steps_of_one_size_are_divided_in_halves() -> None:
