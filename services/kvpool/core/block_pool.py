@@ -83,10 +83,9 @@ class BlockPool:
         published, so that the end of a prefix is reused before its beginning, else to its front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
-        if self._shared and not self._shared.keys().isdisjoint(published):
-            published = [block for block in published if self._drop_holder(block)]
         blank = blocks[num_published:]
-        if self._shared and not self._shared.keys().isdisjoint(blank):
+        if self._shared and not self._shared.keys().isdisjoint(blocks):
+            published = [block for block in published if self._drop_holder(block)]
             blank = [block for block in blank if self._drop_holder(block)]
         self._free.push_blank(blank)
         self._free.push_cached(published, self.ages.now)

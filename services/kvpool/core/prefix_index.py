@@ -52,15 +52,17 @@ class PrefixIndex:
         """Removes those of `blocks` that are here; returns the hashes without a block left."""
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
+        if not blocks:
+            return []
+        self.num_changes += 1
         hashes = list(map(hash_of.pop, blocks))
-        self.num_changes += bool(hashes)
         if self._end_of:
             for block in list(blocks):
                 self._end_of.pop(block, None)
                 further = self._further.pop(block, {})
                 hashes += further
                 blocks += [block] * len(further)
-        if self._duplicates.keys().isdisjoint(hashes):
+        if not self._duplicates or self._duplicates.keys().isdisjoint(hashes):
             for block_hash in hashes:
                 del block_of[block_hash]
             return hashes
