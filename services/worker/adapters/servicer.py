@@ -114,18 +114,39 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             return
         worker, holder = self._loaded(), holder_from_proto(first.owner)
         self._lease.take(holder)
-        self._seen_generation = max(self._seen_generation, first.generation)
+        try:
+            self._begin_generation(first.generation)
+            await self._run_steps(worker, first, request_iterator, context.write)
+        finally:
+            self._lease.release(holder)
+
+    def _begin_generation(self, generation: int) -> None:
+        """Ends the stream before. Raises Aborted if that is of a newer generation: a stream may be
+        late, such as when this process did not run while it and a newer one were opened.
+        """
+        if generation < self._seen_generation:
+            raise Aborted(
+                f"generation {generation} is over: generation {self._seen_generation} has begun"
+            )
+        self._seen_generation = generation
         if self._stream is not None:
             self._stream.end(Aborted("a newer stream took the worker over"))
+
+    async def _run_steps(
+        self,
+        worker: Worker,
+        first: worker_pb2.ExecuteRequest,
+        others: AsyncIterator[worker_pb2.ExecuteRequest],
+        write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]],
+    ) -> None:
         description = worker.description
         tracer = StepTracer(self._tracing, description.rank, description.pipeline_stage)
         self._metrics.stream_opened()
         stream = self._stream = _StepStream(worker.runner, self._compute, tracer, self._metrics)
         try:
-            await stream.run(first, request_iterator, context.write)
+            await stream.run(first, others, write)
         finally:
             stream.close()
-            self._lease.release(holder)
             if self._stream is stream:
                 self._stream = None
 

@@ -254,6 +254,24 @@ async def test_a_newer_stream_takes_over_with_an_empty_batch(
     assert error.details() == "a newer stream took the worker over"
 
 
+async def test_a_late_stream_of_an_older_generation_leaves_the_newer_one_alone(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    newer = Stream(worker)
+    await newer.send(
+        step(1, (0, len(PROMPT), 0), generation=8, new_requests=[new_request()]),
+    )
+    await newer.answer()
+    late = Stream(worker)
+    await late.send(step(0, generation=7))
+    error = await late.error()
+    assert error.code() is grpc.StatusCode.ABORTED
+    assert error.details() == "generation 7 is over: generation 8 has begun"
+    await newer.send(step(2, (0, 1, len(PROMPT)), generation=8))
+    assert (await newer.answer()).step == 2
+    await newer.finish()
+
+
 async def test_a_stream_that_ends_leaves_nothing_in_the_batch(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
