@@ -9,27 +9,20 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from enum import Enum
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.export import SpanExporter
 
 from services.common.settings import SettingError
+from services.common.span_outage import DropReason, SpanOutage
 
 LAST_EXPORT_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
 
 
-class DropReason(Enum):
-    """Why a span was not sent."""
-
-    QUEUE_FULL = "queue_full"
-    """Spans ended faster than the collector took them."""
-    NOT_TAKEN = "not_taken"
-    """The collector could not be reached, or refused them, or did not answer in time."""
-    SHUTDOWN = "shutdown"
-    """The service ended before the collector had taken them."""
+class NotTaken(Exception):
+    """An exporter's spans were not taken. The message says why, as a part of a sentence."""
 
 
 class SpanSender(SpanProcessor):
@@ -41,7 +34,9 @@ class SpanSender(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """Raises SettingError for a variable that is no whole number above 0."""
+        """An exporter raises NotTaken. Raises SettingError for a variable that is no whole number
+        above 0.
+        """
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()
         self._exporter = exporter
@@ -54,7 +49,7 @@ class SpanSender(SpanProcessor):
         self._counting = threading.Lock()
         self._is_stopped = False
         self._is_given_up = False
-        self._is_failing = False
+        self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
@@ -89,6 +84,7 @@ class SpanSender(SpanProcessor):
             logger.warning(
                 "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
             )
+        self._outage.stopped(self.num_dropped)
         # It may wait for a call that is going on.
         threading.Thread(target=self._exporter.shutdown, name="last export", daemon=True).start()
 
@@ -114,23 +110,19 @@ class SpanSender(SpanProcessor):
         return batch
 
     def _export(self, batch: list[ReadableSpan]) -> None:
+        failure = None
         try:
-            was_taken = self._exporter.export(batch) is SpanExportResult.SUCCESS
-        except Exception:
-            logger.exception("defect while spans were exported")
-            was_taken = False
-        if was_taken:
+            self._exporter.export(batch)
             self.num_sent += len(batch)
-        else:
+        except Exception as error:
+            failure = str(error)
+            if not isinstance(error, NotTaken):
+                logger.exception("defect while spans were exported")
             reason = DropReason.SHUTDOWN if self._is_stopped else DropReason.NOT_TAKEN
             self._drop(len(batch), reason)
-        if was_taken == self._is_failing and not self._is_stopped:
-            self._is_failing = not was_taken
-            logger.warning(
-                "the collector takes spans again"
-                if was_taken
-                else "the collector takes no spans: they are dropped until it does"
-            )
+        if not self._is_stopped:
+            is_caught_up = len(self._queue) < self._max_batch
+            self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
 
     def _drop(self, num_spans: int, reason: DropReason) -> None:
         with self._counting:

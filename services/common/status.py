@@ -110,7 +110,11 @@ def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | byt
     return (_DETAILS, details), (_PUSHBACK, str(round(1000 * seconds)))
 
 
-def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
+RpcError = grpc.aio.AioRpcError | grpc.Call
+"""How a call failed: of grpc's asyncio and its blocking clients."""
+
+
+def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
     """The error that a server raised; for other failures of a call, one by the status."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
@@ -126,7 +130,7 @@ def from_rpc_error(rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
     return kind(message, field=field, reason=reason, retry_after_seconds=retry_after_seconds)
 
 
-def from_peer(peer: str, rpc_error: grpc.aio.AioRpcError) -> errors.StepwellError:
+def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
     """As `from_rpc_error`, but errors of the connection itself become a sentence about the peer,
     such as "the worker at 10.0.0.7:9003 closed the connection".
     """

@@ -269,4 +269,4 @@ def _otlp_exporter(endpoint: str) -> SpanExporter:
 
     # It would log every call that fails; SpanSender says once that they do.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
-    return OtlpExporter(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
+    return OtlpExporter(endpoint)

@@ -7,7 +7,7 @@ from prometheus_client.registry import Collector
 
 from services.common import names
 from services.common.metric_specs import value_family
-from services.common.span_sender import DropReason
+from services.common.span_outage import DropReason
 from services.common.telemetry import Tracing
 
 

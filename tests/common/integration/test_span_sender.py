@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from services.common.exposition import Exposition
 from services.common.settings import SettingError
-from services.common.span_sender import DropReason, SpanSender
+from services.common.span_outage import DropReason
+from services.common.span_sender import SpanSender
 from services.common.telemetry import Tracing, configure_tracing
 from services.common.tracing_metrics import TracingCollector
 
@@ -107,7 +108,9 @@ def test_all_spans_are_sent_those_before_the_shutdown_included(collector: Collec
     assert sender_of(tracing).num_dropped == {DropReason.SHUTDOWN: 2}
 
 
-def test_while_the_collector_hangs_only_its_spans_are_lost(collector: Collector) -> None:
+def test_while_the_collector_hangs_only_its_spans_are_lost(
+    collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
     collector.goes_on.clear()
     tracing = configure_tracing("gateway", collector.endpoint, 1.0)
     sender = sender_of(tracing)
@@ -121,6 +124,10 @@ def test_while_the_collector_hangs_only_its_spans_are_lost(collector: Collector)
     until(lambda: collector.num_taken == 1 + QUEUE + 5)
     until(lambda: num_accounted(sender) == 1 + QUEUE + 60 + 5)
     tracing.shutdown()
+    assert caplog.messages == [
+        "spans are dropped: they end faster than the collector takes them",
+        "the collector takes spans again: 60 were dropped (60 queue_full)",
+    ]
 
 
 def test_a_collector_that_hangs_does_not_delay_the_end(collector: Collector) -> None:
@@ -136,18 +143,19 @@ def test_a_collector_that_hangs_does_not_delay_the_end(collector: Collector) -> 
 
 
 @pytest.mark.parametrize("kind", ["down", "full"])
-def test_what_a_collector_does_not_take_is_counted(
+def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
     kind: str,
     collector: Collector,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    endpoint = collector.endpoint
+    endpoint, cause = collector.endpoint, "full"
     if kind == "full":
         collector.takes = False
     else:
         with socket.create_server(("127.0.0.1", 0)) as unused:
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        cause = f"the collector at {endpoint} is not there"
         # So long it is tried again.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     tracing = configure_tracing("gateway", endpoint, 1.0)
@@ -156,14 +164,19 @@ def test_what_a_collector_does_not_take_is_counted(
     until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 12)
     make_spans(tracing, 12)
     until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 24)
-    said = [record for record in caplog.records if "takes no spans" in record.getMessage()]
-    assert len(said) == len(caplog.records) == 1, "it is said once"
+    until(lambda: bool(caplog.messages))
     if kind == "full":
         collector.takes = True
         make_spans(tracing, 4)
-        until(lambda: sender.num_sent == 4)
-        assert "takes spans again" in caplog.records[-1].getMessage()
+        until(lambda: len(caplog.messages) == 2)
     tracing.shutdown()
+    counts = "24 were dropped (24 not_taken)"
+    assert caplog.messages == [
+        f"spans are dropped: {cause}",
+        f"the collector takes spans again: {counts}"
+        if kind == "full"
+        else f"the service ends while spans are dropped: {counts}",
+    ]
 
 
 STOPPABLE = """
