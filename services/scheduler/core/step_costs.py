@@ -5,9 +5,11 @@ from statistics import fmean
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""With fewer of a kind nothing is estimated."""
+"""With fewer that only decode nothing is estimated from them."""
 MIN_PROMPT_TOKENS = 16
 """Of steps with fewer, the part that prompts take cannot be told from the rest."""
+MIN_COMPUTED_TOKENS = 128
+"""With fewer in all recent steps nothing is estimated of prompts."""
 
 
 class StepCosts:
@@ -47,10 +49,10 @@ class StepCosts:
     @property
     def seconds_per_prompt_token(self) -> float:
         """For each token of a prompt; 0 while it is not known."""
-        if len(self._computing) < MIN_STEPS:
+        num_tokens = sum(tokens for _, tokens, _ in self._computing)
+        if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0
         each_step, each_decode = self._fit()
-        num_tokens = sum(tokens for _, tokens, _ in self._computing)
         beyond = sum(
             max(0.0, seconds - each_step - each_decode * num_requests)
             for num_requests, _, seconds in self._computing

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.step_costs import MIN_PROMPT_TOKENS, MIN_STEPS, StepCosts
+from services.scheduler.core.step_costs import (
+    MIN_COMPUTED_TOKENS,
+    MIN_PROMPT_TOKENS,
+    MIN_STEPS,
+    StepCosts,
+)
 
 EACH_STEP, EACH_DECODE, EACH_TOKEN = 5e-3, 2e-4, 3e-5
 
@@ -19,9 +24,11 @@ def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
     costs = StepCosts()
     for _ in range(MIN_STEPS - 1):
         observe(costs, 4, 0)
-        observe(costs, 1, 100)
+        observe(costs, 1, MIN_COMPUTED_TOKENS // MIN_STEPS)
     assert (costs.seconds_per_decode, costs.seconds_per_prompt_token) == (0.0, 0.0)
     assert costs.seconds_of_prompt(512, num_requests=8, token_budget=4096) == 0.0
+    observe(costs, 1, MIN_COMPUTED_TOKENS)
+    assert costs.seconds_per_prompt_token > 0.0, "one step tells as much as several short ones"
 
 
 def test_steps_without_requests_tell_nothing() -> None:
