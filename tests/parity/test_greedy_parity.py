@@ -89,14 +89,6 @@ def fresh(requests: list[Request]) -> list[Request]:
     return [Request(request.prompt, request.max_tokens) for request in requests]
 
 
-def test_outputs_vary_so_that_equal_ones_tell_something(served) -> None:
-    model, build, requests = served
-    together = fresh(requests)
-    build().run(together, chunk=7)
-    assert_parity(model, together)
-    assert min(len(set(request.output)) for request in together[8:]) >= 6
-
-
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_requests_alone_have_the_tokens_of_transformers(served, block_size: int) -> None:
     model, build, requests = served
@@ -113,6 +105,8 @@ def test_sixteen_together_with_prompts_in_chunks_of_7(served, block_size: int) -
     together = fresh(requests)
     build(block_size).run(together, chunk=7)
     assert_parity(model, together)
+    distinct = min(len(set(request.output)) for request in together[8:])
+    assert distinct >= 6, "outputs vary, so that equal ones tell something"
 
 
 def test_sixteen_that_join_one_after_the_other(served) -> None:
