@@ -79,6 +79,20 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
         assert error < native.tolerance * exact.square().mean().sqrt()
 
 
+def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None:
+    shape = LoraShape(512, 4096)
+    layer = LoraLayer(qkv=(LoraFactors(torch.randn(512, 4096), torch.randn(512, 512), 0),))
+    adapters = [
+        NativeLora(
+            [in_dtype(layer, native.dtype)] * 2, {"qkv": shape}, native.functions.panel_width
+        )
+        for _ in range(3)
+    ]
+    assert adapters[0].num_bytes >= 8 * 2**20
+    begins = {adapter.layers[0].parts[0].a % (2 * 2**20) for adapter in adapters}
+    assert len(begins) == 3
+
+
 def in_dtype(layer: LoraLayer, dtype: torch.dtype) -> LoraLayer:
     return LoraLayer(
         qkv=tuple(LoraFactors(one.a.to(dtype), one.b.to(dtype), one.first) for one in layer.qkv)

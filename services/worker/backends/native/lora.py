@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,6 +31,11 @@ _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """Elements of a step of depth: DEPTH of cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
 """Of an adapter with so many bytes the last large page, of 2 MiB, is a small part."""
+_SHIFT_BYTES = 5120
+_shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
+"""Where the next adapter begins in its first page. Adapters of the same layout that all began at
+the same place would share the few sets of the caches that such addresses have.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ class NativeLora:
         self.num_bytes = sum(part.num_bytes for part in packed.values())
         if self.num_bytes >= _LEAST_IN_LARGE_PAGES:
             memory = LargePages()
+            memory.take((next(_shifts),), torch.uint8)
             packed = {place: part.moved(memory) for place, part in packed.items()}
         self._owned = packed
         """The memory that the structures point to."""
