@@ -68,12 +68,15 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """How many requests could run besides those that run, if they need as many blocks each."""
+        """How many requests could run besides those that run, if they need as many blocks each.
+        Sessions without input keep their places.
+        """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
         scheduler = self._engine.scheduler
         num_running, config = len(scheduler.running), scheduler.config
-        num_free, num_free_blocks = config.max_running - num_running, scheduler.num_free_blocks
+        num_free = config.max_running - num_running - self._client_sessions.num_between_turns
+        num_free_blocks = scheduler.num_free_blocks
         num_used_blocks = config.num_blocks - 1 - num_free_blocks
         if num_used_blocks:
             num_free = min(num_free, num_free_blocks * num_running // num_used_blocks)
