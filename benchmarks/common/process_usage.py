@@ -1,6 +1,7 @@
 """Resources of a process: memory, threads, file descriptors and processor time."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def is_running(pid: int, proc: Path = Path("/proc")) -> bool:
 def processor_seconds(pid: int) -> float:
     """Processor time that a process has used so far, ended threads included."""
     return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)
+
+
+def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
+    """For how long the threads that a process has now were runnable so far, and had no processor:
+    the second field of each one's schedstat, in nanoseconds.
+    """
+    nanos = 0
+    for thread in (proc / str(pid) / "task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+            nanos += int((thread / "schedstat").read_text().split()[1])
+    return nanos / 1e9
 
 
 def _kib_fields(text: str) -> dict[str, int]:

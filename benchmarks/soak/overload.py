@@ -31,9 +31,9 @@ import uvloop
 from benchmarks.common.arguments import add_model, count, make_parser, positive, split_flags
 from benchmarks.common.figures import percentile
 from benchmarks.common.stack import Stack
-from benchmarks.soak import overload_tenants
+from benchmarks.soak import overload_report, overload_tenants
 from benchmarks.soak.overload_clients import DONE, REFUSED, GrpcSender, HttpSender, Sender
-from benchmarks.soak.overload_tenants import TenantOptions, lines_of
+from benchmarks.soak.overload_tenants import TenantOptions
 from services.cli.settings import UpSettings
 from services.common.settings import SettingError, parse_settings
 
@@ -197,8 +197,8 @@ def _measure_tenants(options: Options) -> int:
     wanted = TenantOptions(
         **{field.name: getattr(options, field.name) for field in fields(TenantOptions)}
     )
-    lines = lines_of(wanted, uvloop.run(overload_tenants.measure(wanted)))
-    print(overload_tenants.report(wanted, lines))
+    lines = overload_report.lines_of(wanted, uvloop.run(overload_tenants.measure(wanted)))
+    print(overload_report.report(wanted, lines))
     return int(any(line.passed is False for line in lines))
 
 
