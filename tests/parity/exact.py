@@ -20,10 +20,10 @@ from services.worker.backends.attention import (
 )
 from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.lora import LoraRows
+from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
 from services.worker.models.quantization import QuantizationSetting
-from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
 

@@ -42,7 +42,7 @@ def assert_two_ranks_divide(checkpoint: Checkpoint) -> None:
 
     def work(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)
-        return serve(directory, ranks=rank.group.ranks)
+        return serve(directory, ranks=rank.ranks)
 
     for served in on_ranks(2, work):
         for request in served:

@@ -128,7 +128,7 @@ def test_logits_of_two_ranks_are_the_same_bits_in_any_batch(
     torch.set_num_threads(1)
 
     def serve(rank: RankThread) -> None:
-        model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE, rank.group.ranks)
+        model = ExactModel(tmp_path, dtype, KernelsSetting.NATIVE, rank.ranks)
         for tokens in SEQUENCES:
             model.reference(tokens)
         model.serving(seed=6).run(requests(), [40, 9, 33, 16, 21, 50], "batch on two ranks")

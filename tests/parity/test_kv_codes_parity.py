@@ -168,7 +168,7 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 
     def serve(rank: RankThread) -> list[list[int]]:
         torch.set_num_threads(1)
-        return outputs(build_runner(tmp_path, ranks=rank.group.ranks, **options), 400)
+        return outputs(build_runner(tmp_path, ranks=rank.ranks, **options), 400)
 
     assert on_ranks(2, serve) == [expected, expected]
     with StagedRunner(tmp_path, 2, **options) as stages:

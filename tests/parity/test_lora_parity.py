@@ -116,7 +116,7 @@ def test_two_ranks_share_each_layer(adapted: Adapted) -> None:
     def serve(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)
         requests = adapted.requests()
-        driver(adapted, ranks=rank.group.ranks).run(requests, chunk=9)
+        driver(adapted, ranks=rank.ranks).run(requests, chunk=9)
         return requests
 
     for requests in on_ranks(2, serve):

@@ -99,7 +99,7 @@ def test_two_ranks_have_the_same_codes(quantized: Quantized) -> None:
     def serve(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)
         requests = quantized.requests()
-        quantized.driver(ranks=rank.group.ranks).run(requests, chunk=9)
+        quantized.driver(ranks=rank.ranks).run(requests, chunk=9)
         return requests
 
     for requests in on_ranks(2, serve):

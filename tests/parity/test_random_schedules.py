@@ -173,8 +173,8 @@ def test_two_ranks_draft_with_a_model_of_two_ranks(served: Served) -> None:
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:
-        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
-        ranks = thread.group.ranks
+        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
+        ranks = thread.ranks
         runner = served.runner(
             schedule, ranks=ranks, lockstep=lockstep, draft_model=served.directory
         )
@@ -190,9 +190,9 @@ def test_two_ranks_draft_alike_from_what_others_wrote(served: Served) -> None:
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:
-        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
         source = SuffixSource(suffix_trees())
-        runner = served.runner(schedule, ranks=thread.group.ranks, lockstep=lockstep, source=source)
+        runner = served.runner(schedule, ranks=thread.ranks, lockstep=lockstep, source=source)
         return serve_tokens(runner, schedule, times=5)
 
     (requests, happened), (others, _) = on_ranks(2, work)
@@ -208,11 +208,11 @@ def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> tuple[list[Request], Happened]:
-        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
         known = KnownProposer([]) if proposes else None
         runner = served.runner(
             schedule,
-            ranks=thread.group.ranks,
+            ranks=thread.ranks,
             lockstep=lockstep,
             proposer=RandomProposer(known) if known is not None else None,
         )

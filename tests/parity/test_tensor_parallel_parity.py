@@ -95,8 +95,8 @@ def test_what_ranks_cannot_divide_is_refused(kind: str, tmp_path: Path) -> None:
             tmp_path,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
-            ranks=thread.group.ranks,
-            lockstep=Lockstep(thread.group.ranks, 1, thread.group.watch.explain),
+            ranks=thread.ranks,
+            lockstep=Lockstep(thread.ranks, 1, thread.group.watch.explain),
         )
 
     with pytest.raises(UnsupportedModel, match=UNDIVIDED[kind]):
@@ -109,12 +109,12 @@ def test_two_ranks_continue_as_transformers_does(kind: str, tmp_path: Path) -> N
     model = save_tiny_model(tmp_path, kind, shard_bytes=50_000)
 
     def work(thread: RankThread) -> dict[str, list[Request]]:
-        lockstep = Lockstep(thread.group.ranks, 1, thread.group.watch.explain)
+        lockstep = Lockstep(thread.ranks, 1, thread.group.watch.explain)
         runner = build_runner(
             tmp_path,
             block_size=BLOCK_SIZE,
             num_blocks=NUM_BLOCKS,
-            ranks=thread.group.ranks,
+            ranks=thread.ranks,
             lockstep=lockstep,
         )
         driver = Driver(runner, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, keeps=True)

@@ -46,7 +46,7 @@ def test_they_continue_as_transformers_does(case: str, tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path, kind, **changes)
 
     def work(thread: RankThread) -> list[Request]:
-        ranks = thread.group.ranks
+        ranks = thread.ranks
         lockstep = Lockstep(ranks, 1, thread.group.watch.explain)
         runner = build_runner(tmp_path, block_size=4, ranks=ranks, lockstep=lockstep)
         requests = make_requests()

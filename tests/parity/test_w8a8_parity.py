@@ -160,7 +160,7 @@ def test_it_is_what_transformers_computes_of_rounded_inputs(
 def test_each_of_two_ranks_rounds_its_part(model: Model) -> None:
     def work(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)
-        return model.serve(ranks=rank.group.ranks)
+        return model.serve(ranks=rank.ranks)
 
     for served in on_ranks(2, work):
         assert agreement(served, model.oracles(2)) > MOST

@@ -1,14 +1,19 @@
-"""Ranks of one group in threads of the test's process, over gloo on the loopback interface."""
+"""Ranks of one group in threads of the test's process."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import TypeVar
 
 from services.cli.ports import claim_port
+from services.worker.backends.attention import CPU
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership
+from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
 
 T = TypeVar("T")
 
@@ -20,10 +25,20 @@ def free_port() -> int:
     return claim_port("127.0.0.1", 0, "--port")
 
 
-class RankThread:
-    """A rank, and why its group broke, if it did."""
+@cache
+def native_kernels() -> Kernels:
+    """The compiled kernels, with which ranks share memory."""
+    return select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
 
-    def __init__(self, rank: int, size: int, port: int, timeouts: Timeouts) -> None:
+
+class RankThread:
+    """A rank, and why its group broke, if it did. With torch's kernels its collectives go over
+    gloo.
+    """
+
+    def __init__(
+        self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
+    ) -> None:
         self.broken: Future[GroupBroken] = Future()
         self.group = Group(
             Membership(rank, size, "127.0.0.1", port),
@@ -31,14 +46,22 @@ class RankThread:
             self.broken.set_result,
             lambda: None,
         )
+        self.ranks = self.group.ranks_on(CPU, kernels)
 
 
-def on_ranks(size: int, work: Callable[[RankThread], T], timeouts: Timeouts = TIMEOUTS) -> list[T]:
-    """What each rank's `work` gives, in rank order. Every group is left at the end."""
+def on_ranks(
+    size: int,
+    work: Callable[[RankThread], T],
+    timeouts: Timeouts = TIMEOUTS,
+    kernels: Kernels | None = None,
+) -> list[T]:
+    """What each rank's `work` gives, in rank order. Every group is left at the end. `kernels`: by
+    default native ones.
+    """
     port, done = free_port(), threading.Barrier(size)
 
     def run(rank: int) -> T:
-        joined = RankThread(rank, size, port, timeouts)
+        joined = RankThread(rank, size, port, timeouts, kernels or native_kernels())
         try:
             return work(joined)
         finally:

@@ -19,6 +19,7 @@ from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.compiled import default_cache_directory
+from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.device_tokens import DeviceTokens
 from services.worker.core.draft_model import DraftModel
 from services.worker.core.draft_source import DraftSource, ProposerSource
@@ -43,7 +44,6 @@ from services.worker.models.model import LoadedModel, LoadOptions, Model
 from services.worker.models.quantization import QuantizationSetting
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
-from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.speculation.proposer import Proposer
@@ -86,7 +86,6 @@ def build_runner(
     the directory `draft_model`: of up to four drafts of a request in a step.
     """
     own = Membership() if group is None else group.membership
-    ranks = ranks if group is None else group.ranks
     kernels = select_kernels(
         kernels_setting,
         default_cache_directory(),

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from services.worker.backends.attention import CPU
 from services.worker.core.input_batch import BatchLimits
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
@@ -12,7 +13,7 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership
-from tests.worker.rank_threads import TIMEOUTS, free_port
+from tests.worker.rank_threads import TIMEOUTS, free_port, native_kernels
 from tests.worker.runner_driver import build_runner
 
 
@@ -37,8 +38,11 @@ class StagedRunner:
         def join(rank: int) -> tuple[Group, ModelRunner]:
             own = Membership(rank, size, "127.0.0.1", port, num_stages)
             group = Group(own, timeouts, self.broken[rank].set_result, lambda: None)
-            lockstep = Lockstep(group.ranks, 1, group.watch.explain, rank)
-            return group, build_runner(directory, lockstep=lockstep, group=group, **options)
+            ranks = group.ranks_on(CPU, native_kernels())
+            lockstep = Lockstep(ranks, 1, group.watch.explain, rank)
+            return group, build_runner(
+                directory, ranks=ranks, lockstep=lockstep, group=group, **options
+            )
 
         joining = [thread.submit(join, rank) for rank, thread in enumerate(self._threads)]
         self.groups, self.runners = zip(*(joined.result() for joined in joining), strict=True)

@@ -28,6 +28,7 @@ from services.worker.backends.lora import (
     PackedLora,
 )
 from services.worker.backends.quantized import Weight
+from services.worker.backends.ranks import ALONE, Ranks, SharedRanks
 from services.worker.backends.row_sampler import RowSampler
 
 
@@ -109,13 +110,16 @@ class DecoderWeights:
     the last of them, and `head`, which projects to the vocabulary.
 
     Of a pipeline stage that is not the first, the embedding has no rows; of one that is not the
-    last, norm and head are None.
+    last, norm and head are None. `ranks`: those that the layers are divided over, whose outputs of
+    attention and MLPs are summed. `head_ranks`: of whom each has as many columns of the head.
     """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
     head: Linear | None
+    ranks: Ranks = ALONE
+    head_ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +202,9 @@ class Kernels(Protocol):
         """The decoder as one operation, or None if these kernels have none for it. Its projections
         and norms were made by these kernels.
         """
+
+    def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
+        """Collectives of ranks on one machine, or None if these kernels have none."""
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype

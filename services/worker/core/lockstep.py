@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from services.common.errors import Aborted, InvalidArgument
+from services.worker.backends.ranks import Ranks
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
-from services.worker.parallel.ranks import Ranks
 
 _LAG = 2
 """Steps from one to the comparison of its results: as many as may be in flight."""

@@ -81,7 +81,7 @@ class Decoder:
         if head is None:
             raise AssertionError("a stage that is not the last has no head")
         padded = F.pad(hidden, (0, 0, 0, self._kernels.padded_rows(num_rows) - num_rows))
-        return self._capped(head.full(padded)[:num_rows])
+        return self._capped(self._weights.head_ranks.gather(head.full(padded))[:num_rows])
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self._config.logits_softcap
@@ -96,6 +96,7 @@ class Decoder:
         adapters: LoraStep | None,
     ) -> torch.Tensor:
         kernels, epsilon, num_tokens = self._kernels, self._config.rms_norm_eps, len(token_ids)
+        ranks = self._weights.ranks
         padding = (0, kernels.padded_rows(num_tokens) - num_tokens)
         positions = F.pad(positions, padding)
         rotations = [
@@ -109,10 +110,11 @@ class Decoder:
         for index, layer in enumerate(self._weights.layers):
             rotation = rotations[self._rope_of[index]]
             deltas = NO_DELTAS if adapters is None else adapters.layer(index)
-            update = self._attend(index, layer, hidden, rotation, attention, deltas)
+            update = ranks.sum(self._attend(index, layer, hidden, rotation, attention, deltas))
             update = self._normalized(update, layer.attention_output_norm)
             hidden = kernels.add_rms_norm(residual, update, layer.mlp_norm, epsilon)
-            update = self._normalized(layer.mlp(hidden, num_tokens, deltas), layer.mlp_output_norm)
+            update = ranks.sum(layer.mlp(hidden, num_tokens, deltas))
+            update = self._normalized(update, layer.mlp_output_norm)
             norm = self._norms[index + 1]
             if norm is None:
                 return residual.add_(update)[:num_tokens]

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.worker.backends.kernels import Kernels
+from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.models.architecture import Architecture, native_architecture
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import (
@@ -26,7 +27,6 @@ from services.worker.models.rope import RopeType
 from services.worker.models.shard import Shard, check_divisible
 from services.worker.models.stage import check_stages, layers_of_stage
 from services.worker.models.weights import Progress, load_weights
-from services.worker.parallel.ranks import ALONE, Ranks
 
 
 def check_configuration(

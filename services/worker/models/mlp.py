@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from services.worker.backends.kernels import Activation, GatedMlp, Kernels, Linear, Mlp
 from services.worker.backends.lora import NO_DELTAS, LayerDeltas
 from services.worker.backends.torch.gating import gated
-from services.worker.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +103,6 @@ def _multiplied(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -
     return product
 
 
-@dataclass(frozen=True, slots=True)
-class SummedMlp:
-    """An MLP that is divided over ranks, whose results are summed."""
-
-    part: Mlp
-    ranks: Ranks
-
-    def __call__(
-        self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
-    ) -> torch.Tensor:
-        return self.ranks.sum(self.part(hidden, num_tokens, deltas))
-
-
 def is_static(mlp: Mlp) -> bool:
     """Whether its operations depend on the number of tokens alone, never on values."""
-    return not isinstance(mlp.part if isinstance(mlp, SummedMlp) else mlp, Experts)
+    return not isinstance(mlp, Experts)

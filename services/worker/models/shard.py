@@ -32,9 +32,13 @@ class Shard:
         start = self.rank * part + min(self.rank, more)
         return slice(start, start + part + (self.rank < more))
 
+    def divides_head(self, num_rows: int) -> bool:
+        """Whether the rows of the output projection are divided."""
+        return num_rows % self.size == 0
+
     def of_head(self, num_rows: int) -> slice:
         """Its rows of the output projection; all rows if the parts would differ in size."""
-        return slice(0, num_rows) if num_rows % self.size else self.of(num_rows)
+        return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
         """Its heads of keys and values: those that its heads of queries attend with."""

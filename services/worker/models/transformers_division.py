@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
+from services.worker.backends.ranks import Ranks
 from services.worker.models.shard import Shard, check_divisible, of_width
 from services.worker.models.transformers_linear import (
     DividedLinear,
@@ -24,7 +25,6 @@ from services.worker.models.transformers_linear import (
 )
 from services.worker.models.transformers_plan import Style, read_plan
 from services.worker.models.transformers_probe import Refused
-from services.worker.parallel.ranks import Ranks
 
 _OF_KEYS_AND_VALUES = frozenset({"k_proj", "v_proj", "k_norm"})
 _COUNTS_OF_HEADS = ("num_heads", "num_attention_heads")

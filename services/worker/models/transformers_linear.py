@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+from services.worker.backends.ranks import Ranks
 from services.worker.models.checkpoint import WHOLE
-from services.worker.parallel.ranks import Ranks
 
 Part = tuple[slice, ...]
 """The index of a part along a tensor's first axes; empty for the whole tensor."""

@@ -15,6 +15,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from services.worker.backends.attention import AttentionLayer
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.backends.ranks import Ranks
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import resolve_dtype, resolve_max_model_len
 from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
@@ -25,7 +26,6 @@ from services.worker.models.transformers_checkpoint import load_checkpoint, mode
 from services.worker.models.transformers_decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_probe import Refused
-from services.worker.parallel.ranks import Ranks
 
 _OTHER_INPUTS = ("vision_config", "audio_config")
 RECURRENT = "linear_attention"

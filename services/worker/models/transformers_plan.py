@@ -2,7 +2,7 @@
 
 A plan maps names of layers to styles: divided by columns, so that the output is a part; by rows, so
 that the input is a part and the ranks' outputs are summed; or with a gathered output, or a whole
-input. That is Megatron-LM's division, as in parallel/ranks.py.
+input. That is Megatron-LM's division, as in backends/ranks.py.
 """
 
 import enum

@@ -16,10 +16,11 @@ from services.worker.backends.kernels import (
     Mlp,
 )
 from services.worker.backends.quantized import QuantizedWeight, Weight
+from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GroupedExperts, SummedMlp
+from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization import QuantizationSetting, WeightReader, stored_weights
 from services.worker.models.shard import Shard, of_width
@@ -35,7 +36,6 @@ from services.worker.models.tensor_shapes import (
     expected_tensors,
     norm_names,
 )
-from services.worker.parallel.ranks import ALONE, GatheredLinear, Ranks, SummedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +82,22 @@ def load_weights(
     stage = stage or StageLayers(0, config.num_layers, config.num_layers)
     with checkpoint.open() as reader:
         weights = WeightReader(reader, stored, dtype, quantization)
-        loader = _Loader(config, reader, weights, kernels, dtype, ranks, shard, stacked)
+        loader = _Loader(config, reader, weights, kernels, dtype, shard, stacked)
         layers = []
         for index in stage.indexes:
             of_layer = replace(loader, prefix=f"model.layers.{index}.")
             layers.append(of_layer.layer(config.layers[index].experts))
             progress(len(layers), len(stage.indexes))
         embedding = loader.parts((EMBEDDING, ())) if stage.is_first else loader.no_rows()
-        norm, projection = None, None
+        norm, head = None, None
         if stage.is_last:
             norm = loader.norm("model.norm")
-            projection = _head(loader, embedding, pooling, has_own=HEAD in expected)
+            head = _head(loader, embedding, pooling, has_own=HEAD in expected)
     shard.log_read(reader.num_bytes, checkpoint.num_bytes)
     stage.log_read(reader.num_bytes, checkpoint.num_bytes)
-    return DecoderWeights(embedding, tuple(layers), norm, projection)
+    is_divided = pooling is None and shard.divides_head(config.vocab_size)
+    head_ranks = ranks if is_divided else ALONE
+    return DecoderWeights(embedding, tuple(layers), norm, head, ranks, head_ranks)
 
 
 def _head(
@@ -122,8 +124,7 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
         shared = embedding[rows] if whole else loader.parts((EMBEDDING, (rows,)))
         own = _own_head(loader.parts((HEAD, (rows,))), shared) if has_own else shared
         head = loader.weights.made_head(own)
-    projection = loader.kernels.linear(head, None)
-    return GatheredLinear(projection, loader.ranks) if head.shape[0] < vocab_size else projection
+    return loader.kernels.linear(head, None)
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,6 @@ class _Loader:
     weights: WeightReader
     kernels: Kernels
     dtype: torch.dtype
-    ranks: Ranks
     shard: Shard
     stacked_experts: bool
     prefix: str = ""
@@ -221,7 +221,7 @@ class _Loader:
                 for gate_up, down in all_of_them
             )
             mlp = Experts(router, apart, *picking, kernels)
-        return SummedMlp(mlp, self.ranks) if self.ranks.size > 1 else mlp
+        return mlp
 
     def norm(self, name: str) -> torch.Tensor:
         """The weight of a norm. One with an offset is not rounded: a small weight would lose more
@@ -239,11 +239,9 @@ class _Loader:
         return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
-        """A projection of this rank's part of its input; the ranks' products are summed."""
+        """A projection of this rank's part of its input, to be summed over the ranks."""
         weight = self.weight((f"{name}.weight", (WHOLE, columns)))
-        added = self.parts((f"{name}.bias", ())) if bias else None
-        part = self.kernels.linear(weight, added)
-        return SummedLinear(part, self.ranks) if self.ranks.size > 1 else part
+        return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 
     def no_rows(self) -> torch.Tensor:
         """An embedding of no tokens."""

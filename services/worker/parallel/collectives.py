@@ -1,4 +1,4 @@
-"""Ranks over torch.distributed: gloo between processors, NCCL between GPUs."""
+"""Ranks over torch.distributed: gloo between machines, NCCL between GPUs."""
 
 import datetime
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from services.worker.parallel.ranks import Ranks
+from services.worker.backends.ranks import GatheringRanks, Ranks
 
 dist: Any = torch.distributed
 """Untyped where its process groups are concerned."""
@@ -14,21 +14,19 @@ dist: Any = torch.distributed
 _RING_BYTES = 2**18
 
 
-class GlooRanks:
+class GlooRanks(GatheringRanks):
     """See Ranks; for tensors on the CPU. A call raises RuntimeError if it takes longer than the
     timeout, or if another rank has ended.
 
-    A sum is gathered and then added in rank order, in float32: gloo's ring adds different parts of
-    a tensor in different orders, which would make a row's last bit depend on its index in the step.
-    With two ranks the order does not matter, and the ring is faster for large tensors (half the
-    time for 4 MiB, twice the time for 2 KiB).
+    A sum is gathered: gloo's ring adds different parts of a tensor in different orders, which would
+    make a row's last bit depend on its index in the step. With two ranks the order does not matter,
+    and the ring is faster for large tensors (half the time for 4 MiB, twice the time for 2 KiB).
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta
     ) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self._group = gloo_group(dist.PrefixStore("gloo", store), rank, size, host, timeout)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -36,23 +34,10 @@ class GlooRanks:
             ring = part.contiguous()
             self._group.allreduce([ring]).wait()
             return ring
-        parts = self._gathered(part)
-        total = parts[0].float()
-        for other in parts[1:]:
-            total += other
-        return total.to(part.dtype)
-
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        return self._gathered(part).transpose(0, 1).flatten(1)
-
-    def exchange(self, numbers: list[int]) -> list[list[int]]:
-        gathered: list[list[int]] = self._gathered(torch.tensor([numbers])).flatten(1).tolist()
-        return gathered
+        return super().sum(part)
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """[n, d] of each rank: [size, n, d]."""
-        rows, width = part.shape
-        parts = torch.empty((self.size, rows, width), dtype=part.dtype)
+        parts = torch.empty((self.size, *part.shape), dtype=part.dtype)
         self._group.allgather([list(parts)], [part.contiguous()]).wait()
         return parts
 

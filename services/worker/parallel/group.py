@@ -3,7 +3,8 @@
 1. Each rank connects to the store that rank 0 keeps; a second one with the same number is refused.
 2. Each writes its address to the store, and every two ranks connect, so that each notices the end
    of any other.
-3. Collectives are set up, over the interfaces that reach rank 0.
+3. Ranks that share layers share memory too, if they are on one machine and have kernels for it;
+   otherwise their collectives go over the interfaces that reach rank 0.
 4. Values that must be the same on all ranks are compared; of others, such as the number of blocks,
    all ranks take the smallest.
 """
@@ -13,17 +14,20 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.ranks import ALONE, Ranks, SharedRanks
 from services.worker.parallel.collectives import GlooRanks, NcclRanks, dist
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.membership import Membership
-from services.worker.parallel.ranks import ALONE, Ranks
+from services.worker.parallel.shared_memory import made_memory, mapped_memory
 from services.worker.parallel.stage_link import StageLink
 from services.worker.parallel.watch import Watch
 
@@ -42,8 +46,8 @@ class Timeouts:
 
 
 class Group:
-    """A group, formed on construction. `ranks`: the collectives of the ranks that share this one's
-    layers. `link`: to the pipeline stages before and behind; None if there is one stage.
+    """A group, formed on construction. `link`: to the pipeline stages before and behind; None if
+    there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
     `checkpoint_reached` is called while waiting, and may raise to stop waiting.
@@ -71,19 +75,33 @@ class Group:
                 f"the ranks cannot connect at {membership.master_addr}:{membership.master_port}: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        self.watch = Watch(peers, on_broken)
-        self.ranks, self.link = self._gloo(address)
+        self._shared: SharedRanks | None = None
+        self._on_broken = on_broken
+        self.watch = Watch(peers, self._break)
+        self._address = address
+        self.link = self._stage_link()
         self._deadline = None
         hosts = self.gather("machine", f"{socket.gethostname()} {_boot_id()}")
         own = hosts[membership.rank]
         self.local_ranks = [rank for rank, host in enumerate(hosts) if host == own]
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
 
-    def ranks_on(self, device: torch.device) -> Ranks:
-        """The ranks for tensors on the CPU, or on the current CUDA device."""
-        if device.type == "cpu":
-            return self.ranks
-        return NcclRanks(self._store, self.ranks, self._timeout)
+    def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
+        """The ranks that share this one's layers, for tensors on the CPU or on the current CUDA
+        device, which these kernels compute. To be called once, by all ranks of the group.
+        """
+        own, on_cpu = self.membership, device.type == "cpu"
+        place = own.tensor_parallel_rank, own.tensor_parallel_size
+        seconds = self._timeouts.collective_seconds
+        shared = kernels.shared_ranks(*place, seconds) if on_cpu and place[1] > 1 else None
+        if self._share_memory(shared) and shared is not None:
+            self._shared = shared
+            if self.watch.is_broken:
+                shared.end()
+            logger.info("ranks that share layers exchange through shared memory")
+            return shared
+        ranks = self._gloo_ranks()
+        return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:
         """The value of each rank, in rank order, under the name `what`.
@@ -192,18 +210,53 @@ class Group:
                     connection.close()
         return peers
 
-    def _gloo(self, address: str) -> tuple[Ranks, StageLink | None]:
-        """The collectives of this rank's stage, and its link to other stages."""
-        own, stages = self.membership, self.membership.pipeline_parallel_size
-        ranks: Ranks = ALONE
+    def _break(self, error: GroupBroken) -> None:
+        if self._shared is not None:
+            self._shared.end()
+        self._on_broken(error)
+
+    def _share_memory(self, shared: SharedRanks | None) -> bool:
+        """Whether all ranks that share this one's layers have mapped the same memory. `shared`:
+        what uses it on this rank, if anything. To be called by all ranks of the group.
+        """
+        size, memory, address = self.membership.tensor_parallel_size, None, ""
+        first = self.membership.stage * size
+        peers = range(first, first + size)
+        if not set(peers) <= set(self.local_ranks):
+            shared = None
+        with ExitStack() as offer:
+            if shared is not None and self.membership.rank == first:
+                with suppress(OSError):
+                    memory, address = offer.enter_context(made_memory(shared.num_bytes))
+            address = self.gather("memory", address)[first]
+            if shared is not None and memory is None and address:
+                memory = mapped_memory(address, shared.num_bytes)
+            if shared is not None and memory is not None:
+                shared.use(memory)
+            answers = self.gather("mapped", "" if memory is None else "yes")
+        return all(answers[peer] for peer in peers)
+
+    def _gloo_ranks(self) -> Ranks:
+        """The collectives of this rank's stage, over its interface."""
+        own = self.membership
+        if own.tensor_parallel_size == 1:
+            return ALONE
+        store = dist.PrefixStore(f"stage {own.stage}", self._store)
+        place = own.tensor_parallel_rank, own.tensor_parallel_size
+        with self._explained():
+            return GlooRanks(store, *place, self._address, self._timeout)
+
+    def _stage_link(self) -> StageLink | None:
+        if self.membership.pipeline_parallel_size == 1:
+            return None
+        with self._explained():
+            return StageLink(self._store, self.membership, self._address, self._timeout)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises GroupBroken for a connection over gloo that fails."""
         try:
-            if own.tensor_parallel_size > 1:
-                store = dist.PrefixStore(f"stage {own.stage}", self._store)
-                place = own.tensor_parallel_rank, own.tensor_parallel_size
-                ranks = GlooRanks(store, *place, address, self._timeout)
-            if stages == 1:
-                return ranks, None
-            return ranks, StageLink(self._store, own, address, self._timeout)
+            yield
         except RuntimeError as error:
             failed = GroupBroken(f"the ranks cannot connect: {str(error).splitlines()[0]}")
             raise self.watch.explain(failed) from error

@@ -44,6 +44,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="watch peers", daemon=True)
         self._thread.start()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the group is broken."""
+        return self._is_broken.is_set()
+
     def report(self, error: GroupBroken) -> GroupBroken:
         """Marks the group as broken and sends the reason to the other ranks. Returns the error that
         was reported first.

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
-from services.worker.parallel.ranks import ALONE, Ranks
 from services.worker.platform_choice import select_platform
 from services.worker.platforms.interface import Platform
 from services.worker.settings import WorkerSettings
@@ -39,7 +39,7 @@ def set_up_rank(
     return RankSetup(
         settings,
         platform,
-        ranks=ALONE if group is None else group.ranks_on(platform.torch_device),
+        ranks=ALONE if group is None else group.ranks_on(platform.torch_device, platform.kernels()),
         group=group,
         membership=Membership() if group is None else group.membership,
         checkpoint_reached=checkpoint_reached,

@@ -61,6 +61,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     status, lines = await outcome(first)
     assert time.monotonic() - began < 60
     assert (status, lines[-1]) == (1, "stepwell worker: rank 1 is gone")
+    assert any("exchange through shared memory" in line for line in lines)
     await second.communicate()
 
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from benchmarks.common.random_model import Shape, write_model
+from services.worker.backends.ranks import ALONE, Ranks
+from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.platforms.cpu_kernels import KernelsSetting
+from tests.parity.exact import ExactModel, assert_same_bits
+from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 # Large enough for a decode to be worth two threads.
@@ -21,10 +25,12 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def outputs(directory: Path, setting: KernelsSetting, num_threads: int) -> list[list[int]]:
+def outputs(
+    directory: Path, setting: KernelsSetting, num_threads: int, ranks: Ranks = ALONE
+) -> list[list[int]]:
     """What requests get, prompts in chunks beside decodes."""
     torch.set_num_threads(num_threads)
-    runner = build_runner(directory, num_blocks=200, kernels_setting=setting)
+    runner = build_runner(directory, num_blocks=200, kernels_setting=setting, ranks=ranks)
     random = np.random.default_rng(0)
     requests = [Request(random.integers(0, 600, length).tolist(), 10) for length in LENGTHS]
     Driver(runner, block_size=16, num_blocks=200).run(requests, chunk=50)
@@ -38,3 +44,27 @@ def test_threads_and_operations_make_no_difference(directory: Path) -> None:
     assert len({tuple(output) for output in expected}) > 1
     assert outputs(directory, KernelsSetting.NATIVE, 1) == expected
     assert outputs(directory, KernelsSetting.NATIVE, 2) == expected
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("native", [torch.float32], indirect=True)
+def test_two_ranks_of_two_threads_make_no_difference(directory: Path) -> None:
+    expected = outputs(directory, KernelsSetting.TORCH, 1)
+    native = KernelsSetting.NATIVE
+    assert on_ranks(2, lambda t: outputs(directory, native, 2, t.ranks)) == [expected] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_inside_the_call_are_the_bits_of_sums_between_operations(
+    directory: Path, dtype: torch.dtype
+) -> None:
+    """Ranks that share memory have one call, those that are connected over gloo operations."""
+    tokens = np.random.default_rng(1).integers(0, 600, 300).tolist()
+
+    def logits(thread: RankThread) -> torch.Tensor:
+        model = ExactModel(directory, dtype, KernelsSetting.NATIVE, thread.ranks)
+        return model.reference(tokens)
+
+    shared, connected = on_ranks(2, logits), on_ranks(2, logits, kernels=TorchKernels())
+    for actual in shared:
+        assert_same_bits(actual, connected[0], "shared memory")

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.ranks import Ranks
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import Checkpoint, TensorReader, open_checkpoint
 from services.worker.models.config import DtypeSetting
@@ -36,7 +37,6 @@ from services.worker.models.transformers_checkpoint import load_checkpoint
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_model import read_transformers_config
 from services.worker.parallel.group import Timeouts
-from services.worker.parallel.ranks import Ranks
 from tests.worker.rank_threads import RankThread, on_ranks
 
 SHAPE: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_two_ranks_give_the_logits_of_the_whole_model(tmp_path: Path, what: str)
     whole: PreTrainedModel = save(tmp_path, *DIVIDED[what])
 
     def work(thread: RankThread) -> tuple[torch.Tensor, torch.Tensor]:
-        return logits_of(load(tmp_path, thread.group.ranks))
+        return logits_of(load(tmp_path, thread.ranks))
 
     with torch.inference_mode():
         expected = whole(input_ids=torch.arange(NUM_TOKENS)[None]).logits[0]
@@ -162,7 +162,7 @@ def test_a_rank_that_reads_for_long_is_waited_for(tmp_path: Path) -> None:
     save(tmp_path, GraniteConfig, {})
 
     def work(thread: RankThread) -> int:
-        ranks = thread.group.ranks
+        ranks = thread.ranks
         time.sleep(1.5 * ranks.rank)
         return load(tmp_path, ranks, lambda: thread.group.gather("loaded", "")).vocab_size
 

@@ -1,5 +1,6 @@
 """A decoder as one call into the compiled library: see cpp/decoder.h."""
 
+import ctypes
 from collections.abc import Mapping
 from typing import TypeGuard
 
@@ -26,6 +27,8 @@ from services.worker.backends.native.library import (
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedStep
+from services.worker.backends.native.shared_ranks import NativeRanks
+from services.worker.backends.ranks import Ranks
 
 
 def fused_decoder(
@@ -33,10 +36,12 @@ def fused_decoder(
     weights: DecoderWeights,
     constants: DecoderConstants,
 ) -> "NativeDecoder | None":
-    """The decoder as one operation, or None if an MLP of it has experts or a projection is not
-    native. `functions`: by the data type that they compute in.
+    """The decoder as one operation, or None if an MLP of it has experts, a projection is not native
+    or ranks do not share memory. `functions`: by the data type that they compute in.
     """
     head = weights.head
+    if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):
+        return None
     if head is not None and not _takes_rows(head):
         return None
     if not all(map(_is_native, weights.layers)):
@@ -70,7 +75,8 @@ class NativeDecoder:
         """Keeps the memory that the structures below point to."""
         self._embedding = weights.embedding.contiguous()
         self._width = weights.embedding.shape[1]
-        self._vocab_size = 0 if head is None else head.out_features
+        self._vocab_size = 0 if head is None else head.out_features * weights.head_ranks.size
+        self._ranks = weights.ranks
         self._layers = (DecoderLayer * len(weights.layers))()
         for target, layer, rotation in zip(
             self._layers, weights.layers, constants.rotation_of, strict=True
@@ -86,6 +92,7 @@ class NativeDecoder:
             _address(weights.norm),
             Projection() if head is None else head.projection,
             *(self._width, constants.epsilon),
+            *(_reference(weights.ranks), _reference(weights.head_ranks)),
         )
         self._dtype = weights.embedding.dtype
         self._cache: object = None
@@ -116,6 +123,8 @@ class NativeDecoder:
             *(hidden.data_ptr(), _address(wanted), count, _address(logits)),
             lora.structure if isinstance(lora, NativeLoraStep) else None,
         )
+        if isinstance(self._ranks, NativeRanks):
+            self._ranks.check()
         return hidden, logits
 
     def _use_pages(self, attention: NativePagedStep) -> None:
@@ -133,6 +142,10 @@ def _empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     for the lock would run before the step instead of during it.
     """
     return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
+
+
+def _reference(ranks: Ranks) -> int | None:
+    return ctypes.addressof(ranks.structure) if isinstance(ranks, NativeRanks) else None
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

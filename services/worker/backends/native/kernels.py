@@ -32,6 +32,7 @@ from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.native.paged_attention import NativePagedAttention, workspace_bytes
 from services.worker.backends.native.row_sampler import NativeRowSampler
+from services.worker.backends.native.shared_ranks import NativeRanks
 from services.worker.backends.quantized import Weight
 from services.worker.backends.torch.kernels import TorchKernels
 
@@ -45,6 +46,7 @@ class NativeKernels(TorchKernels):
         super().__init__(batch_invariant=batch_invariant)
         self._functions = functions_by_dtype(library)
         self._row_sampler = NativeRowSampler(library)
+        self._library = library
         self._memory = LargePages()
 
     @property
@@ -92,6 +94,9 @@ class NativeKernels(TorchKernels):
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
         return fused_decoder(self._functions, weights, constants)
+
+    def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> NativeRanks:
+        return NativeRanks(self._library, rank, size, timeout_seconds)
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype

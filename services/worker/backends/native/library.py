@@ -170,6 +170,22 @@ class Decoder(ctypes.Structure):
             "head": Projection,
             "hidden_size": _COUNT,
             "epsilon": _FLOAT,
+            "ranks head_ranks": _ADDRESS,
+        }
+    )
+
+
+class NativeSharedRanks(ctypes.Structure):
+    """See SharedRanks in cpp/shared_ranks.h."""
+
+    _fields_ = _fields(
+        {
+            "cells slots": _ADDRESS,
+            "slot_bytes": _COUNT,
+            "timeout_seconds": _DOUBLE,
+            "rank size": _INT,
+            "round": ctypes.c_uint32,
+            "is_ended missing": _INT,
         }
     )
 
@@ -249,6 +265,17 @@ class SamplingFunctions:
         self.copy_rows.argtypes, self.copy_rows.restype = (rows, masks, *2 * (_ADDRESS,)), None
 
 
+class RankFunctions:
+    """The library's functions for ranks that share memory, whatever the model's data type is."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        ranks = ctypes.POINTER(NativeSharedRanks)
+        self.gather = library.gather_ranks
+        self.gather.argtypes, self.gather.restype = (ranks, *2 * (_ADDRESS,), _COUNT), None
+        self.end = library.end_ranks
+        self.end.argtypes, self.end.restype = (ranks,), None
+
+
 class SuffixFunctions:
     """The library's functions for suffix trees, whatever the model's data type is."""
 
@@ -311,6 +338,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "DecoderLayer": DecoderLayer,
     "Rotation": Rotation,
     "Decoder": Decoder,
+    "SharedRanks": NativeSharedRanks,
     "LoraProjection": LoraProjection,
     "LoraLayer": NativeLoraLayer,
     "StepLora": StepLora,

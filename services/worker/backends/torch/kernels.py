@@ -21,6 +21,7 @@ from services.worker.backends.lora import (
     PackedLora,
 )
 from services.worker.backends.quantized import QuantizedWeight, Weight
+from services.worker.backends.ranks import SharedRanks
 from services.worker.backends.row_sampler import RowSampler
 from services.worker.backends.torch.coded_linear import CodedLinear
 from services.worker.backends.torch.gating import GatedLinear
@@ -83,6 +84,14 @@ class TorchKernels:
         constants: DecoderConstants,  # noqa: ARG002
     ) -> FusedDecoder | None:
         """None: layers are run operation by operation."""
+        return None
+
+    def shared_ranks(
+        self,
+        rank: int,  # noqa: ARG002
+        size: int,  # noqa: ARG002
+        timeout_seconds: float,  # noqa: ARG002
+    ) -> SharedRanks | None:
         return None
 
     def pack_lora(

@@ -60,7 +60,7 @@ std::vector<int> positions_of(const Layout& layout) {
 }  // namespace
 
 // Runs a step's tokens through all layers. Gives hidden states [rows, hidden_size], normalized if
-// there is a norm, in `output`, and logits [num_wanted, head.columns] of the rows `wanted`, rising,
+// there is a norm, in `output`, and logits [num_wanted, vocabulary] of the rows `wanted`, rising,
 // or of all rows if that is null. A token's input is its row of `embedded`, or, if that is null,
 // the embedding of its id. `lora`: the adapters of the rows; null for none.
 template <class T>

@@ -117,12 +117,14 @@ class StepThread {
     prefetch_and_wait(&layer.output);
     project_part(layer, LORA_OUTPUT, layer.output, buffers_.attended, buffers_.update);
     prefetch_and_wait(&layer.gate_up);
+    sum_updates();
     normalize_update(layer.attention_output_norm);
     normalize(layer.mlp_norm);
     project_part(layer, LORA_GATE_UP, layer.gate_up, normed_, buffers_.gated);
     prefetch_and_wait(&layer.down);
     project_part(layer, LORA_DOWN, layer.down, buffers_.gated, buffers_.update);
     prefetch_and_wait(following);
+    sum_updates();
     normalize_update(layer.mlp_output_norm);
   }
 
@@ -154,7 +156,17 @@ class StepThread {
       output = buffers_.update;
       team_.wait();
     }
-    project(decoder_.head, output, logits, num_wanted, team_);
+    SharedRanks* ranks = decoder_.head_ranks;
+    if (ranks == nullptr) {
+      project(decoder_.head, output, logits, num_wanted, team_);
+      return;
+    }
+    const std::int64_t columns = decoder_.head.columns;
+    float* own = logits + num_wanted * columns * (ranks->size - 1);
+    project(decoder_.head, output, own, num_wanted, team_);
+    team_.wait();
+    gather_over(*ranks, reinterpret_cast<const char*>(own), reinterpret_cast<char*>(logits),
+                num_wanted, columns * std::int64_t(sizeof(float)), team_);
   }
 
  private:
@@ -187,6 +199,13 @@ class StepThread {
   // batch reading weights is most of the work, and memory would idle until the projection begins.
   void prefetch_and_wait(const Projection<T>* next) {
     if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, rows_, team_);
+    team_.wait();
+  }
+
+  // Adds up the updates of the ranks that share the layers.
+  void sum_updates() {
+    if (decoder_.ranks == nullptr) return;
+    sum_over(*decoder_.ranks, buffers_.update, rows_ * decoder_.hidden_size, team_);
     team_.wait();
   }
 

@@ -7,6 +7,7 @@
 #include "attention_plan.h"
 #include "heads.h"
 #include "linear.h"
+#include "shared_ranks.h"
 
 namespace stepwell {
 
@@ -54,6 +55,8 @@ struct Decoder {
   Projection<T> head;  // Of no columns there.
   std::int64_t hidden_size;
   float epsilon;
+  SharedRanks* ranks;       // That share the layers; null for one.
+  SharedRanks* head_ranks;  // Of whom each has as many columns of the head; null if it is whole.
 };
 
 }  // namespace stepwell

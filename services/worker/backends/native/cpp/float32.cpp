@@ -24,6 +24,7 @@ extern "C" std::int64_t structure_size(const char* name) {
   if (wanted == "DecoderLayer") return sizeof(DecoderLayer<float>);
   if (wanted == "Rotation") return sizeof(Rotation<float>);
   if (wanted == "Decoder") return sizeof(Decoder<float>);
+  if (wanted == "SharedRanks") return sizeof(SharedRanks);
   if (wanted == "LoraProjection") return sizeof(LoraProjection<float>);
   if (wanted == "LoraLayer") return sizeof(LoraLayer<float>);
   if (wanted == "StepLora") return sizeof(StepLora<float>);

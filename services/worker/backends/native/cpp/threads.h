@@ -17,8 +17,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
+#include <ctime>
 #include <vector>
 
 namespace stepwell {
@@ -34,6 +36,19 @@ struct Range {
   std::int64_t end;
 };
 
+// How often a thread that waits looks before it sleeps.
+constexpr int BARRIER_SPINS = 500;
+
+// The system call, for a word of this process, or without FUTEX_PRIVATE_FLAG of memory that several
+// share. A timeout of 0 is none.
+template <class Word>
+inline void futex(std::atomic<Word>& word, int operation, int value,
+                  std::chrono::nanoseconds timeout = {}) {
+  static_assert(sizeof word == sizeof(std::uint32_t));
+  const timespec limit = {0, timeout.count()};
+  syscall(SYS_futex, &word, operation, value, timeout.count() > 0 ? &limit : nullptr, nullptr, 0);
+}
+
 // A thread that waits spins for some microseconds and then sleeps. A thread that is still missing
 // then has lost its processor to another process, and may need the one that spinning keeps busy.
 // Yielding instead would give the thread's time slice to that process: every barrier could cost a
@@ -47,26 +62,23 @@ class Barrier {
       // Sequentially consistent, as are the sleeper's increment and its check of the phase: either
       // this thread sees the sleeper, or the sleeper sees the new phase.
       phase_.store(phase + 1, std::memory_order_seq_cst);
-      if (sleepers_.load(std::memory_order_seq_cst) > 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
+      if (sleepers_.load(std::memory_order_seq_cst) > 0) {
+        futex(phase_, FUTEX_WAKE_PRIVATE, INT_MAX);
+      }
       return;
     }
-    for (int spins = 0; spins < SPINS; ++spins) {
+    for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
       if (phase_.load(std::memory_order_acquire) != phase) return;
       _mm_pause();
     }
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    while (phase_.load(std::memory_order_seq_cst) == phase) futex(FUTEX_WAIT_PRIVATE, phase);
+    while (phase_.load(std::memory_order_seq_cst) == phase) {
+      futex(phase_, FUTEX_WAIT_PRIVATE, phase);
+    }
     sleepers_.fetch_sub(1, std::memory_order_relaxed);
   }
 
  private:
-  static constexpr int SPINS = 500;
-
-  void futex(int operation, int value) {
-    static_assert(sizeof(phase_) == sizeof(std::uint32_t));
-    syscall(SYS_futex, &phase_, operation, value, nullptr, nullptr, 0);
-  }
-
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> phase_{0};
   std::atomic<int> sleepers_{0};

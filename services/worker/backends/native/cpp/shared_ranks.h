@@ -1,0 +1,148 @@
+// The collectives of ranks that are processes of one machine, through memory that all of them map.
+//
+// A collective is one or more rounds. In a round each rank writes to its slot, comes to the round,
+// waits until the other ranks have come, and reads their slots. Each rank has two slots, which
+// rounds use in turns: a rank that comes to a round has read the slots of the round before, which
+// can be written again in the round after. So a round has one wait. vLLM has such collectives for
+// its CPU ranks (csrc/cpu/shm.cpp).
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+
+#include "threads.h"
+#include "vector.h"
+
+namespace stepwell {
+
+// The last round that a rank has come to, in the memory of all.
+struct alignas(64) RankCell {
+  std::atomic<std::uint32_t> round;
+  std::atomic<std::uint32_t> sleepers;  // Ranks that wait for it and do not spin any more.
+};
+
+// One rank's side. `missing`: the rank that did not come to a round, or -1. Once there is one,
+// collectives return at once, and their results are of no use.
+struct SharedRanks {
+  RankCell* cells;
+  char* slots;
+  std::int64_t slot_bytes;
+  double timeout_seconds;
+  int rank;
+  int size;
+  std::uint32_t round;
+  std::atomic<int> is_ended;
+  int missing;
+
+  // A rank's slot in the round to which this rank comes next.
+  char* next_slot(int of_rank) const {
+    return slots + (std::int64_t(~round & 1) * size + of_rank) * slot_bytes;
+  }
+
+  // Comes to the next round, and waits for the other ranks.
+  void meet() {
+    if (missing >= 0) return;
+    cells[rank].round.store(++round, std::memory_order_seq_cst);
+    if (cells[rank].sleepers.load(std::memory_order_seq_cst) > 0) wake(cells[rank]);
+    for (int other = 0; other < size && missing < 0; ++other) {
+      if (!has_come(cells[other]) && !await(cells[other])) missing = other;
+    }
+  }
+
+  // Ends the waiting of this rank. Wakes other ranks too, which wait again.
+  void end() {
+    is_ended.store(1, std::memory_order_seq_cst);
+    for (int other = 0; other < size; ++other) wake(cells[other]);
+  }
+
+ private:
+  static constexpr std::chrono::milliseconds NAP{100};
+
+  bool has_come(const RankCell& cell) const {
+    return std::int32_t(cell.round.load(std::memory_order_acquire) - round) >= 0;
+  }
+
+  // Spins, and then sleeps: see Barrier. False if the rank does not come in time, or after `end`,
+  // which between the check of `is_ended` and the sleep wakes nothing: hence naps.
+  bool await(RankCell& cell) const {
+    for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
+      if (has_come(cell)) return true;
+      _mm_pause();
+    }
+    using Clock = std::chrono::steady_clock;
+    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);
+    cell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    bool is_here;
+    while (true) {
+      const std::uint32_t seen = cell.round.load(std::memory_order_seq_cst);
+      is_here = std::int32_t(seen - round) >= 0;
+      if (is_here || is_ended.load(std::memory_order_seq_cst) || Clock::now() > deadline) break;
+      futex(cell.round, FUTEX_WAIT, int(seen), NAP);
+    }
+    cell.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    return is_here;
+  }
+
+  static void wake(RankCell& cell) { futex(cell.round, FUTEX_WAKE, INT_MAX); }
+};
+
+namespace {  // Internal, so that functions with one caller are inlined.
+
+// Adds up `part` of all ranks, `count` elements each, in rank order, in float32, and rounds.
+template <class T>
+void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
+  const std::int64_t most = ranks.slot_bytes / std::int64_t(sizeof(T));
+  for (std::int64_t begin = 0; begin < count; begin += most) {
+    const Range own = team.part(std::min(most, count - begin));
+    const char* first = ranks.next_slot(0);
+    T* slot = reinterpret_cast<T*>(ranks.next_slot(ranks.rank));
+    std::memcpy(slot + own.begin, part + begin + own.begin, (own.end - own.begin) * sizeof(T));
+    team.wait();
+    if (team.index == 0) ranks.meet();
+    team.wait();
+    for (std::int64_t i = own.begin; i < own.end; i += LANES) {
+      const int lanes = int(std::min<std::int64_t>(LANES, own.end - i));
+      Vector total = {};
+      for (int rank = 0; rank < ranks.size; ++rank) {
+        const T* other = reinterpret_cast<const T*>(first + rank * ranks.slot_bytes) + i;
+        const Vector added = load_partial(other, lanes);
+        total = rank == 0 ? added : total + added;
+      }
+      store_partial(part + begin + i, total, lanes);
+    }
+  }
+}
+
+// Puts `rows` rows of `width` bytes of each rank side by side, in rank order. `own` may be the end
+// of `all`: the rows that a round writes end before those that it has not read.
+inline void gather_over(SharedRanks& ranks, const char* own, char* all, std::int64_t rows,
+                        std::int64_t width, Team team) {
+  const std::int64_t bytes = rows * width;
+  for (std::int64_t begin = 0; begin < bytes; begin += ranks.slot_bytes) {
+    const Range part = team.part(std::min(ranks.slot_bytes, bytes - begin));
+    const char* first = ranks.next_slot(0);
+    std::memcpy(ranks.next_slot(ranks.rank) + part.begin, own + begin + part.begin,
+                part.end - part.begin);
+    team.wait();
+    if (team.index == 0) ranks.meet();
+    team.wait();
+    for (int rank = 0; rank < ranks.size; ++rank) {
+      const char* slot = first + rank * ranks.slot_bytes;
+      std::int64_t taken;
+      for (std::int64_t i = part.begin; i < part.end; i += taken) {
+        const std::int64_t row = (begin + i) / width, column = (begin + i) % width;
+        taken = std::min(part.end - i, width - column);
+        std::memcpy(all + (row * ranks.size + rank) * width + column, slot + i, taken);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+}  // namespace stepwell

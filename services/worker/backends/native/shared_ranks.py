@@ -1,0 +1,67 @@
+"""The collectives of ranks on one machine, in C++: see cpp/shared_ranks.h."""
+
+import ctypes
+import mmap
+
+import torch
+
+from services.worker.backends.native.library import NativeSharedRanks, RankFunctions
+from services.worker.backends.ranks import GatheringRanks
+
+_CELL_BYTES = 64
+_SLOT_BYTES = 2**20
+_ROUNDS = 2
+"""Rounds that have slots of their own."""
+
+
+class NativeRanks(GatheringRanks):
+    """See SharedRanks. A fused decoder calls the library's collectives itself."""
+
+    def __init__(self, library: ctypes.CDLL, rank: int, size: int, timeout_seconds: float) -> None:
+        super().__init__(rank, size)
+        self._functions = RankFunctions(library)
+        self._timeout_seconds = timeout_seconds
+        self.structure = NativeSharedRanks(
+            slot_bytes=_SLOT_BYTES,
+            timeout_seconds=timeout_seconds,
+            rank=rank,
+            size=size,
+            missing=-1,
+        )
+        self._reference = ctypes.byref(self.structure)
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cell_bytes + _ROUNDS * self.size * _SLOT_BYTES
+
+    @property
+    def _cell_bytes(self) -> int:
+        """The bytes of all cells; slots begin at a page."""
+        return -(-self.size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def use(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self.structure.cells = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.structure.slots = self.structure.cells + self._cell_bytes
+
+    def end(self) -> None:
+        if self._memory is not None:
+            self._functions.end(self._reference)
+
+    def check(self) -> None:
+        """Raises RuntimeError if a rank did not come to the last collective."""
+        missing = self.structure.missing
+        if missing >= 0:
+            within = f" within {self._timeout_seconds:g} s"
+            raise RuntimeError(
+                f"rank {missing} of the {self.size} that share these layers did not come to a "
+                f"collective{'' if self.structure.is_ended else within}"
+            )
+
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        own = part.contiguous()
+        parts = torch.empty((self.size, *part.shape), dtype=part.dtype)
+        self._functions.gather(self._reference, own.data_ptr(), parts.data_ptr(), own.nbytes)
+        self.check()
+        return parts
