@@ -50,12 +50,12 @@ class NativeRanks(GatheringRanks):
             self._functions.end(self._reference)
 
     def check(self) -> None:
-        """Raises RuntimeError if a rank did not come to the last collective."""
+        """Raises RuntimeError if a rank did not arrive at a collective."""
         missing = self.structure.missing
         if missing >= 0:
             within = f" within {self._timeout_seconds:g} s"
             raise RuntimeError(
-                f"rank {missing} of the {self.size} that share these layers did not come to a "
+                f"rank {missing} of the {self.size} that share these layers did not arrive at a "
                 f"collective{'' if self.structure.is_ended else within}"
             )
 

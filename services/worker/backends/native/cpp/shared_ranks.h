@@ -1,8 +1,8 @@
 // The collectives of ranks that are processes of one machine, through memory that all of them map.
 //
-// A collective is one or more rounds. In a round each rank writes to its slot, comes to the round,
-// waits until the other ranks have come, and reads their slots. Each rank has two slots, which
-// rounds use in turns: a rank that comes to a round has read the slots of the round before, which
+// A collective is one or more rounds. In a round each rank writes to its slot, arrives,
+// waits until the other ranks have arrived, and reads their slots. Each rank has two slots, which
+// rounds use in turns: a rank that arrives at a round has read the slots of the round before, which
 // can be written again in the round after. So a round has one wait. vLLM has such collectives for
 // its CPU ranks (csrc/cpu/shm.cpp).
 
@@ -20,13 +20,13 @@
 
 namespace stepwell {
 
-// The last round that a rank has come to, in the memory of all.
+// The last round at which a rank has arrived, in the memory of all.
 struct alignas(64) RankCell {
   std::atomic<std::uint32_t> round;
   std::atomic<std::uint32_t> sleepers;  // Ranks that wait for it and do not spin any more.
 };
 
-// One rank's side. `missing`: the rank that did not come to a round, or -1. Once there is one,
+// One rank's side. `missing`: the rank that did not arrive at a round, or -1. Once there is one,
 // collectives return at once, and their results are of no use.
 struct SharedRanks {
   RankCell* cells;
@@ -39,18 +39,18 @@ struct SharedRanks {
   std::atomic<int> is_ended;
   int missing;
 
-  // A rank's slot in the round to which this rank comes next.
+  // A rank's slot in the next round of this rank.
   char* next_slot(int of_rank) const {
     return slots + (std::int64_t(~round & 1) * size + of_rank) * slot_bytes;
   }
 
-  // Comes to the next round, and waits for the other ranks.
-  void meet() {
+  // Arrives at the next round, and waits for the other ranks.
+  void arrive_and_wait() {
     if (missing >= 0) return;
     cells[rank].round.store(++round, std::memory_order_seq_cst);
     if (cells[rank].sleepers.load(std::memory_order_seq_cst) > 0) wake(cells[rank]);
     for (int other = 0; other < size && missing < 0; ++other) {
-      if (!has_come(cells[other]) && !await(cells[other])) missing = other;
+      if (!has_arrived(cells[other]) && !wait_for(cells[other])) missing = other;
     }
   }
 
@@ -61,31 +61,31 @@ struct SharedRanks {
   }
 
  private:
-  static constexpr std::chrono::milliseconds NAP{100};
+  static constexpr std::chrono::milliseconds LONGEST_SLEEP{100};
 
-  bool has_come(const RankCell& cell) const {
+  bool has_arrived(const RankCell& cell) const {
     return std::int32_t(cell.round.load(std::memory_order_acquire) - round) >= 0;
   }
 
-  // Spins, and then sleeps: see Barrier. False if the rank does not come in time, or after `end`,
-  // which between the check of `is_ended` and the sleep wakes nothing: hence naps.
-  bool await(RankCell& cell) const {
+  // Spins, and then sleeps: see Barrier. False if the rank does not arrive in time, or after `end`,
+  // which wakes nothing between the check of `is_ended` and the sleep: hence short sleeps.
+  bool wait_for(RankCell& cell) const {
     for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
-      if (has_come(cell)) return true;
+      if (has_arrived(cell)) return true;
       _mm_pause();
     }
     using Clock = std::chrono::steady_clock;
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);
     cell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    bool is_here;
+    bool is_there;
     while (true) {
       const std::uint32_t seen = cell.round.load(std::memory_order_seq_cst);
-      is_here = std::int32_t(seen - round) >= 0;
-      if (is_here || is_ended.load(std::memory_order_seq_cst) || Clock::now() > deadline) break;
-      futex(cell.round, FUTEX_WAIT, int(seen), NAP);
+      is_there = std::int32_t(seen - round) >= 0;
+      if (is_there || is_ended.load(std::memory_order_seq_cst) || Clock::now() > deadline) break;
+      futex(cell.round, FUTEX_WAIT, int(seen), LONGEST_SLEEP);
     }
     cell.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    return is_here;
+    return is_there;
   }
 
   static void wake(RankCell& cell) { futex(cell.round, FUTEX_WAKE, INT_MAX); }
@@ -103,7 +103,7 @@ void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
     T* slot = reinterpret_cast<T*>(ranks.next_slot(ranks.rank));
     std::memcpy(slot + own.begin, part + begin + own.begin, (own.end - own.begin) * sizeof(T));
     team.wait();
-    if (team.index == 0) ranks.meet();
+    if (team.index == 0) ranks.arrive_and_wait();
     team.wait();
     for (std::int64_t i = own.begin; i < own.end; i += LANES) {
       const int lanes = int(std::min<std::int64_t>(LANES, own.end - i));
@@ -129,7 +129,7 @@ inline void gather_over(SharedRanks& ranks, const char* own, char* all, std::int
     std::memcpy(ranks.next_slot(ranks.rank) + part.begin, own + begin + part.begin,
                 part.end - part.begin);
     team.wait();
-    if (team.index == 0) ranks.meet();
+    if (team.index == 0) ranks.arrive_and_wait();
     team.wait();
     for (int rank = 0; rank < ranks.size; ++rank) {
       const char* slot = first + rank * ranks.slot_bytes;
