@@ -1,0 +1,56 @@
+"""Imports modules of transformers without its list of all models.
+
+The package's own code, and that of `transformers.models`, read the source files of every model for
+the names that they define, so that these can be imported from the package. That takes twice as long
+as to import what a tokenizer needs, by the names of its modules.
+"""
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+_PACKAGES = ("transformers", "transformers.models")
+
+
+class _ListedLater(ModuleType):
+    """Is there in place of a package, which is imported when it is first asked for a name that is
+    neither a module imported so far nor a tokenizer's class.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules[self.__name__] is self:
+            module = _module_of_tokenizer(name)
+            if module is not None:
+                return getattr(module, name)
+            del sys.modules[self.__name__]
+            import_module(self.__name__)
+        return getattr(sys.modules[self.__name__], name)
+
+
+def _module_of_tokenizer(name: str) -> ModuleType | None:
+    """The module in which AutoTokenizer finds a class by way of the package: that of a model of the
+    same name, if there is one.
+    """
+    stem = name.removesuffix("Tokenizer").lower()
+    path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"
+    if not name.endswith("Tokenizer") or find_spec(f"transformers.{path}") is None:
+        return None
+    module = import_module(f"transformers.{path}")
+    return module if name in dir(module) else None
+
+
+def import_transformers_module(name: str) -> ModuleType:
+    """The module `transformers.<name>`. Whatever else is imported from transformers, before or
+    later, is found as always.
+    """
+    for package in _PACKAGES:
+        spec = None if package in sys.modules else find_spec(package)
+        if spec is not None:
+            module = sys.modules[package] = module_from_spec(spec)
+            module.__class__ = _ListedLater
+            module.__dict__["__version__"] = version("transformers")
+    import_module("transformers.dependency_versions_check")  # as the package does first
+    return import_module(f"transformers.{name}")
