@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.worker.core.model_runner import ModelRunner
 from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import first_choices
 from tests.tiny_models import (
@@ -36,21 +37,27 @@ Build = Callable[..., Driver]
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Build, list[Request]]:
-    """A reference model, a way to build drivers over the same weights, and requests."""
+    """A reference model, a way to build drivers over the same weights, and requests. Drivers of
+    blocks of one size follow each other on one runner, whose blocks are full of what was in them.
+    """
     torch.set_num_threads(1)
     kind, setting = request.param
     directory: Path = tmp_path_factory.mktemp(kind)
     save_tiny_model(directory, kind, shard_bytes=50_000)
 
-    def build(block_size: int = 16, *, keeps: bool = False) -> Driver:
-        runner = build_runner(
+    @cache
+    def runner(block_size: int) -> ModelRunner:
+        return build_runner(
             directory,
             block_size=block_size,
             num_blocks=NUM_BLOCKS,
             kernels_setting=KernelsSetting(setting.partition(",")[0]),
             batch_invariant=setting != NOT_INVARIANT,
         )
-        return Driver(runner, block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
+
+    def build(block_size: int = 16, *, keeps: bool = False) -> Driver:
+        runner(block_size).reset()
+        return Driver(runner(block_size), block_size=block_size, num_blocks=NUM_BLOCKS, keeps=keeps)
 
     return reference(kind), build, make_requests()
 
@@ -62,10 +69,10 @@ def reference(kind: str) -> PreTrainedModel:
 
 
 def make_requests() -> list[Request]:
-    """Prompts of 1 to 91 tokens, outputs of 8 to 23."""
+    """Prompts of 1 to 91 tokens, outputs of 6 to 13."""
     random = np.random.default_rng(7)
     return [
-        Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 8 + number)
+        Request(random.integers(3, VOCAB_SIZE, 1 + 6 * number).tolist(), 6 + number // 2)
         for number in range(NUM_REQUESTS)
     ]
 
@@ -106,7 +113,7 @@ def test_sixteen_together_with_prompts_in_chunks_of_7(served, block_size: int) -
     build(block_size).run(together, chunk=7)
     assert_parity(model, together)
     distinct = min(len(set(request.output)) for request in together[8:])
-    assert distinct >= 6, "outputs vary, so that equal ones tell something"
+    assert distinct >= 4, "outputs vary, so that equal ones tell something"
 
 
 def test_sixteen_that_join_one_after_the_other(served) -> None:
@@ -131,12 +138,12 @@ def test_sixteen_that_join_one_after_the_other(served) -> None:
 def test_prefix_hits_share_blocks_with_the_first_request(served, block_size: int) -> None:
     model, build, requests = served
     prompt = requests[-1].prompt
-    first = Request(prompt, 8)
+    first = Request(prompt, 4)
     # One goes on as the first did, the others branch off at other tokens, one in mid-block.
     followers = [
-        Request(prompt, 30),
-        Request([*prompt[:48], 9, 8, 7], 30),
-        Request([*prompt[:70], *requests[3].prompt], 30),
+        Request(prompt, 16),
+        Request([*prompt[:48], 9, 8, 7], 16),
+        Request([*prompt[:70], *requests[3].prompt], 16),
     ]
     driver = build(block_size, keeps=True)
     # Recurrent layers leave a state only where steps end.
@@ -163,6 +170,6 @@ def test_preempted_again_and_again(served, chunk: int) -> None:
             ]
         )
         for request in running:
-            if request.finished or random.random() < 0.06:
+            if request.finished or random.random() < 0.1:
                 driver.remove(request)
     assert_parity(model, together)
