@@ -240,7 +240,7 @@ class Replica:
     admin: scheduler_pb2_grpc.SchedulerAdminStub
     pool: Pool
     workers: Sequence[Worker]
-    pool_link: CuttableProxy
+    link: CuttableProxy | None
     pool_address: str
     worker_addresses: tuple[str, ...]
     stop: asyncio.Event
@@ -252,6 +252,12 @@ class Replica:
         worker = self.workers[0]
         assert isinstance(worker, FakeWorker)
         return worker
+
+    @property
+    def pool_link(self) -> CuttableProxy:
+        """Between scheduler and pool."""
+        assert self.link is not None
+        return self.link
 
     async def stats(self) -> scheduler_pb2.GetStatsResponse:
         """A look at the replica."""
@@ -289,17 +295,19 @@ class Replica:
 
 @asynccontextmanager
 async def serving_replica(
-    *workers: Worker, pool: Pool | None = None, **settings: Any
+    *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts everything, the scheduler over a link to the pool that can be cut."""
+    """Starts everything. `cuttable`: the scheduler reaches the pool over a link that can be cut."""
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sw"))
-        link = CuttableProxy(await pool.start())
+        pool_address, link = await pool.start(), None
         stack.push_async_callback(pool.stop)
-        link_address = await link.start()
-        stack.push_async_callback(link.close)
+        if cuttable:
+            link = CuttableProxy(pool_address)
+            pool_address = await link.start()
+            stack.push_async_callback(link.close)
         addresses = [await worker.start() for worker in ranks]
         for worker in ranks:
             stack.push_async_callback(worker.stop)
@@ -309,7 +317,7 @@ async def serving_replica(
         task = asyncio.create_task(
             serve(
                 SchedulerSettings(
-                    kvpool=link_address, workers=tuple(addresses), address=address, **known
+                    kvpool=pool_address, workers=tuple(addresses), address=address, **known
                 ),
                 stop,
             )
@@ -324,7 +332,7 @@ async def serving_replica(
             pool,
             ranks,
             link,
-            link_address,
+            pool_address,
             tuple(addresses),
             stop,
             task,

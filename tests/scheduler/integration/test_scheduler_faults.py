@@ -42,7 +42,7 @@ async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
     """One that waits long for its pool: what breaks is the way there."""
     worker = FakeWorker(num_blocks=200)
     async with serving_replica(
-        worker, async_scheduling=request.param, pool_timeout_seconds=15.0
+        worker, cuttable=True, async_scheduling=request.param, pool_timeout_seconds=15.0
     ) as replica:
         yield replica
 

@@ -89,7 +89,7 @@ async def test_an_idle_replica_notices_that_its_pool_is_away() -> None:
 
 
 async def test_an_idle_replica_whose_connection_to_the_pool_breaks_keeps_its_cache() -> None:
-    async with serving_replica() as replica, gateway_of(replica) as gateway:
+    async with serving_replica(cuttable=True) as replica, gateway_of(replica) as gateway:
         await gateway.add(1, prompt(10))
         await gateway.finish(1)
         await replica.until_idle()
