@@ -21,5 +21,17 @@ class FinishReason(enum.Enum):
     """
     ERROR = "error"
     """Something of this request alone went wrong, which a message says."""
+    GRAMMAR_ERROR = "grammar_error"
+    """The grammar that the output must follow is too complex to go on with, or cannot be compiled,
+    as a message says.
+    """
+    NO_CONFORMING_TOKEN = "no_conforming_token"
+    """No token is left that conforms to the grammar and that the other parameters allow."""
     QUEUE_TIMEOUT = "queue_timeout"
     """The request was not scheduled within the time that it may wait."""
+
+
+CLIENT_ERRORS = frozenset({FinishReason.GRAMMAR_ERROR, FinishReason.NO_CONFORMING_TOKEN})
+"""Ends by an error that is the request's own. A message names the field at fault, which is
+`structured_outputs`.
+"""

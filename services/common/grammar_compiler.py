@@ -78,12 +78,12 @@ class GrammarCompiler:
         try:
             grammar = _grammar(wanted)
         except ValueError as error:
-            raise invalid(f"{wanted.kind.value}: {_reason(str(error))}") from error
+            raise invalid(f"{wanted.kind.value}: {reason_in_words(str(error))}") from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise invalid(f"{wanted.kind.value}: {_reason(matcher.get_error())}")
+            raise invalid(f"{wanted.kind.value}: {reason_in_words(matcher.get_error())}")
         if time.thread_time() - began > MAX_COMPILE_SECONDS:
             raise invalid(f"{wanted.kind.value}: takes too long to compile")
         return matcher
@@ -103,8 +103,8 @@ def _grammar(wanted: StructuredOutputs) -> str:
     return grammar_from("grammar", wanted.text)
 
 
-def _reason(error: str) -> str:
-    """The first lines of an error, which say what is wrong, in one."""
+def reason_in_words(error: str) -> str:
+    """The first lines of an error of llguidance, which say what is wrong, in one."""
     if error.startswith("NoExtension"):
         return "no output conforms to it"
     return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_REASON]

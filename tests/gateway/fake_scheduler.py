@@ -69,6 +69,7 @@ class FakeScheduler(
     tokens_per_step: int = 1
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
+    engine_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_NAN_IN_LOGITS
     # Requests that it holds; further ones are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
@@ -426,7 +427,7 @@ class _Session:
         finish = None
         if scheduler.engine_error:
             finish = scheduler_pb2.Finished(
-                reason=common_pb2.FINISH_REASON_NAN_IN_LOGITS, message=scheduler.engine_error
+                reason=scheduler.engine_reason, message=scheduler.engine_error
             )
         while finish is None and len(made) < scheduler.tokens_per_step:
             token = scheduler.token_at(sequence, len(sequence.output))

@@ -56,7 +56,7 @@ def _turn(
         token_ids.append(token)
         reason = _end(token_ids, num_prompt, sampling, longest)
         if breaks:
-            reason = FinishReason.ERROR
+            reason = FinishReason.NO_CONFORMING_TOKEN
         if reason is not None:
             return ExpectedTurn(tuple(token_ids[begin:]), reason)
 

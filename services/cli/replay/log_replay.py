@@ -224,13 +224,18 @@ def _read_grammar(entry: Field) -> GrammarStatus | None:
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
     """The first refused token of requests, by their index in the step."""
-    refused = entry.get("refused_tokens", {})
+    refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
+    return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
+
+
+def _by_index(entry: Field, num_requests: int) -> dict[int, Field]:
+    """What an entry has of requests, by their index in the step."""
     found = {}
-    for name in refused.members():
-        index = int(name) if name.isdecimal() else len(token_ids)
-        if index >= len(token_ids):
-            raise refused[name].wrong("must be of a request of the step")
-        found[index] = refused[name].integer(0, len(token_ids[index]) - 1)
+    for name in entry.members():
+        index = int(name) if name.isdecimal() else num_requests
+        if index >= num_requests:
+            raise entry[name].wrong("must be of a request of the step")
+        found[index] = entry[name]
     return found
 
 
@@ -266,12 +271,14 @@ def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
         raise drafts.wrong(f"must list drafts of {num_requests} requests, or nothing")
     nan = entry["nan_requests"].integers(0, num_requests - 1)
     pooled = entry.get("pooled", []).integers(0, num_requests - 1)
+    errors = _by_index(entry.get("grammar_errors", {}), num_requests)
     return ModelRunnerOutput(
         token_ids,
         draft_token_ids=draft_token_ids,
         nan_requests=frozenset(nan),
         pooled=dict.fromkeys(pooled),
         refused_tokens=_read_refused(entry, token_ids),
+        grammar_errors={index: error.text() for index, error in errors.items()},
     )
 
 

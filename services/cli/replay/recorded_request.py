@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from services.cli.replay.record import Record
-from services.common.finish_reason import FinishReason
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.scheduler.core.request import Request, TurnEnd
 
 
@@ -44,6 +44,9 @@ class RecordedRequest:
         }
 
 
+_ERRORS = {FinishReason.KV_LOAD_FAILED, *CLIENT_ERRORS}
+
+
 def recorded_reason(reason: FinishReason) -> str:
     """The word of the record: vLLM has one for all that ends a request without its doing."""
-    return "error" if reason is FinishReason.KV_LOAD_FAILED else reason.value
+    return "error" if reason in _ERRORS else reason.value

@@ -7,19 +7,19 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common import errors
 from services.common.adapter_proto import adapter_to_proto
 from services.common.block_hash import pack_token_ids
-from services.common.finish_reason import FinishReason
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
 from services.common.pooling_proto import pooler_from_proto, pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
+from services.common.structured_outputs import FIELD
 from services.common.trace_context import numbered_traceparent
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica import ReplicaDescription, ReplicaState
 from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 from services.gateway.core.sequence_trace import EngineTimes
@@ -153,13 +153,13 @@ def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
 def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
     """How a sequence ended, or the error that ended it."""
     match finish_reason_from_proto(message.reason):
-        case FinishReason.NAN_IN_LOGITS:
-            return errors.InternalError(message.message, reason=NAN_IN_LOGITS, may_retry=False)
-        case FinishReason.ERROR | FinishReason.STEP_FAILED as reason:
-            name = "REQUEST_FAILED" if reason is FinishReason.ERROR else "STEP_FAILED"
+        case FinishReason.NAN_IN_LOGITS | FinishReason.ERROR | FinishReason.STEP_FAILED as reason:
+            name = "REQUEST_FAILED" if reason is FinishReason.ERROR else reason.name
             return errors.InternalError(message.message, reason=name, may_retry=False)
         case FinishReason.KV_LOAD_FAILED:
             return errors.InternalError(message.message, reason="KV_LOAD_FAILED")
+        case FinishReason() as reason if reason in CLIENT_ERRORS:
+            return errors.InvalidArgument(message.message, field=FIELD, reason=reason.name)
         case FinishReason.QUEUE_TIMEOUT:
             return errors.ResourceExhausted(
                 message.message, reason="QUEUE_TIMEOUT", retry_after_seconds=1.0

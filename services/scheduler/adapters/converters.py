@@ -90,7 +90,7 @@ def model_runner_output_from_proto(
     if response.nan_requests:
         output.nan_requests = frozenset(unpack_token_ids(response.nan_requests))
     if response.refused_requests:
-        output.refused_tokens = _refused(response)
+        _take_refused(output, response)
     if response.pooled:
         output.pooled = {item.index: item.values for item in response.pooled}
     return output
@@ -109,9 +109,15 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
     )
 
 
-def _refused(response: worker_pb2.ExecuteResponse) -> dict[int, int]:
+def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
+    """Takes in which tokens grammars refused, and leaves these out, since they mean nothing."""
     requests = unpack_token_ids(response.refused_requests)
-    return dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
+    refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
+    output.token_ids = [
+        tokens[: refused.get(index, len(tokens))] for index, tokens in enumerate(output.token_ids)
+    ]
+    output.refused_tokens = refused
+    output.grammar_errors = {item.index: item.message for item in response.grammar_errors}
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:

@@ -73,7 +73,7 @@ def request_attributes(request: Request) -> Attributes:
 
 
 def is_defect(request: Request) -> bool:
-    """Whether it ended in a way that a client sees as an error."""
+    """Whether it ended in a way that a client sees as an error, which is not the client's own."""
     return request.finish_reason in _DEFECTS
 
 

@@ -9,7 +9,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
-from services.common.finish_reason import FinishReason
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.queue_state import QueueState
 from services.common.queue_state_proto import queue_state_to_proto
 from services.common.replica_load import ReplicaLoad
@@ -277,6 +277,8 @@ class Sessions:
                 logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
             elif request.finish_reason is FinishReason.ERROR:
                 logger.warning("a request fails: %s", request.error, extra=request.log_fields)
+            elif request.finish_reason in CLIENT_ERRORS:
+                logger.info("a request ends: %s", request.error, extra=request.log_fields)
             owner = self._pop_owner(request)
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)

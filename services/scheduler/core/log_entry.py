@@ -29,9 +29,10 @@ order, can be replayed.
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
                          and not_taken (what was appended instead; null: nothing) by index;
-                         refused_tokens (the first token that the grammar refuses, by index, if
-                         there are any); ended (key, reason, stop token); turns, if any of sessions
-                         ended, likewise; pooled, if there are any: indexes of the requests whose
+                         refused_tokens (the first token that the grammar refuses, by index) and
+                         grammar_errors (why one failed, by index), if there are any;
+                         ended (key, reason, stop token); turns, if any of sessions ended,
+                         likewise; pooled, if there are any: indexes of the requests whose
                          prompt was pooled; kv_transfers, if there are any: finished_recving,
                          finished_sending and failed_recving (keys), invalid_block_ids
     preempt_all          preempted

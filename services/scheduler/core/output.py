@@ -178,7 +178,11 @@ class ModelRunnerOutput:
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """By index of the request: which of its tokens is the first that its grammar refuses."""
+    """By index of the request: which of its tokens is the first that its grammar refuses. It may be
+    left out, and is then the one after the last.
+    """
+    grammar_errors: Mapping[int, str] = field(default_factory=dict)
+    """By index of the request, of those of which a token is refused: why the grammar failed."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts that the step computed to their end, by index of the request; carried
     through.

@@ -1,6 +1,6 @@
 """Records the calls of a scheduler and its decisions: see `log_entry` for what an entry has."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 
@@ -156,10 +156,13 @@ class RecordingScheduler(Scheduler):
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         update = super().update_from_output(plan, output)
-        refused = {str(index): first for index, first in output.refused_tokens.items()}
         self._record(
             without_empty(
-                {"refused_tokens": refused, "kv_transfers": transfers_entry(output.kv_transfers)}
+                {
+                    "refused_tokens": _by_index(output.refused_tokens),
+                    "grammar_errors": _by_index(output.grammar_errors),
+                    "kv_transfers": transfers_entry(output.kv_transfers),
+                }
             )
             | {
                 "call": "update_from_output",
@@ -227,6 +230,10 @@ class RecordingScheduler(Scheduler):
         except PoolLost:
             self._record({"call": call, "lost_after": self._answers.count})
             raise
+
+
+def _by_index(values: Mapping[int, int | str]) -> Entry:
+    return {str(index): value for index, value in values.items()}
 
 
 class _CountedAnswers:

@@ -114,7 +114,7 @@ class Request(ComputedTokens):
     that; None: it needs nothing of them.
     """
     error: str = ""
-    """What went wrong, if it ended with FinishReason.ERROR."""
+    """What went wrong, if something did that concerns no other request."""
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -334,10 +334,10 @@ class Request(ComputedTokens):
             self.token_ids, self.num_prompt_tokens
         )
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Ends the request: something went wrong that concerns no other."""
         self.error = error
-        self.finish(FinishReason.ERROR)
+        self.finish(reason)
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the request."""

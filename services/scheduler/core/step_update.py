@@ -2,11 +2,15 @@
 
 from collections.abc import Sequence
 
-from services.common.finish_reason import FinishReason
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.scheduler.core.kv_role import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.refused_tokens import end_if_refused
 from services.scheduler.core.replica_state import ReplicaState
 from services.scheduler.core.request import Request, TurnEnd
+
+_FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
+"""Reasons for which a session ends with its turn."""
 
 
 class StepUpdate:
@@ -94,7 +98,7 @@ class StepUpdate:
         if index in output.nan_requests:
             request.finish(FinishReason.NAN_IN_LOGITS)
             return ()
-        if tokens:
+        if tokens or index in output.refused_tokens:
             return self._update_request_with_output(plan, output, index)
         if index in output.pooled:
             request.finish(FinishReason.STOP)
@@ -160,10 +164,8 @@ class StepUpdate:
         """Appends the tokens of a request; returns those up to its end, if it ended."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
-        if output.refused_tokens and output.refused_tokens.get(index, len(kept)) < len(kept):
-            request.fail(
-                "no further token conforms to the request's grammar, or finding one takes too long"
-            )
+        if index in output.refused_tokens:
+            end_if_refused(request, output, index, len(kept))
         if plan.draft_token_ids and request.num_computed_tokens:
             # Drafts that were rejected, or came after the end, were never computed.
             drafts = plan.draft_token_ids.get(request, ())
@@ -198,6 +200,5 @@ class StepUpdate:
 
 def _goes_on(session: Request) -> bool:
     """Whether a request is a session that its end does not end."""
-    failed = session.finish_reason in (FinishReason.NAN_IN_LOGITS, FinishReason.ERROR)
-    ends = failed or not session.resumable
+    ends = session.finish_reason in _FAILURES or not session.resumable
     return not ends and not (session.chunks and session.chunks[0] is None)

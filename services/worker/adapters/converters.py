@@ -84,6 +84,10 @@ def step_output_to_proto(
     if output.refused_tokens:
         message.refused_requests = _packed(np.array(list(output.refused_tokens), np.int32))
         message.refused_tokens = _packed(np.array(list(output.refused_tokens.values()), np.int32))
+        message.grammar_errors.extend(
+            worker_pb2.GrammarError(index=index, message=error)
+            for index, error in output.grammar_errors.items()
+        )
     if output.pooled:
         message.pooled.extend(
             worker_pb2.PooledVector(index=index, values=vector.astype("<f4", copy=False).tobytes())

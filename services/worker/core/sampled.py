@@ -44,6 +44,7 @@ class Sampled:
             logprobs=self._request_logprobs(prompt) if has_logprobs else {},
             nan_requests=self._nan_requests() if has_missing else no_ints(),
             refused_tokens=self._refused_tokens() if has_missing else {},
+            grammar_errors=self._grammar_errors() if has_missing else {},
             num_draft_tokens=step.num_draft_tokens,
         )
 
@@ -59,6 +60,14 @@ class Sampled:
                 before = self.parts[:number]
                 found[index] = sum(int((of_part == index).sum()) for of_part, _ in before)
         return dict(sorted(found.items()))
+
+    def _grammar_errors(self) -> dict[int, str]:
+        """By request, why its grammar failed."""
+        return {
+            int(indexes[row]): error
+            for indexes, output in self.parts
+            for row, error in output.grammar_errors.items()
+        }
 
     def _request_logprobs(self, prompt: dict[int, LogprobRows]) -> dict[int, RequestLogprobs]:
         sampled: dict[int, list[LogprobRows]] = {}

@@ -127,10 +127,11 @@ class StepOutput:
 
     `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
     request. `nan_requests`: indexes of requests whose logits held NaN. `refused_tokens`: by index
-    of the request, which of its tokens is the first that its grammar refuses. `pooled`: vectors,
-    float32, of the requests whose prompt the step computed to its end, by index. `waited_nanos`:
-    for how long it waited for the pipeline stage before. `ended_tier_loads`: those that ended since
-    the step before. `num_draft_tokens`: drafts that it verified of each request; empty if none.
+    of the request, which of its tokens is the first that its grammar refuses. `grammar_errors`: of
+    these requests, by index, why the grammar of some failed. `pooled`: vectors, float32, of the
+    requests whose prompt the step computed to its end, by index. `waited_nanos`: for how long it
+    waited for the pipeline stage before. `ended_tier_loads`: those that ended since the step
+    before. `num_draft_tokens`: drafts that it verified of each request; empty if none.
     """
 
     generation: int
@@ -140,6 +141,7 @@ class StepOutput:
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
     refused_tokens: dict[int, int] = field(default_factory=dict)
+    grammar_errors: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     waited_nanos: int = 0
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()

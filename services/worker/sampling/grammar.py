@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from services.common.errors import FailedPrecondition, InvalidArgument
-from services.common.structured_outputs import KEPT_GRAMMARS, StructuredOutputs
+from services.common.structured_outputs import FIELD, KEPT_GRAMMARS, StructuredOutputs
 from services.worker.sampling.arrays import Int32Array
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ class GrammarMask:
         self._output = list(output)
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
+        self.error = ""
+        """Why no token can be allowed any longer; empty while that is not so."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
         self.is_made = True
@@ -194,10 +196,17 @@ class GrammarMask:
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
-                logger.info("no mask of a grammar can be made, and its request fails: %s", error)
-                self._matcher = None
+                self._give_up(error)
         if self._matcher is None:
             self._words.fill(0)
+
+    def _give_up(self, error: str) -> None:
+        """Allows no token from here on, for an error of llguidance."""
+        # Only here: it loads llguidance, which is there by now.
+        from services.common.grammar_compiler import reason_in_words  # noqa: PLC0415
+
+        logger.info("no mask of a grammar can be made, and its request fails: %s", error)
+        self._matcher, self.error = None, reason_in_words(error)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
         """Whether the matcher made a mask, in `_words`."""
@@ -212,6 +221,7 @@ class GrammarMask:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
             logger.warning("an output cannot be constrained: %s", error.message)
+            self.error = error.message.removeprefix(f"{FIELD}: ")
             return None
         if matcher is None:
             return None

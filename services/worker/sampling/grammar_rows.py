@@ -72,6 +72,11 @@ class GrammarRows:
         drawn = enumerate(zip(batch_rows.tolist(), token_ids.tolist(), strict=True))
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
+    def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
+        """Why grammars failed, by the index of their row, of those at these indexes that did."""
+        rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
+        return {index: self._of[row].error for index, row in rows if self._of[row].error}
+
     def append(self, batch_row: int, token_id: int) -> None:
         """Takes in the next token of a row, if it has a grammar."""
         grammar = self._of.get(batch_row)

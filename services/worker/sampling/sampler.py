@@ -1,7 +1,7 @@
 """The sampler of the input batch: one row of logits in, one token out, per request."""
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ class SamplerOutput:
     logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
+    grammar_errors: dict[int, str] = field(default_factory=dict)
+    """By row, of the refused ones whose grammar failed: why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,13 @@ class Sampler:
             if row not in missing
         }
         self._append(batch_rows, token_ids, missing)
-        return SamplerOutput(token_ids.astype(np.int32), logprobs, nan_rows, refused_rows)
+        return SamplerOutput(
+            token_ids.astype(np.int32),
+            logprobs,
+            nan_rows,
+            refused_rows,
+            self._grammars.errors(batch_rows, refused_rows) if len(refused_rows) else {},
+        )
 
     def draw_ahead(
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array

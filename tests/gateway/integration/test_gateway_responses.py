@@ -229,6 +229,24 @@ async def test_an_error_within_a_stream(model: Path) -> None:
             await client.responses.create(**BASE, max_output_tokens=50)
 
 
+async def test_a_schema_that_becomes_too_complex_is_the_clients_error(model: Path) -> None:
+    fake = FakeScheduler(permits=2)
+    fake.engine_reason = common_pb2.FINISH_REASON_GRAMMAR_ERROR
+    text: Any = {"format": {"type": "json_object"}}
+    async with serving(model, fake) as served, served.openai() as client:
+        stream = await client.responses.create(**BASE, text=text, stream=True)
+        assert (await anext(stream)).type == "response.created"
+        fake.engine_error = "structured_outputs: too many states"
+        fake.run_freely()
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.status) == ("response.failed", "failed")
+        assert last.response.error.code == "invalid_prompt"
+        assert last.response.error.message == "text.format: too many states"
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.responses.create(**BASE, text=text)
+        assert (refused.value.code, refused.value.param) == ("grammar_error", "text.format")
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": "x " * 5000}, "input"),

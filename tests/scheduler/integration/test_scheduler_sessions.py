@@ -1,5 +1,6 @@
 """Sessions over gRPC: requests in, tokens out, and everything back when the gateway goes away."""
 
+import logging
 from collections.abc import AsyncIterator
 
 import pytest
@@ -235,15 +236,17 @@ async def test_broken_logits_end_a_request_with_an_error(
 async def test_a_token_that_does_not_conform_ends_its_request_whose_name_is_logged(
     replica: Replica, gateway: Gateway, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     replica.worker.refused_rows = frozenset({0})
     await gateway.add(1, prompt(5), request_id="mine")
     await gateway.finish(1)
     finished = gateway.heard[1].finished
     assert finished is not None
-    assert finished.reason == common_pb2.FINISH_REASON_ERROR
+    assert finished.reason == common_pb2.FINISH_REASON_NO_CONFORMING_TOKEN
+    assert gateway.heard[1].tokens == []
     (logged,) = [vars(one) for one in caplog.records if finished.message in one.getMessage()]
-    assert logged["request_id"] == "mine"
-    replica.worker.nan_rows = frozenset()
+    assert (logged["request_id"], logged["levelname"]) == ("mine", "INFO")
+    replica.worker.refused_rows = frozenset()
     await replica.until_idle()
 
 

@@ -8,7 +8,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import InvalidArgument, ResourceExhausted
-from services.common.finish_reason import FinishReason
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.queue_state import QueueState
 from services.common.sampling import SamplingParams
 from services.scheduler.adapters.outbox import Outbox
@@ -22,6 +22,7 @@ ENDS_WITH_A_STATUS = {
     FinishReason.KV_LOAD_FAILED,
     FinishReason.QUEUE_TIMEOUT,
     FinishReason.ERROR,
+    *CLIENT_ERRORS,
 }
 
 
@@ -109,7 +110,10 @@ async def test_the_reader_can_be_woken_without_deltas() -> None:
 @pytest.mark.parametrize("reason", FinishReason)
 async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> None:
     outbox, request = Outbox(), make_request()
-    request.finish(reason)
+    if reason in CLIENT_ERRORS:  # these come with a message
+        request.fail("what is at fault", reason)
+    else:
+        request.finish(reason)
     outbox.finished(1, request)
     outbox.flush()
     (finished,) = outbox.take().finished

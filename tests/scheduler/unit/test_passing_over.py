@@ -227,9 +227,47 @@ async def test_a_refused_token_ends_the_request_and_is_delivered() -> None:
     update = story.scheduler.update_from_output(plan, refused)
     assert list(update.ended) == requests[1:]
     assert update.token_ids[1] == output.token_ids[1]
-    assert requests[1].finish_reason is FinishReason.ERROR
-    assert "no further token conforms" in requests[1].error
+    assert requests[1].finish_reason is FinishReason.NO_CONFORMING_TOKEN
     assert names(story.scheduler.running) == ["a"]
+    story.pool.core.check()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "errors", "reason", "message"),
+    [
+        ({}, {}, FinishReason.NO_CONFORMING_TOKEN, "no token conforms after 3 tokens"),
+        (
+            {"bad_words": ((9,),), "allowed_token_ids": (9,)},
+            {},
+            FinishReason.NO_CONFORMING_TOKEN,
+            "allowed_token_ids and bad_words leave no token that conforms after 3 tokens",
+        ),
+        (
+            {},
+            {0: "too many states"},
+            FinishReason.GRAMMAR_ERROR,
+            "cannot be followed after 3 tokens of this answer: too many states",
+        ),
+    ],
+)
+async def test_an_end_by_its_grammar_says_why_and_brings_no_token(
+    sampling: dict[str, Any], errors: dict[int, str], reason: FinishReason, message: str
+) -> None:
+    story = Story()
+    failing, other = (add(story, name, grammar=GrammarStatus.READY) for name in "ab")
+    failing.sampling = replace(failing.sampling, **sampling)
+    for _ in range(3):
+        await story.step()
+    plan = await story.scheduler.schedule()
+    output = story.model.run_plan(plan)
+    output.token_ids = [[], *output.token_ids[1:]]
+    refused = replace(output, refused_tokens={0: 0}, grammar_errors=errors)
+    update = story.scheduler.update_from_output(plan, refused)
+    assert [delivered.request for delivered in update] == [failing, other]
+    assert update.token_ids[0] == []
+    assert failing.finish_reason is reason
+    assert failing.error.startswith(f"structured_outputs: {message}")
+    assert other.finish_reason is None
     story.pool.core.check()
 
 
@@ -266,7 +304,9 @@ async def test_a_log_tells_grammars_and_what_they_refuse() -> None:
     story.scheduler.grammar_compiled(second, "no such rule")
     plan = await story.scheduler.schedule()
     assert story.scheduler.end_failed() == [second]
-    output = replace(story.model.run_plan(plan), refused_tokens={0: 0})
+    output = replace(
+        story.model.run_plan(plan), refused_tokens={0: 0}, grammar_errors={0: "too many states"}
+    )
     story.scheduler.update_from_output(plan, output)
     assert [entry["call"] for entry in entries] == [
         *("add", "grammar_compiled", "add", "grammar_compiled", "schedule"),
@@ -275,9 +315,17 @@ async def test_a_log_tells_grammars_and_what_they_refuse() -> None:
     replay = LogReplay(Header("stand-in", story.config))
     for entry in entries:
         assert await replay.replay_entry(Field(entry)) == []
-    for wrong in ({"1": 0}, {"x": 0}, {"0": 1}):
+    for wrong in ({"1": 0}, {"x": 0}, {"0": 2}):
         replay = LogReplay(Header("stand-in", story.config))
         for entry in entries[:-1]:
             await replay.replay_entry(Field(entry))
         with pytest.raises(ValueError, match="refused_tokens"):
             await replay.replay_entry(Field(entries[-1] | {"refused_tokens": wrong}))
+    assert entries[-1]["ended"][0][1] == "grammar_error"
+    replay = LogReplay(Header("stand-in", story.config))
+    for entry in entries[:-1]:
+        await replay.replay_entry(Field(entry))
+    without = {name: value for name, value in entries[-1].items() if name != "grammar_errors"}
+    assert [difference.field for difference in await replay.replay_entry(Field(without))] == [
+        "ended"
+    ]

@@ -229,3 +229,18 @@ def test_what_came_of_a_step_is_told_by_request() -> None:
     assert [list(tokens) for tokens in output.token_ids] == [[5], [], [6, 7]]
     assert output.logprobs == {2: logprobs}
     assert output.nan_requests == {1}
+
+
+def test_a_refused_token_is_left_out_with_those_behind_it() -> None:
+    output = model_runner_output_from_proto(
+        worker_pb2.ExecuteResponse(
+            num_tokens=pack_token_ids([1, 3, 1]),
+            token_ids=pack_token_ids([5, 6, 7, 0, 0]),
+            refused_requests=pack_token_ids([1, 2]),
+            refused_tokens=pack_token_ids([2, 0]),
+            grammar_errors=[worker_pb2.GrammarError(index=1, message="too many states")],
+        )
+    )
+    assert [list(tokens) for tokens in output.token_ids] == [[5], [6, 7], []]
+    assert output.refused_tokens == {1: 2, 2: 0}
+    assert output.grammar_errors == {1: "too many states"}

@@ -7,7 +7,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InternalError, ResourceExhausted
+from services.common.errors import InternalError, InvalidArgument, ResourceExhausted
 from services.scheduler.adapters.vllm_grpc.answers import Answers
 from services.scheduler.adapters.vllm_grpc.requests import Generation
 
@@ -87,6 +87,8 @@ def test_prompt_logprobs_of_several_steps_come_with_the_first_token() -> None:
         (common_pb2.FINISH_REASON_STEP_FAILED, InternalError, "STEP_FAILED"),
         (common_pb2.FINISH_REASON_KV_LOAD_FAILED, InternalError, "KV_LOAD_FAILED"),
         (common_pb2.FINISH_REASON_ERROR, InternalError, "REQUEST_FAILED"),
+        (common_pb2.FINISH_REASON_GRAMMAR_ERROR, InvalidArgument, "GRAMMAR_ERROR"),
+        (common_pb2.FINISH_REASON_NO_CONFORMING_TOKEN, InvalidArgument, "NO_CONFORMING_TOKEN"),
         (common_pb2.FINISH_REASON_QUEUE_TIMEOUT, ResourceExhausted, "QUEUE_TIMEOUT"),
         (common_pb2.FINISH_REASON_UNSPECIFIED, InternalError, "ENGINE_ERROR"),
     ],

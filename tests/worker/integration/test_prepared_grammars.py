@@ -129,12 +129,19 @@ async def test_what_cannot_be_compiled_is_an_invalid_argument(
 
 
 @pytest.mark.parametrize(
-    "sampling", [{"structured_outputs": WRONG}, {"allowed_token_ids": [PROMPT[0]]}]
+    ("sampling", "errors"),
+    [
+        ({"structured_outputs": WRONG}, ["unclosed group"]),
+        ({"allowed_token_ids": [PROMPT[0]]}, []),
+    ],
 )
 async def test_a_request_of_which_no_token_is_left_is_refused_alone(
-    sampling: dict[str, object], stub: worker_pb2_grpc.WorkerStub
+    sampling: dict[str, object], errors: list[str], stub: worker_pb2_grpc.WorkerStub
 ) -> None:
     response = await run(stub, **sampling)
     assert unpacked(response.refused_requests) == [0]
     assert unpacked(response.refused_tokens) == [0]
     assert unpacked(response.nan_requests) == []
+    assert [error.index for error in response.grammar_errors] == [0] * len(errors)
+    for error, why in zip(response.grammar_errors, errors, strict=True):
+        assert why in error.message

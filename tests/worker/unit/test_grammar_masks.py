@@ -239,6 +239,7 @@ def test_what_other_parameters_leave_nothing_of_is_refused_and_not_called_nan(
     (dot,) = TOKENIZER.encode(".").ids
     output = sampled(grammars, constrained("phone", 0, allowed_token_ids=(dot,)))
     assert (output.refused_rows.tolist(), output.nan_rows.tolist()) == ([0], [])
+    assert output.grammar_errors == {}
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
@@ -276,6 +277,8 @@ def test_a_form_that_cannot_be_compiled_refuses_every_token(grammars: Grammars) 
     wanted = StructuredOutputs(StructuredOutputsKind.REGEX, "(")
     output = sampled(grammars, SamplingParams(seed=0, structured_outputs=wanted))
     assert output.refused_rows.tolist() == [0]
+    assert output.grammar_errors[0].startswith("regex: ")
+    assert "unclosed group" in output.grammar_errors[0]
 
 
 def test_outputs_of_one_form_do_not_fill_up_what_they_share(
@@ -316,7 +319,10 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
     for seed, sampler in enumerate(samplers):
         sampler.add(0, replace(params, seed=seed), np.array([7], np.int32), 1)
         for position in range(60):
-            if len(sampler.sample(logits(position), np.array([0])).refused_rows):
+            output = sampler.sample(logits(position), np.array([0]))
+            if len(output.refused_rows):
+                error = "lexer error: too many states: 20000 >= 20000"
+                assert output.grammar_errors == {0: error}
                 return
     raise AssertionError("the automaton did not reach its limit")
 

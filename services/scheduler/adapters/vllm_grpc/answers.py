@@ -7,9 +7,10 @@ from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InternalError, ResourceExhausted
-from services.common.finish_reason import FinishReason
+from services.common.errors import InternalError, InvalidArgument, ResourceExhausted
+from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
+from services.common.structured_outputs import FIELD
 from services.scheduler.adapters.vllm_grpc.requests import Generation
 
 _RETRY_SECONDS = 1.0
@@ -47,8 +48,8 @@ class Answers:
         self.num_open = len(self._answers)
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """The messages for the deltas. Raises InternalError or ResourceExhausted for an answer that
-        ended without a finish reason that clients know.
+        """The messages for the deltas. Raises InternalError, InvalidArgument or ResourceExhausted
+        for an answer that ended without a finish reason that clients know.
         """
         for admitted in deltas.admitted:
             self._answers[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
@@ -143,6 +144,8 @@ def _finish_reason(finished: scheduler_pb2.Finished) -> str:
         raise ResourceExhausted(
             finished.message, reason="QUEUE_TIMEOUT", retry_after_seconds=_RETRY_SECONDS
         )
+    if reason is not None and reason in CLIENT_ERRORS:
+        raise InvalidArgument(finished.message, field=FIELD, reason=reason.name)
     if reason is FinishReason.ERROR:
         raise InternalError(finished.message, reason="REQUEST_FAILED")
     name = reason.name if reason is not None else "ENGINE_ERROR"

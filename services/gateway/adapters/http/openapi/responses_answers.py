@@ -60,7 +60,7 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 class ResponseFault(Answer):
     """Why a response failed after its stream had begun."""
 
-    code: Literal["server_error"]
+    code: Literal["server_error", "invalid_prompt"]
     message: str
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from services.common import names
-from services.common.errors import StepwellError
+from services.common.errors import InvalidArgument, StepwellError
 from services.common.finish_reason import FinishReason
 from services.gateway.adapters.http.dialect import StreamingDialect, named_event
 from services.gateway.adapters.http.fields import Body
@@ -63,7 +63,7 @@ class ResponsesDialect(StreamingDialect):
             **self._frame,
             "status": "failed",
             "output": self._writer.items,
-            "error": {"code": "server_error", "message": error.message},
+            "error": {"code": _error_code(error), "message": error.message},
         }
         return self._event({"type": "response.failed", "response": response})
 
@@ -122,6 +122,11 @@ def _frame(
 def _given(part: Body) -> dict[str, Any]:
     """A part of a body as it came."""
     return part.model_dump(exclude_none=True, by_alias=True)
+
+
+def _error_code(error: StepwellError) -> str:
+    """OpenAI's nearest word: it has none for other parameters than the prompt."""
+    return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
 
 
 def _status(last: Piece) -> str:
