@@ -56,6 +56,8 @@ MESSAGES = {
 EXAMPLES = examples()
 POOLED = ("POST /v1/embeddings", "POST /score", "Embed")
 
+pytestmark = pytest.mark.usefixtures("stack_of")  # most tests do, by way of `serving`
+
 
 @pytest.fixture(scope="module")
 def server(stack_of: Callable[[str], Stack]) -> Stack:
