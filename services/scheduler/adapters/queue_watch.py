@@ -69,17 +69,17 @@ class QueueWatch:
 
     def _num_free(self, num_waiting: int) -> int:
         """How many requests could run besides those that run, if they need as many blocks each.
-        Sessions without input keep their places.
+        Sessions without input keep their places and blocks.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
         scheduler = self._engine.scheduler
-        num_running, config = len(scheduler.running), scheduler.config
-        num_free = config.max_running - num_running - self._client_sessions.num_between_turns
-        num_free_blocks = scheduler.num_free_blocks
+        num_held = len(scheduler.running) + self._client_sessions.num_between_turns
+        config, num_free_blocks = scheduler.config, scheduler.num_free_blocks
+        num_free = config.max_running - num_held
         num_used_blocks = config.num_blocks - 1 - num_free_blocks
-        if num_used_blocks:
-            num_free = min(num_free, num_free_blocks * num_running // num_used_blocks)
+        if num_held and num_used_blocks:
+            num_free = min(num_free, num_free_blocks * num_held // num_used_blocks)
         return max(0, num_free)
 
     @property

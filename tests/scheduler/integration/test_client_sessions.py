@@ -48,6 +48,8 @@ async def test_a_session_goes_on_from_its_blocks(replica: Replica, gateway: Gate
     stats = await replica.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 1)
     assert stats.num_free_blocks == stats.num_usable_blocks - 3
+    await gateway.until(lambda: any(not queue.num_running for queue in gateway.queues))
+    assert gateway.queues[-1].num_free == 1, "of two places the session keeps one"
 
     await gateway.add_chunk(1, len(HELD), NEXT, sampling=sampling(5))
     said = await gateway.until_turn(1, 2)
