@@ -4,6 +4,7 @@ The record has the form of vLLM's recorded decisions, which the conformance test
 """
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +27,11 @@ from services.cli.replay.stand_in_grammar import COMPILE_ERROR
 from services.cli.replay.stand_in_model import StandInModel
 from services.cli.replay.step_recorder import StepRecorder
 from services.cli.replay.transfer_record import reported_transfers, transfers_after_step
+from services.common.ids import BlockId
 from services.common.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.kv_connector import NO_RESULTS
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.scheduler import Scheduler
@@ -278,14 +281,14 @@ class ScenarioRun:
         scheduler = self.scheduler
         planned_in, plan = self._in_flight.popleft()
         outputs: list[list[Any]] = []
-        answer = self._model.execute(plan)
+        results = self._connector.results(planned_in) if self._connector else NO_RESULTS
+        answer = self._model.execute(plan, self._reading(plan, results.invalid_block_ids))
         record["accepted"] = {
             request.request_id: len(answer.token_ids[index]) - 1
             for index, request in enumerate(plan.requests)
             if request in plan.draft_token_ids
         }
         if self._connector is not None:
-            results = self._connector.results(planned_in)
             requests = [own.request for own in self._requests.values()]
             record |= reported_transfers(results, requests)
             answer = replace(answer, kv_transfers=results)
@@ -306,6 +309,18 @@ class ScenarioRun:
             if request.is_finished:
                 self._note_end(request, step)
         record["update_of"], record["outputs"] = planned_in, outputs
+
+    def _reading(self, plan: SchedulerOutput, blocks: Collection[BlockId]) -> set[Request]:
+        """Running requests of a step that have one of these blocks."""
+        transfers = self.scheduler.transfers
+        if transfers is None or not blocks:
+            return set()
+        return {
+            request
+            for request in plan.requests
+            if request.status is RequestStatus.RUNNING
+            and any(not set(table).isdisjoint(blocks) for table in transfers.tables(request))
+        }
 
 
 def _without_empty(record: Record) -> Record:

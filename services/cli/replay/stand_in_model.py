@@ -2,7 +2,7 @@
 far, as in the recorded decisions.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from services.cli.replay.stand_in_grammar import StandInGrammar
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -30,8 +30,10 @@ class StandInModel:
         self._checked: dict[Request, list[int]] = {}
         """Drafts of the next step, as its grammars cut them."""
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """The output of a worker that has run all steps before this one."""
+    def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
+        """The output of a worker that has run all steps before this one. The tokens of requests in
+        `void` will be dropped, and their drafts follow what they held before.
+        """
         if self._pooling:
             return pooled_output(plan)
         tokens: list[list[int]] = []
@@ -45,9 +47,10 @@ class StandInModel:
             num_allowed = self._num_allowed(request, held, sampled)
             if num_allowed < len(sampled):
                 refused[index] = num_allowed
+            kept = held if request in void else held + sampled
+            drafts.append(self._next_drafts(request, kept) if sampled else [])
             held += sampled
             tokens.append(sampled)
-            drafts.append(self._next_drafts(request, held) if sampled else [])
         self._checked = {}
         return ModelRunnerOutput(
             tokens, draft_token_ids=drafts if self._num_drafts else (), refused_tokens=refused

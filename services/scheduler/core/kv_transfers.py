@@ -86,9 +86,10 @@ class KVTransfers:
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer has not ended."""
+        """Whether a transfer has not ended, or blocks wait for the end of a step."""
         loading = self._loading.values()
-        return bool(self._leaving) or not self._finished_recving.issuperset(loading)
+        is_giving_back = bool(self._leaving or self.deferred_frees)
+        return is_giving_back or not self._finished_recving.issuperset(loading)
 
     def tables(self, request: Request) -> BlockTables:
         """The block table of a request that holds blocks."""

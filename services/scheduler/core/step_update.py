@@ -90,10 +90,15 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end, or is not on the fast path. Returns those
-        that were appended; None if it had ended, or its tokens are dropped.
+        that were appended; None if it had ended, or its tokens are dropped. Its drafts are kept
+        even then, as in vLLM: those that workers propose follow the tokens that it has.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
-        if request.finish_reason is not None or request in plan.dropped:
+        if request.finish_reason is not None:
+            return None
+        if request in plan.dropped:
+            if output.draft_token_ids:
+                self._take_drafts(request, output, index)
             return None
         if index in output.nan_requests:
             request.finish(FinishReason.NAN_IN_LOGITS)
@@ -170,12 +175,17 @@ class StepUpdate:
             # Drafts that were rejected, or came after the end, were never computed.
             drafts = plan.draft_token_ids.get(request, ())
             request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
-        if output.draft_token_ids and not self._config.async_scheduling:
-            num_drafts = self._config.num_drafts(len(self._running))
-            request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
+        if output.draft_token_ids:
+            self._take_drafts(request, output, index)
         if request.row is not None:
             self._state.kv_cache_manager.publish_known(request)
         return kept
+
+    def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
+        """Notes the drafts that the next step verifies, unless they were noted with its plan."""
+        if not self._config.async_scheduling:
+            num_drafts = self._config.num_drafts(len(self._running))
+            request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _end_turn(self, session: Request) -> TurnEnd:
         """Lets a session begin its next turn, or wait for its input. What steps in flight sample of

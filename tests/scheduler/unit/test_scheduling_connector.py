@@ -179,12 +179,15 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
     assert [load[0] for step in steps for load in step.get("loads", [])] == ["a", "b", "a", "b"]
 
 
-async def test_drafts_after_a_dropped_token_are_dropped_too():
+async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_it():
+    """The tokens that are computed again and the drafts behind them share the next step."""
     remote = elsewhere(8, fail_blocks=[1])
     steps = await story((0, request("a", 9, **remote)), num_speculative_tokens=2)
     assert "outputs" not in steps[0]
-    assert (steps[1]["scheduled"], steps[1].get("spec")) == ([["a", 5]], None)
-    assert steps[2]["spec"].keys() == {"a"}
+    assert steps[1]["scheduled"] == [["a", 7]]
+    follow = continuation([100 + offset for offset in range(9)], 3)
+    assert steps[1]["spec"] == {"a": follow[:2]}
+    assert steps[1]["outputs"][0][1] == follow
 
 
 async def test_a_prompt_of_one_token_is_loaded_once():
