@@ -32,9 +32,11 @@ class BeginStep:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCopies:
-    """The step whose transactions made copies is planned: the blocks that are copied need not be
-    held any longer, since later steps come after it. Always fits.
+    """The first so many copies whose blocks are still held, or all if those are fewer, need not
+    hold them any longer: nothing comes before the step that makes them. Always fits.
     """
+
+    num_copies: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,11 @@ class Lookup:
 class Admission:
     """The conditions on which one waiting request gets its blocks.
 
-    It fits if the prefix hit still is `num_hit_tokens`, with the same `shared_prefix_boundary`, and
-    if `num_reserve_slots` token slots, hits included, could be had with `num_watermark_blocks` left
-    free. Then the table holds `num_slots`, and the blocks wholly below `num_commit_tokens` are
-    published. A `resumed` request
-    is left out of the hit statistics. `traceparent` is the request's trace context, "" if it is
+    It fits if the prefix hit still is `num_hit_tokens`, with the same `shared_prefix_boundary`
+    unless it `diverges`, and if `num_reserve_slots` token slots, hits included, could be had with
+    `num_watermark_blocks` left free. Then the table holds `num_slots`, and the blocks wholly below
+    `num_commit_tokens` are published. A `resumed` request is left out of the hit statistics.
+    `traceparent` is the request's trace context, "" if it is
     not sampled. `num_tokens` are computed when the step ends, drafts included, which are the slots
     without lookahead; None where that is all of them. `num_prompt_tokens` say where later requests
     are likely to continue.

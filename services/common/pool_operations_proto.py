@@ -67,8 +67,9 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
             return kvpool_pb2.Operation(evict_blocks=kvpool_pb2.EvictBlocks(block_ids=block_ids))
         case ops.BeginStep():
             return kvpool_pb2.Operation(begin_step=kvpool_pb2.BeginStep())
-        case ops.ReleaseCopies():
-            return kvpool_pb2.Operation(release_copies=kvpool_pb2.ReleaseCopies())
+        case ops.ReleaseCopies(num_copies):
+            message = kvpool_pb2.ReleaseCopies(num_copies=num_copies)
+            return kvpool_pb2.Operation(release_copies=message)
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
@@ -169,7 +170,7 @@ def _operation_from_proto(  # noqa: PLR0911 - one for each kind
         case "begin_step":
             return ops.BeginStep()
         case "release_copies":
-            return ops.ReleaseCopies()
+            return ops.ReleaseCopies(message.release_copies.num_copies)
         case _:
             raise ops.MalformedTransaction(
                 "the operation is not set, or not known here", field=where

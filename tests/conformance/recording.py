@@ -16,7 +16,7 @@ NUM_RECORDINGS = {
     "pooling": 4,
     "lora": 12,
     "session": 18,
-    "connector": 39,
+    "connector": 42,
     "grammar": 15,
     "encoder": 22,
     "control": 26,

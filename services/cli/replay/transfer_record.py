@@ -1,7 +1,6 @@
 """What a record tells of a connector, in the form of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
-from itertools import dropwhile
 from typing import Any
 
 from services.cli.replay.record import Record
@@ -47,15 +46,8 @@ def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> R
         "sends": [
             [request.request_id, _listed(blocks, scheduler.config)] for request, blocks in sends
         ],
-        "deferred_frees": [_one_list(free.blocks) for free in transfers.deferred_frees]
-        if transfers is not None
-        else [],
+        "deferred_frees": [] if transfers is None else transfers.deferred_frees.blocks,
     }
-
-
-def _one_list(blocks: BlockTables) -> list[int]:
-    """The blocks of all groups; what is null at the beginning of a table is left out."""
-    return [block for table in blocks for block in dropwhile(lambda block: not block, table)]
 
 
 def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:

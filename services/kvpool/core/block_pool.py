@@ -124,16 +124,14 @@ class BlockPool:
         self._new_copies = []
         return copies
 
-    def release_copies(self) -> None:
-        """Takes the extra holders from the blocks of all copies: a step that makes them was
-        planned, and later steps come after it.
-        """
+    def release_copies(self, num_copies: int) -> None:
+        """Takes the extra holders from the blocks of the first copies that have them."""
+        copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         ends = [
             (copy.group, block)
-            for copy in sorted(self._copies, key=lambda copy: copy.group)
+            for copy in sorted(copies, key=lambda copy: copy.group)
             for block in (copy.source, copy.target)
         ]
-        self._copies = []
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:

@@ -201,8 +201,8 @@ class KVPool:
                 for group in self._groups:
                     group.begin_step()
                 return None, None
-            case ReleaseCopies():
-                self._blocks.release_copies()
+            case ReleaseCopies(num_copies):
+                self._blocks.release_copies(num_copies)
                 return None, None
             case EvictBlocks():
                 self._requests.evict(operation)

@@ -170,7 +170,7 @@ class RequestBlocks:
                 continue
             hit = self._hit(admission)
             now = hit.num_tokens, hit.shared_prefix_boundary
-            if now != (admission.num_hit_tokens, admission.shared_prefix_boundary):
+            if _has_changed(hit, admission):
                 return result, Stop(index, item, StopReason.HIT_CHANGED, *now)
             num_stored = _num_stored(admission)
             hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
@@ -298,6 +298,14 @@ class RequestBlocks:
 
     def _no_blocks(self) -> tuple[GroupBlocks, ...]:
         return tuple([GroupBlocks([], []) for _ in self._groups])
+
+
+def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
+    """Whether a hit is another one than was looked up."""
+    if hit.num_tokens != admission.num_hit_tokens:
+        return True
+    boundary = admission.shared_prefix_boundary
+    return not admission.diverges and hit.shared_prefix_boundary != boundary
 
 
 def _need(admission: Admission) -> Need:

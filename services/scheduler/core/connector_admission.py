@@ -120,11 +120,11 @@ class ConnectorAdmission:
             return None
         if match is None or match.num_tokens <= num_tail or not request.reads_prefix_cache:
             return ExternalMatch(0, is_async=False)
-        if num_tail:
-            prefixes.cut_hit(request, num_local - num_tail)
-        elif num_local > prefixes.hits[request]:
+        if num_local > prefixes.hits[request]:
             prefixes.note_hit(request, num_local, 0)
             prefixes.diverging.add(request)
+        if num_tail:
+            prefixes.cut_hit(request, num_local - num_tail)
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
@@ -215,7 +215,7 @@ class ConnectorAdmission:
             max_hit_tokens=prefixes.max_hit_tokens(request),
             num_hit_tokens=hit,
             num_slots=end,
-            num_commit_tokens=hit,
+            num_commit_tokens=0,
             num_reserve_slots=max(reserve, end),
             num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
             traceparent=request.traceparent,

@@ -158,11 +158,14 @@ class KVCacheManager:
         operations = [*self._pop_pending(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
-    async def release_copies(self, traceparent: str) -> list[BlockCopy]:
-        """The copies that the workers make before the step. Their blocks are held no longer."""
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that the workers make before the step. Their blocks are still held."""
         copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
-        await self._transact([ReleaseCopies()], traceparent)
         return copies
+
+    async def release_copies(self, num_copies: int, traceparent: str) -> None:
+        """Gives back the blocks of the first copies that hold some, if nothing else holds them."""
+        await self._transact([ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
         """Sends the operations that are kept for the next transaction."""
@@ -222,23 +225,14 @@ class KVCacheManager:
         """Gives back the blocks of a request that ended before."""
         self._releases.append(key)
 
-    def release_written(self, key: RequestKey) -> None:
-        """Gives back the blocks of a request that ended before, which had to wait for a step in
-        flight: as vLLM does, all groups together.
-        """
-        if len(self._config.all_groups) == 1:
-            self.release_key(key)
-        else:
-            self._give_back_in_order(Release((key,), as_one_list=True))
-
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
         """Gives back blocks that no query from so many tokens on sees, with the next transaction
         and in the order in which this and releases are called.
         """
-        self._give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
+        self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
-    def _give_back_in_order(self, operation: Operation) -> None:
-        """Keeps an operation that gives blocks back after the releases that were called so far."""
+    def give_back_in_order(self, operation: Operation) -> None:
+        """Gives blocks back with the next transaction, after those that were released so far."""
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))
             self._releases = []

@@ -1,13 +1,12 @@
 """Transfers of keys and values that are under way, and which blocks they hold."""
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from services.common.ids import NULL_BLOCK, BlockId, RequestKey
 from services.common.kv_cache_groups import AttentionType
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.deferred_frees import DeferredFrees
 from services.scheduler.core.failed_loads import scheduled_tokens, set_back
 from services.scheduler.core.kv_cache_manager import KVCacheManager
 from services.scheduler.core.kv_connector import (
@@ -19,16 +18,6 @@ from services.scheduler.core.kv_role import KVLoadFailurePolicy
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.reserved_blocks import ReservedBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredFree:
-    """Blocks of a request that ended, which a step in flight still writes."""
-
-    request: RequestKey
-    fence: int
-    """The step with whose output they become free."""
-    blocks: BlockTables
 
 
 class KVTransfers:
@@ -47,7 +36,7 @@ class KVTransfers:
         self._reserved = ReservedBlocks(config)
         self.loads: list[KVLoad] = []
         """Loads that begin in the step that is planned."""
-        self.deferred_frees: deque[DeferredFree] = deque()
+        self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
         """Whether a request can go on before the first block that was not loaded. Where a window or
@@ -239,17 +228,16 @@ class KVTransfers:
         if is_loading or is_sent:
             self._leaving[request.key] = blocks
         elif blocks[0] and self.is_written(request, in_flight):
-            self.deferred_frees.append(DeferredFree(request.key, in_flight[-1].step, blocks))
+            self.deferred_frees.add_request(request.key, blocks, in_flight[-1].step)
         else:
             self._kv_cache_manager.release(request)
 
     # When a step's output has come
 
     def processed(self, plan: SchedulerOutput, results: KVTransferResults) -> None:
-        """Passes on what was reported, and releases blocks that the step was the last to write."""
+        """Passes on what was reported, and gives back blocks that waited for the step's output."""
         self.connector.update_connector_output(plan.step, results)
-        while self.deferred_frees and self.deferred_frees[0].fence <= plan.step:
-            self._kv_cache_manager.release_written(self.deferred_frees.popleft().request)
+        self.deferred_frees.give_back(plan.step)
 
     def take_failures(
         self,
@@ -313,7 +301,7 @@ class KVTransfers:
         self._first_invalid.clear()
         for requests in (self._finished_recving, self._failed_recving, self._prefills):
             requests.clear()
-        self.deferred_frees.clear()
+        self.deferred_frees.forget()
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
         """Requests whose loads were to fill one of these blocks."""

@@ -1,6 +1,7 @@
 """The requests of a replica, and what they hold."""
 
 from services.common.pause_mode import PauseMode
+from services.common.pool_operations import BlockCopy
 from services.scheduler.core.batch_rows import BatchRows
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
@@ -41,6 +42,17 @@ class ReplicaState:
         """How many more requests may run. A session between two turns keeps its place."""
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
+
+    async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
+        """The copies that the workers make before the step that is planned. Their blocks can be
+        reused from then on, but not for a load that is not ordered with the steps, as in vLLM.
+        """
+        copies = self.kv_cache_manager.take_copies()
+        if self.transfers is not None and self.config.fences_frees:
+            self.transfers.deferred_frees.add_copies(copies, step)
+        else:
+            await self.kv_cache_manager.release_copies(len(copies), traceparent)
+        return copies
 
     def take_out(self, request: Request) -> None:
         """Takes a request out of those that run or wait."""

@@ -242,7 +242,7 @@ class Scheduler:
         if self._pacing.is_on:
             self._pacing.planned(builder)
         if self._kv_cache_manager.copies:
-            builder.plan.copies = await self._kv_cache_manager.release_copies(traceparent)
+            builder.plan.copies = await self._state.take_copies(builder.plan.step, traceparent)
         return self._finish_step(builder, wait_reason)
 
     def update_from_output(

@@ -33,7 +33,7 @@ class WaitingPrefixes:
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
         """Leaves of a hit what lies in whole blocks: what follows is loaded, states included."""
-        self.note_hit(request, num_tokens, 0)
+        self.hits[request] = num_tokens
         self.diverging.add(request)
         self._cut_hits[request] = num_tokens
 

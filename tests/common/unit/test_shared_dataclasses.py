@@ -85,7 +85,7 @@ OPERATIONS = [
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], shared_prefix_boundary=16)]),
     ops.Admit([ops.Admission(1, 9, 8, 12, 9, 9, 0, [], num_external_tokens=2, diverges=True)]),
     ops.ResetPrefixCache(),
-    ops.ReleaseCopies(),
+    ops.ReleaseCopies(3),
     ops.EvictBlocks([3, 5]),
 ]
 OUTCOME = ops.Outcome(
