@@ -29,6 +29,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 import uvloop
@@ -80,14 +81,16 @@ def run_service(
 
 def end_at_once(sentence: str, status: int = 1) -> NoReturn:
     """Ends the process with one sentence on standard error, even while threads are blocked."""
-    print(sentence, file=sys.stderr)
+    with suppress(OSError):  # such as on a full disk
+        print(sentence, file=sys.stderr)
     _end(status)
 
 
 def _end(status: int) -> NoReturn:
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

@@ -1,9 +1,11 @@
 """The life of a service process: signals, drains, and errors that end it."""
 
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -11,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 HEAD = """
 import asyncio
 from services.common.errors import FailedPrecondition
-from services.common.lifecycle import run_service
+from services.common.lifecycle import end_at_once, run_service
 from services.common.service_settings import ServiceSettings
 from services.common.settings import SettingError
 
@@ -21,16 +23,19 @@ async def fail(after):
 """
 
 
-def start(body: str, *, log_level: str = "error") -> subprocess.Popen[str]:
+def start(
+    body: str, *, log_level: str = "error", errors: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(sys.executable, "-c", HEAD + body),
             *("--address", "127.0.0.1:0", "--log-level", log_level),
         ],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
     )
 
 
@@ -110,6 +115,28 @@ run_service("thing", ServiceSettings, serve)
     status, _, errors = ended(start(body, log_level="info"))
     assert status == 0
     assert errors.endswith(" info    thing: listening on 127.0.0.1:0\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("return", 0), ("end_at_once('the ranks are lost', 3)", 3)],
+    ids=["in its own time", "at once"],
+)
+def test_a_full_disk_under_the_log_changes_neither_the_end_nor_its_status(
+    end: str, status: int
+) -> None:
+    body = f"""
+async def serve(settings, stop):
+    import logging
+    logging.getLogger("thing").info("serving")
+    await asyncio.sleep(0)
+    {end}
+
+run_service("thing", ServiceSettings, serve)
+"""
+    with Path("/dev/full").open("w") as full:
+        assert ended(start(body, log_level="info", errors=full)) == (status, "", None)
 
 
 def test_garbage_is_collected_while_it_serves_but_not_searched_for_in_what_was_imported() -> None:
