@@ -1,8 +1,8 @@
-"""How `make test` divides the tests between five processes of pytest-xdist.
+"""How `make test` divides the tests between six processes of pytest-xdist.
 
 What starts servers or measures time runs in two of them, test after test, from the start: most of
-that time is spent on waiting. What only computes runs in the other three, file by file, by one
-thread each, so that two processors are busy also while one of the three waits, and at a low
+that time is spent on waiting. What only computes runs in the other four, file by file, by one
+thread each, so that two processors are busy also while some of the four wait, and at a low
 priority, so that it delays the servers little. Each process imports and collects what it may run,
 and no other test: that takes seconds of a processor. Without pytest-xdist all tests run in one
 process, as they are collected.
@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 import services.worker  # noqa: F401 - says how torch's threads wait, before a test imports torch
 
-NUM_PROCESSES = 5
+NUM_PROCESSES = 6
 SERVERS = {
     "stacks": ("tests/e2e/", "tests/scheduler/integration/"),
     "services": (
@@ -71,8 +71,8 @@ def servers_of(nodeid: str) -> str | None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collects in each of the five processes of pytest-xdist what that one may run, and everything
-    in one that replaces a process that crashed, or where there are not five.
+    """Collects in each of the six processes of pytest-xdist what that one may run, and everything
+    in one that replaces a process that crashed, or where there are not six.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:
