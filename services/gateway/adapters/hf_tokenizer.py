@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from services.common.errors import FailedPrecondition, InvalidArgument
-from services.gateway.adapters.transformers_package import import_transformers_module
+from services.gateway.adapters.transformers_package import import_auto_tokenizer
 from services.gateway.core.ports import TextTooLong
 
 T = TypeVar("T")
@@ -234,9 +234,9 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
     # Threads of its own would compete with the event loop for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Here, since loading it takes a fifth of a second; nothing else here needs it.
-    auto = import_transformers_module("models.auto.tokenization_auto")
+    auto_tokenizer = import_auto_tokenizer()
     try:
-        tokenizer = auto.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = auto_tokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0]
         raise FailedPrecondition(

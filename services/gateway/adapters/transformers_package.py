@@ -42,9 +42,9 @@ def _module_of_tokenizer(name: str) -> ModuleType | None:
     return module if name in dir(module) else None
 
 
-def import_transformers_module(name: str) -> ModuleType:
-    """The module `transformers.<name>`. Whatever else is imported from transformers, before or
-    later, is found as always.
+def import_auto_tokenizer() -> Any:
+    """The class AutoTokenizer. What else is imported from transformers, before or later, is found
+    as always. A version whose modules have other names is imported as a whole.
     """
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)
@@ -52,5 +52,11 @@ def import_transformers_module(name: str) -> ModuleType:
             module = sys.modules[package] = module_from_spec(spec)
             module.__class__ = _ListedLater
             module.__dict__["__version__"] = version("transformers")
-    import_module("transformers.dependency_versions_check")  # as the package does first
-    return import_module(f"transformers.{name}")
+    try:
+        import_module("transformers.dependency_versions_check")  # as the package does first
+        return import_module("transformers.models.auto.tokenization_auto").AutoTokenizer
+    except (ImportError, AttributeError):
+        for package in _PACKAGES:
+            if isinstance(sys.modules.get(package), _ListedLater):
+                del sys.modules[package]
+        return import_module("transformers").AutoTokenizer

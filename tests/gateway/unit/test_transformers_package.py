@@ -115,3 +115,25 @@ def test_an_unknown_class_is_looked_for_in_the_list(tmp_path: Path) -> None:
     found, packages, *_ = run([directory])
     assert found == 2 * [described(directory)]
     assert packages == 2 * ["transformers.utils.import_utils"]
+
+
+def test_a_version_with_other_modules_is_imported_as_a_whole(tmp_path: Path) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("from transformers.elsewhere import AutoTokenizer\n")
+    (package / "elsewhere.py").write_text("class AutoTokenizer: pass\n")
+    program = (
+        "from services.gateway.adapters.transformers_package import import_auto_tokenizer\n"
+        "found = import_auto_tokenizer()\n"
+        "import transformers\n"
+        "print(found.__module__, transformers.AutoTokenizer is found)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["transformers.elsewhere", "True"]
