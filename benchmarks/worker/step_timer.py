@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,17 +34,34 @@ class StepTimer:
     reads takes the same time whatever it is.
     """
 
-    def __init__(self, runner: StepRunner, num_steps: int) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        num_steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` gives seconds."""
         self._runner = runner
         self._num_steps = num_steps
+        self._clock = clock
         self._generation = 0
         self._adapter_digests: Sequence[bytes] = (b"",)
+        self._sampling: Sequence[SamplingParams] = (GREEDY,)
+        self.token_ids: list[list[int]] = []
+        """What the steps of the last turn sampled, by step."""
 
-    def turn(self, load: StepsLoad, adapter_digests: Sequence[bytes] = (b"",)) -> float:
+    def turn(
+        self,
+        load: StepsLoad,
+        adapter_digests: Sequence[bytes] = (b"",),
+        sampling: Sequence[SamplingParams] = (GREEDY,),
+    ) -> float:
         """The median time of a step in milliseconds. A prompt is a step of a batch of its own;
-        decodes follow one that is not timed. The requests have these adapters in turn.
+        decodes follow one that is not timed. The requests have these adapters in turn, and these
+        parameters.
         """
-        self._adapter_digests = adapter_digests
+        self._adapter_digests, self._sampling = adapter_digests, sampling
+        self.token_ids.clear()
         if load.num_tokens > 1:
             return _median_millis([self._first_step(load) for _ in range(self._num_steps)])
         self._first_step(load)
@@ -57,9 +74,11 @@ class StepTimer:
     def _run(self, load: StepsLoad, number: int) -> float:
         """Runs step `number` of the load; the seconds that it takes."""
         step = self._step(load, number)
-        began = time.perf_counter()
-        self._runner.execute(step)
-        return time.perf_counter() - began
+        began = self._clock()
+        output = self._runner.execute(step)
+        seconds = self._clock() - began
+        self.token_ids.append(output.token_ids.tolist())
+        return seconds
 
     def _begin(self, load: StepsLoad) -> None:
         """A new generation, with zeros in every block that the load uses."""
@@ -86,13 +105,13 @@ class StepTimer:
         length, width = load.num_prefix + load.num_tokens, load.num_blocks(self._num_steps)
         tables = np.arange(1, 1 + load.num_requests * width, dtype=np.int32).reshape(-1, width)
         tokens = np.random.default_rng(0).integers(3, 256, (load.num_requests, length), np.int32)
-        digests = self._adapter_digests
+        digests, sampling = self._adapter_digests, self._sampling
         return tuple(
             NewRequest(
                 row,
                 tokens[row],
                 length,
-                GREEDY,
+                sampling[row % len(sampling)],
                 (tables[row],),
                 adapter_digest=digests[row % len(digests)],
             )

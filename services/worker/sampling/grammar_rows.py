@@ -59,9 +59,10 @@ class GrammarRows:
         return have
 
     def masks(self, batch_rows: np.ndarray) -> RowMasks | None:
-        """The masks of these rows; None if none has one."""
-        rows = self._rows[batch_rows]
-        return RowMasks(self._words, rows) if (rows >= 0).any() else None
+        """The masks of these rows; None if no row of the batch has one."""
+        if len(self._of) == len(self._unmasked):
+            return None
+        return RowMasks(self._words, self._rows[batch_rows])
 
     def nonconforming(self, batch_rows: np.ndarray, token_ids: Int64Array) -> list[int]:
         """The indexes of the rows whose tokens were drawn without a mask and do not conform; they

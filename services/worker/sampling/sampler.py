@@ -118,6 +118,8 @@ class Sampler:
         self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
         """Whether a request has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._edited_rows: set[int] = set()
+        """The rows with edits."""
         self._constrained: set[int] = set()
         """The rows that are not plain. Most batches have none."""
         self._num_logprobs: dict[int, int] = {}
@@ -152,6 +154,8 @@ class Sampler:
         self._parameters[:, batch_row] = temperature, *filter_values(params)
         self._is_plain[batch_row] = not edits and grammar is None
         self._has_edits[batch_row] = bool(edits)
+        if edits:
+            self._edited_rows.add(batch_row)
         if temperature == 0 and not edits and params.logprobs is None:
             # The best of all tokens, if it conforms, is the best of those that do.
             self._grammars.draw_first(batch_row)
@@ -166,6 +170,7 @@ class Sampler:
             raise ValueError(f"row {batch_row} is free")
         self._grammars.remove(batch_row)
         self._constrained.discard(batch_row)
+        self._edited_rows.discard(batch_row)
         self._num_logprobs.pop(batch_row, None)
 
     def constrained(self, batch_rows: np.ndarray) -> Int64Array:
@@ -276,9 +281,9 @@ class Sampler:
         if drawn is None and not self._constrained:
             return self._row_sampler.sample(logits, rows, parameters)
         masks = self._grammars.masks(batch_rows)
-        has_edits = self._has_edits[batch_rows]
-        if drawn is None and not has_edits.any():
+        if drawn is None and not self._edited_rows:
             return self._row_sampler.sample(logits, rows, parameters, masks)
+        has_edits = self._has_edits[batch_rows]
         unedited = ~has_edits if drawn is None else ~(has_edits | self._is_plain[batch_rows])
         token_ids = np.empty(len(rows), np.int64) if drawn is None else drawn.copy()
         some = unedited.nonzero()[0]

@@ -1,0 +1,147 @@
+"""What requests that are held to a schema cost a worker on the CPU: steps with and without them.
+
+    python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
+
+One runner decodes requests at temperature 1, in turns half of them held to the schema of
+`benchmarks.serving --structured` and none. Times are processor time of the one thread that
+computes; a turn is the median of its steps, and the price of a row the median over rounds of the
+difference, divided by the constrained rows. Their outputs are then given to matchers of
+llguidance's alone, which advance and make the same masks while nothing else uses the processor's
+caches: that part of the price is llguidance's. A forced token is one about which the grammar
+leaves no choice.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.arguments import count, counts, make_parser
+from benchmarks.common.console import show
+from benchmarks.common.machine import machine, machine_text
+from benchmarks.common.models import find_model
+from benchmarks.serving.structured_neighbors import CONSTRAINED
+from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
+from services.common.sampling import SamplingParams
+from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.worker.build import build_worker
+from services.worker.core.worker import Worker
+from services.worker.sampling.grammar import Grammars
+from services.worker.settings import WorkerSettings
+
+FORM = StructuredOutputs(
+    StructuredOutputsKind.JSON, json.dumps(CONSTRAINED["structured_outputs"]["json"])
+)
+NUM_PREFIX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MatcherMicros:
+    """What matchers take for a token, means in microseconds; and the share of forced tokens."""
+
+    advance: float
+    mask: float
+    mask_of_forced: float
+    share_forced: float
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = make_parser("worker.grammar_price", (__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--model", default="models/demo", help="a directory, or the size of a random model"
+    )
+    parser.add_argument("--rows", type=counts, default=(8, 32), help="requests at once")
+    parser.add_argument("--rounds", type=count, default=9, help="turns with and without")
+    parser.add_argument("--steps", type=count, default=100, help="steps of a turn")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    worker = build(find_model(arguments.model), max(arguments.rows), arguments.steps)
+    show(machine_text(machine(), "worker.grammar_price"))
+    show(table(worker, arguments.rows, arguments.rounds, arguments.steps))
+
+
+def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: int) -> str:
+    """Measures each number of rows, after a round that does not count."""
+    if worker.grammars is None:
+        raise ValueError("the model samples no tokens")
+    lines = [
+        "| rows | step without, µs | with, µs | price of a constrained row, µs "
+        "| llguidance's of it: advance + mask, µs | mask of a forced token, µs | forced tokens |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    timer = StepTimer(worker.runner, num_steps, time.thread_time)
+    for number in numbers:
+        load = StepsLoad("decode", number, NUM_PREFIX)
+        turns, outputs = [], list[list[int]]()
+        for seed in range(num_rounds + 1):
+            without, held = (
+                timer.turn(load, sampling=sampling(number, seed, is_held=is_held))
+                for is_held in (False, True)
+            )
+            turns.append((1000 * without, 1000 * held))
+            outputs += map(list, zip(*(step[1::2] for step in timer.token_ids), strict=True))
+        price = statistics.median(held - without for without, held in turns[1:])
+        without, held = (statistics.median(times) for times in zip(*turns[1:], strict=True))
+        alone = matcher_micros(worker.grammars, outputs)
+        lines.append(
+            f"| {number} | {without:.0f} | {held:.0f} | {price / (number // 2):.1f} | "
+            f"{alone.advance:.1f} + {alone.mask:.1f} | {alone.mask_of_forced:.1f} | "
+            f"{alone.share_forced:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def sampling(num_rows: int, seed: int, *, is_held: bool) -> list[SamplingParams]:
+    """The parameters of each row; every second one may be held to the form."""
+    free = [SamplingParams(temperature=1.0, seed=seed * num_rows + row) for row in range(num_rows)]
+    return [
+        replace(params, structured_outputs=FORM) if is_held and row % 2 else params
+        for row, params in enumerate(free)
+    ]
+
+
+def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> MatcherMicros:
+    """What matchers take for outputs that conform."""
+    advance, masks, of_forced = list[int](), list[int](), list[int]()
+    for output in outputs:
+        matcher = grammars.matcher(FORM)
+        matcher.compute_bitmask()
+        for token_id in output:
+            began = time.thread_time_ns()
+            matcher.consume_token(token_id)
+            advanced = time.thread_time_ns()
+            matcher.compute_bitmask()
+            masks.append(time.thread_time_ns() - advanced)
+            advance.append(advanced - began)
+            if matcher.compute_ff_tokens():
+                of_forced.append(masks[-1])
+    return MatcherMicros(
+        statistics.fmean(advance) / 1000,
+        statistics.fmean(masks) / 1000,
+        statistics.fmean(of_forced or [0]) / 1000,
+        len(of_forced) / len(masks),
+    )
+
+
+def build(model: Path, most_rows: int, num_steps: int) -> Worker:
+    """A worker that holds so many rows."""
+    num_blocks = most_rows * StepsLoad("decode", most_rows, NUM_PREFIX).num_blocks(num_steps)
+    settings = WorkerSettings(
+        model=model,
+        num_threads=1,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=most_rows,
+        num_blocks=1 + num_blocks,
+    )
+    return build_worker(settings, "benchmark", lambda: None)
+
+
+if __name__ == "__main__":
+    main()
