@@ -26,11 +26,12 @@ _CONNECTION_ENDS = (
     (r"WRONG_VERSION_NUMBER", "does not speak TLS"),
     (
         r"failed to connect.*Secure read",
-        "ends each connection at once; it may expect another certificate",
+        "ends each connection at once; it may expect another certificate, or be a proxy to nothing",
     ),
     (
         r"failed to connect.*Socket closed",
-        "ends each connection at once; it may expect TLS, or another certificate",
+        "ends each connection at once; it may expect TLS, or another certificate, or be a proxy to "
+        "nothing",
     ),
     (r"ping timeout", "answers no ping"),
     (r"failed to connect", "is not there"),

@@ -23,6 +23,7 @@ from services.common.tls_metrics import TlsCollector
 from services.common.tls_settings import tls_of
 from services.kvpool.settings import KVPoolSettings
 from tests.certificates import LOOPBACK, Authority, Files
+from tests.scheduler.cuttable_proxy import CuttableProxy
 
 pytest.importorskip("cryptography")
 
@@ -30,6 +31,10 @@ from services.common.tls import Tls
 
 SPIFFE_ID = "spiffe://example.org/scheduler"
 SECONDS = 60.0
+AT_ONCE = (
+    "the kvpool ends each connection at once; it may expect TLS, or another certificate, or be a "
+    "proxy to nothing"
+)
 
 
 class Numbers(kvpool_pb2_grpc.KVPoolServicer):
@@ -98,7 +103,7 @@ async def test_a_client_of_another_authority_is_refused(
     async with serving(own.tls()) as address:
         why = await refused(address, foreign.tls())
     assert why.startswith("the kvpool ends each connection at once; it may expect")
-    assert why.endswith("another certificate")
+    assert why.endswith("another certificate, or be a proxy to nothing")
 
 
 async def test_a_client_without_a_certificate_is_refused(own: Files) -> None:
@@ -114,9 +119,14 @@ async def test_a_client_without_a_certificate_is_refused(own: Files) -> None:
 async def test_a_client_without_tls_is_refused(own: Files) -> None:
     async with serving(own.tls()) as address:
         why = await refused(address, None)
-    assert (
-        why == "the kvpool ends each connection at once; it may expect TLS, or another certificate"
-    )
+    assert why == AT_ONCE
+
+
+async def test_a_proxy_to_nothing_looks_like_a_service_that_refuses(free_port: int) -> None:
+    proxy = CuttableProxy(f"127.0.0.1:{free_port}")
+    why = await refused(await proxy.start(), None)
+    await proxy.close()
+    assert why == AT_ONCE
 
 
 async def test_a_server_without_tls_is_not_called(own: Files) -> None:
