@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from services.common.errors import InvalidArgument
+from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
+from services.common.structured_outputs import FIELD
 from services.gateway.core.request import EngineRequest
 
-NAN_IN_LOGITS = "NAN_IN_LOGITS"
+NAN_IN_LOGITS = FinishReason.NAN_IN_LOGITS.name
+NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 
 
 def why_no_token(
@@ -29,6 +32,22 @@ def why_no_token(
             field="bad_words",
         )
     return None
+
+
+def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
+    """The error of a request that ended after `output` since no token was left that conforms, if
+    other parameters ban tokens: it names them.
+    """
+    sampling = request.sampling
+    banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
+    if not banning:
+        return None
+    return InvalidArgument(
+        f"{FIELD}: {' and '.join(banning)} leave no token that conforms after {len(output)} "
+        "tokens of this answer",
+        field=FIELD,
+        reason=NO_CONFORMING_TOKEN,
+    )
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:

@@ -13,7 +13,12 @@ from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.load_tracker import LoadTracker
 from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.no_token import NAN_IN_LOGITS, why_no_token
+from services.gateway.core.no_token import (
+    NAN_IN_LOGITS,
+    NO_CONFORMING_TOKEN,
+    nothing_conforms,
+    why_no_token,
+)
 from services.gateway.core.ports import Clock, Link
 from services.gateway.core.recent_prefixes import RecentPrefixes
 from services.gateway.core.route import Route, RoutingReason
@@ -304,6 +309,8 @@ class Replica:
         if self.limits is not None and end.error_reason == NAN_IN_LOGITS:
             output, vocab_size = inflight.output_token_ids, self.limits.vocab_size
             end = why_no_token(inflight.request, output, vocab_size) or end
+        elif end.error_reason == NO_CONFORMING_TOKEN:
+            end = nothing_conforms(inflight.request, inflight.output_token_ids) or end
         inflight.failed(end)
 
     def rejected(self, handle: int, error: StepwellError) -> None:

@@ -16,19 +16,7 @@ def end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_
     after = f"after {request.num_output_tokens - num_kept + first} tokens of this answer"
     error = output.grammar_errors.get(index)
     if error is None:
-        banning = " and ".join(_banning_fields(request))
-        why = f"{banning} leave no token that conforms" if banning else "no token conforms"
-        request.fail(f"{FIELD}: {why} {after}", FinishReason.NO_CONFORMING_TOKEN)
+        request.fail(f"{FIELD}: no token conforms {after}", FinishReason.NO_CONFORMING_TOKEN)
     else:
         why = f"cannot be followed {after}: {error}"
         request.fail(f"{FIELD}: {why}", FinishReason.GRAMMAR_ERROR)
-
-
-def _banning_fields(request: Request) -> list[str]:
-    """The parameters of a request that ban tokens whatever their grammar allows."""
-    sampling = request.sampling
-    banning = {
-        "allowed_token_ids": sampling.allowed_token_ids,
-        "bad_words": sampling.bad_words,
-    }
-    return [name for name, value in banning.items() if value]

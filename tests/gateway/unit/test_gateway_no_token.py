@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.common.sampling import SamplingParams
-from services.gateway.core.no_token import why_no_token
+from services.gateway.core.no_token import nothing_conforms, why_no_token
 from services.gateway.core.request import EngineRequest
 
 VOCAB_SIZE = 4
@@ -32,3 +32,26 @@ def test_bans_are_added_up(sampling: dict[str, Any], output: list[int], is_banne
     assert (refusal is not None) == is_banned
     if refusal is not None:
         assert refusal.field == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("sampling", "banning"),
+    [
+        ({}, None),
+        ({"bad_words": ((1,),)}, "bad_words"),
+        ({"bad_words": ((1,),), "allowed_token_ids": (2,)}, "allowed_token_ids and bad_words"),
+    ],
+)
+def test_where_nothing_conforms_the_parameters_that_ban_are_named(
+    sampling: dict[str, Any], banning: str | None
+) -> None:
+    request = EngineRequest("r", [0], SamplingParams(**sampling), 0, "", 0)
+    error = nothing_conforms(request, [5, 6, 7])
+    if banning is None:
+        assert error is None
+        return
+    assert error is not None
+    assert (error.field, error.error_reason) == ("structured_outputs", "NO_CONFORMING_TOKEN")
+    assert error.message == (
+        f"structured_outputs: {banning} leave no token that conforms after 3 tokens of this answer"
+    )
