@@ -13,8 +13,8 @@ from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 T = TypeVar("T")
 
 BLOCK_SIZE = 4
-MAX_TOKENS = 16
-"""Four blocks; most prompts grow beyond a window of 16 to 24."""
+MAX_TOKENS = 12
+"""Three blocks; most prompts grow beyond a window of 16 to 24."""
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 36
@@ -55,7 +55,7 @@ class Situation:
 SITUATIONS = {
     "alone": Situation(max_num_seqs=1, served=SOME_PROMPTS),
     "sixteen together": Situation(),
-    "chunks of 7": Situation(max_num_batched_tokens=7),
+    "chunks of 11": Situation(max_num_batched_tokens=11),
     "preempted again and again": Situation(num_blocks=SMALL_POOL, max_num_batched_tokens=48),
 }
 

@@ -124,7 +124,7 @@ always_right = pytest.mark.parametrize(
 
 def assert_share(kind: str, recorded: Recorded) -> None:
     """As many drafts stood as they do of such a draft model, where tokens are the most probable."""
-    assert recorded.num_drafts > 50
+    assert recorded.num_drafts > 30
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
         case "itself":
@@ -179,7 +179,7 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
 async def test_what_is_proposed_is_how_transformers_continues(drafting: Drafting) -> None:
     model = AutoModelForCausalLM.from_pretrained(drafting.directory, dtype=torch.float32).eval()
     recorded = record_drafts(drafting.worker)
-    async with serving(drafting.worker, SITUATIONS["chunks of 7"], async_scheduling=True) as (
+    async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
         _,
         gateway,
     ):

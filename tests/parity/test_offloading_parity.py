@@ -215,7 +215,7 @@ async def test_preempted_requests_go_on_from_the_tier(
     served: Served, async_scheduling: bool
 ) -> None:
     async with served.replica(PREEMPTED, async_scheduling=async_scheduling) as (replica, gateway):
-        for _ in range(3):
+        for _ in range(2):
             assert await generate(gateway, prompts(), GREEDY) == reference_outputs(served.kind)
         assert (await replica.stats()).num_preemptions > 0
 
@@ -230,7 +230,7 @@ async def test_a_tier_of_a_few_blocks_replaces_them_and_changes_no_token(
             replica,
             gateway,
         ):
-            for _ in range(3):
+            for _ in range(2):
                 assert await generate(gateway, prompts(), GREEDY) == expected
                 await reset(replica)
 

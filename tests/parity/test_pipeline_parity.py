@@ -90,7 +90,7 @@ async def test_more_stages_and_ranks_in_each(
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
     whole = build_runner(tmp_path, **options)
     with StagedRunner(tmp_path, num_stages, ranks_per_stage=ranks_per_stage, **options) as stages:
-        for situation in (SITUATIONS["chunks of 7"], SITUATIONS["preempted again and again"]):
+        for situation in (SITUATIONS["chunks of 11"], SITUATIONS["preempted again and again"]):
             run = await run_stages(stages, num_stages, situation, GREEDY)
             alone = await generate(whole, situation, greedy, async_scheduling=False)
             assert run.outputs == alone.outputs

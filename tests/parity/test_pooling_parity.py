@@ -140,7 +140,7 @@ async def test_a_decoder_that_transformers_runs_over_the_cache(tmp_path: Path) -
     worker = loaded(tmp_path)
     assert not pooler_of(worker).takes_whole_prompts
     expected = [embedding(model, prompt, "mean") for prompt in prompts()]
-    vectors, _ = await pooled(worker, prompts(), situation=SITUATIONS["chunks of 7"])
+    vectors, _ = await pooled(worker, prompts(), situation=SITUATIONS["chunks of 11"])
     np.testing.assert_allclose(vectors, expected, atol=TOLERANCE)
 
 
