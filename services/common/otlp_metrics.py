@@ -5,14 +5,16 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
 from services.common.service_settings import ServiceSettings
 from services.common.span_sender import LAST_EXPORT_SECONDS
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +28,14 @@ def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
     if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")
         return
-    provider = MeterProvider(
-        [_otlp_reader(settings.otlp_endpoint)],
-        Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}),
-        shutdown_on_exit=False,
-    )
+    provider = _otlp_provider(service, settings.otlp_endpoint)
     try:
         yield provider.get_meter("stepwell")
     finally:
         _shut_down(provider)
 
 
-def _shut_down(provider: MeterProvider) -> None:
+def _shut_down(provider: "MeterProvider") -> None:
     """Sends what is left, within LAST_EXPORT_SECONDS."""
     sending = threading.Thread(target=provider.shutdown, name="last metrics", daemon=True)
     sending.start()
@@ -48,11 +46,17 @@ def _shut_down(provider: MeterProvider) -> None:
         )
 
 
-def _otlp_reader(endpoint: str) -> MetricReader:
-    # Imported here: without an endpoint no process pays for loading the exporter.
+def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
+    # Imported here: without an endpoint no process pays for loading them.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
         OTLPMetricExporter,
     )
+    from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # noqa: PLC0415
 
     exporter = OTLPMetricExporter(endpoint, insecure=not endpoint.startswith("https://"))
-    return PeriodicExportingMetricReader(exporter)
+    return MeterProvider(
+        [PeriodicExportingMetricReader(exporter)],
+        Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}),
+        shutdown_on_exit=False,
+    )
