@@ -33,8 +33,9 @@ class Lease:
     `release`, so that a holder that opens a stream again finds it free.
 
     A holder of the same name that started later takes it over at once: it replaces the first
-    process, whose connection may not have ended yet, and which is refused from then on. Leases with
-    fencing are Gray and Cheriton's (1989); here the generation of each step is the fence.
+    process, whose connection may not have ended yet, and which is refused from then on. So is a
+    former holder that seems to have started later, since the clock was set back in between. Leases
+    with fencing are Gray and Cheriton's (1989); here the generation of each step is the fence.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
@@ -42,6 +43,8 @@ class Lease:
         self._grace_seconds = grace_seconds
         self._clock = clock
         self._holder: Holder | None = None
+        self._former: Holder | None = None
+        """The one before it."""
         self._num_uses = 0
         self._free_at = 0.0
 
@@ -50,7 +53,7 @@ class Lease:
         if holder != self._holder:
             if not self._is_free() and not self._is_replaced_by(holder):
                 raise Taken(f"the {self._what} belongs to {self._holder}")
-            self._holder = holder
+            self._former, self._holder = self._holder, holder
             self._num_uses = 0
         self._num_uses += 1
 
@@ -67,6 +70,7 @@ class Lease:
         before = self._holder
         return (
             before is not None
+            and holder != self._former
             and holder.name == before.name
             and holder.started_unix_nanos > before.started_unix_nanos
         )

@@ -66,6 +66,23 @@ def test_a_later_process_of_the_same_name_takes_over_for_good(lease: Lease) -> N
     lease.take(later)
 
 
+def test_a_process_that_hung_does_not_take_back_what_another_got_after_the_clock_was_set_back(
+    lease: Lease, timer: Timer
+) -> None:
+    hung, earlier = Holder("replica-0", 5_000_000_000), Holder("replica-0", 3_000_000_000)
+    lease.take(hung)
+    with pytest.raises(FailedPrecondition):
+        lease.take(earlier)
+    lease.release(hung)
+    timer.now = GRACE_SECONDS
+    lease.take(earlier)
+    with pytest.raises(FailedPrecondition, match="started at 1970-01-01 00:00:03 UTC"):
+        lease.take(hung)
+    lease.release(earlier)
+    timer.now += GRACE_SECONDS
+    lease.take(hung)
+
+
 def test_a_scheduler_without_a_name_is_one_like_any_other(lease: Lease) -> None:
     lease.take(Holder("", 0))
     lease.take(Holder("", 0))
