@@ -2,6 +2,9 @@
 
 import pytest
 
+from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenario_run import run_scenario
+from services.cli.replay.stand_in_model import continuation
 from tests.scheduler.story import Story, prompt
 
 
@@ -53,3 +56,38 @@ async def test_requests_share_a_bounded_number_of_rows() -> None:
         await story.step()
     await story.step()
     assert (await story.step()).granted == {"0": 5}
+
+
+async def test_with_stages_no_draft_stands_in_place_of_a_token_that_is_in_flight() -> None:
+    """The second request is preempted while a step of it is in flight, whose drafts come later, and
+    is resumed. Until the token of the step in which it is resumed has come, no draft can follow it.
+    """
+    first, second = prompt(7), prompt(5, first=300)
+    added = [("a", first), ("b", second)]
+    document = {
+        "config": {
+            "block_size": 4,
+            "max_model_len": 40,
+            "num_gpu_blocks": 6,
+            "num_speculative_tokens": 1,
+            "pipeline_parallel_size": 2,
+        },
+        "events": [
+            {"step": 0, "add": {"request_id": name, "prompt_token_ids": tokens, "max_tokens": 8}}
+            for name, tokens in added
+        ],
+    }
+    record = await run_scenario(read_scenario(document))
+    assert any(step.get("resumed") for step in record["steps"])
+    num_known = {name: len(tokens) for name, tokens in added}
+    for step in record["steps"]:
+        drafts = step.get("spec", {})
+        for (name, granted), start in zip(
+            step.get("scheduled", []), step.get("start", []), strict=True
+        ):
+            assert start + granted - len(drafts.get(name, [])) <= num_known[name]
+            assert granted > len(drafts.get(name, []))
+        for name, tokens, *_ in step.get("outputs", []):
+            num_known[name] += len(tokens)
+    for name, tokens in added:
+        assert record["requests"][name]["output_token_ids"] == continuation(tokens, 8)
