@@ -34,18 +34,18 @@ SERVERS = {
 """The tests of each of the first two processes, which take about as long."""
 LONG_FILES = (
     "tests/parity/test_services_parity.py",
-    "tests/parity/test_greedy_parity.py",
     "tests/parity/test_exact_logits.py",
     "tests/parity/test_random_schedules.py",
-    "tests/parity/test_pipeline_parity.py",
-    "tests/parity/test_offloading_parity.py",
-    "tests/parity/test_draft_model_parity.py",
-    "tests/parity/test_hybrid_parity.py",
+    "tests/parity/test_greedy_parity.py",
     "tests/worker/unit/test_xformers_kernels.py",
-    "tests/parity/test_speculation_parity.py",
+    "tests/parity/test_pipeline_parity.py",
     "tests/conformance/test_recordings.py",
-    "tests/parity/test_scheduled_parity.py",
+    "tests/parity/test_offloading_parity.py",
+    "tests/parity/test_speculation_parity.py",
+    "tests/parity/test_draft_model_parity.py",
     "tests/conformance/test_replay_command.py",
+    "tests/parity/test_scheduled_parity.py",
+    "tests/parity/test_hybrid_parity.py",
 )
 """Of the files that only compute, those that take longest: they come first, so that the short ones
 occupy all processes to the end.
