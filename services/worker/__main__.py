@@ -5,11 +5,6 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # until run_service has frozen what is imported here
 
-if __name__ == "__main__":
-    from services.worker.backends.meta_device import import_torch
-
-    import_torch()
-
 import asyncio
 import logging
 import os

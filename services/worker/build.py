@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from services.worker.backends.device import dtype_name
-from services.worker.backends.meta_device import support_meta_device
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.worker import Worker
 from services.worker.models.checkpoint import Checkpoint, open_checkpoint
@@ -114,7 +113,6 @@ def _build_whole(
     """
     refuse_for_whole_prompts(setup)
     # Only here, since importing transformers takes seconds and a hundred megabytes.
-    support_meta_device()
     from services.worker.parts.whole import build_whole  # noqa: PLC0415
 
     return build_whole(setup, checkpoint, pooling, incarnation)

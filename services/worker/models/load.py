@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.worker.backends.kernels import Kernels
-from services.worker.backends.meta_device import support_meta_device
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.models.architecture import Architecture, native_architecture
 from services.worker.models.checkpoint import Checkpoint
@@ -114,7 +113,6 @@ def load_model(
         )
     else:
         # Only here, since importing transformers takes seconds and a hundred megabytes.
-        support_meta_device()
         from services.worker.models.transformers_model import load_transformers_model  # noqa: PLC0415
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)

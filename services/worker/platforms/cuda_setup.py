@@ -19,7 +19,6 @@ import torch
 
 from services.worker.backends.attention import AttentionLayer, StateLayer
 from services.worker.backends.device import UnsuitableDevice, dtype_name
-from services.worker.backends.meta_device import support_meta_device
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +154,6 @@ def load_xformers() -> None:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError:
         logger.warning("%s cannot be loaded", library)
-    support_meta_device()
     try:
         from services.worker.backends.cuda.xformers_ops import built_with_cuda  # noqa: PLC0415
     except ImportError as error:
