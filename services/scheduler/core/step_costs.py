@@ -61,12 +61,11 @@ class StepCosts:
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
         """What a prompt takes of which so many tokens are to be computed, in steps that are full of
-        prompts and in which so many requests decode; 0 while it is not known.
+        prompts and in which so many requests decode; 0 while it is not known. Where prompts are so
+        short that nothing is known of them, each token counts as much as one that is decoded.
         """
-        seconds_per_token = self.seconds_per_prompt_token
-        if not seconds_per_token:
-            return 0.0
         each_step, each_decode = self._fit()
+        seconds_per_token = self.seconds_per_prompt_token or each_decode
         seconds_beside = each_step + each_decode * num_requests
         return num_tokens * (seconds_per_token + seconds_beside / token_budget)
 

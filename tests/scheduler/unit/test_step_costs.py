@@ -67,6 +67,17 @@ def test_steps_of_several_sizes_show_both(
     assert seconds == pytest.approx(step_of_prompts / 8, rel=1e-6)
 
 
+def test_tokens_of_prompts_too_short_to_be_measured_count_as_much_as_decoded_ones() -> None:
+    costs = StepCosts()
+    for num_requests in range(1, 1 + MIN_STEPS):
+        observe(costs, num_requests, 0)
+        observe(costs, num_requests, MIN_PROMPT_TOKENS - 1)
+    assert costs.seconds_per_prompt_token == 0.0
+    seconds = costs.seconds_of_prompt(5, num_requests=8, token_budget=4096)
+    step = EACH_STEP + 8 * EACH_DECODE
+    assert seconds == pytest.approx(5 * (EACH_DECODE + step / 4096), rel=1e-6)
+
+
 def test_steps_of_one_size_are_divided_in_halves() -> None:
     costs = StepCosts()
     for _ in range(MIN_STEPS):
