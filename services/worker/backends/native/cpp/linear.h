@@ -81,8 +81,8 @@ struct PlainPanel {
 // Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
 // scratch memory. `delta`: what adapters add to the rows, or null. `ahead`: see prefetch_of_tile.
 // `Panel`: PlainPanel<T> or CodedPanel<T>.
-template <class T, class Panel>
-void project_panel(const Projection<T>& p, const InputRows<T>& rows, const OutputRows<T>& output,
+template <class T, class Out, class Panel>
+void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                    std::int64_t panel, float* totals, const BlockDelta<T>* delta,
                    LoraReadAhead<T>* ahead) {
   using Element = typename Panel::Element;
@@ -111,44 +111,44 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, const Outpu
       if (chunk + 1 < chunks) return;
       factors.finish(row, ROWS, to);
       if (delta != nullptr) return;
-      output.write(p, to, row, ROWS, columns);
+      write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
     });
   }
   if (delta == nullptr) return;
   delta->add_to(totals, panel);
-  output.write(p, totals, 0, rows.count, columns);
+  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 // The functions that multiply rows by a panel, and MAX_PAIR_ROWS or fewer by a panel and the next
 // one; the latter is null where no number of rows is multiplied so.
-template <class T>
+template <class T, class Out>
 struct PanelFunctions {
-  decltype(&project_panel<T, PlainPanel<T>>) one;
-  decltype(&project_panel<T, PlainPanel<T>>) pair;
+  decltype(&project_panel<T, Out, PlainPanel<T>>) one;
+  decltype(&project_panel<T, Out, PlainPanel<T>>) pair;
 };
 
-template <class T, WeightFormat FORMAT>
-PanelFunctions<T> quantized_functions() {
+template <class T, class Out, WeightFormat FORMAT>
+PanelFunctions<T, Out> quantized_functions() {
   if constexpr (MAX_PAIR_ROWS > 0) {
-    return {project_quantized_panel<T, FORMAT>, project_quantized_pair<T, FORMAT>};
+    return {project_quantized_panel<T, Out, FORMAT>, project_quantized_pair<T, Out, FORMAT>};
   } else {
-    return {project_quantized_panel<T, FORMAT>, nullptr};
+    return {project_quantized_panel<T, Out, FORMAT>, nullptr};
   }
 }
 
-template <class T>
-PanelFunctions<T> panel_functions(WeightFormat format) {
+template <class T, class Out>
+PanelFunctions<T, Out> panel_functions(WeightFormat format) {
   switch (format) {
     case WeightFormat::INT8:
-      return quantized_functions<T, WeightFormat::INT8>();
+      return quantized_functions<T, Out, WeightFormat::INT8>();
     case WeightFormat::INT4:
-      return quantized_functions<T, WeightFormat::INT4>();
+      return quantized_functions<T, Out, WeightFormat::INT4>();
     case WeightFormat::FP8:
-      return quantized_functions<T, WeightFormat::FP8>();
+      return quantized_functions<T, Out, WeightFormat::FP8>();
     case WeightFormat::W8A8:
-      return {project_panel<T, CodedPanel<T>>, nullptr};
+      return {project_panel<T, Out, CodedPanel<T>>, nullptr};
     default:
-      return {project_panel<T, PlainPanel<T>>, nullptr};
+      return {project_panel<T, Out, PlainPanel<T>>, nullptr};
   }
 }
 
@@ -198,8 +198,9 @@ template <class T, class Out>
   const std::int64_t blocks = divide_up(rows, most_rows);
   const int at_once = panels_at_once(p, rows);
   const std::int64_t panels = divide_up<std::int64_t>(p.num_panels(), at_once);
+  const std::int64_t width = p.is_gated() ? p.columns / 2 : p.columns;
   alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
-  const PanelFunctions<T> functions = panel_functions<T>(p.format);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out>(p.format);
   WorkItems items(team, blocks * panels);
   InputRows<T> near{};
   BlockDelta<T> added;
@@ -219,7 +220,7 @@ template <class T, class Out>
     }
     const std::int64_t panel = item % panels * at_once;
     const bool is_pair = at_once == 2 && panel + 1 < p.num_panels();
-    (is_pair ? functions.pair : functions.one)(p, near, {output, first}, panel, totals,
+    (is_pair ? functions.pair : functions.one)(p, near, output + first * width, panel, totals,
                                                delta == nullptr ? nullptr : &added, ahead);
   }
 }

@@ -90,16 +90,14 @@ Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
 }
 
 // Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
-// from `first` on, in its rows from `row` on. Masked stores only if fewer columns than a panel's
-// are left. `to`: where the output begins, elements of Out, `width` in a row.
+// from `first` on. Masked stores only if fewer columns than a panel's are left.
 template <class T, class Out>
 __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
-                                          std::int64_t first, std::int64_t width, void* to,
-                                          std::int64_t row) {
+                                          std::int64_t first, std::int64_t width, Out* output) {
   const int count = int(std::min<std::int64_t>(width - first, PANEL_WIDTH));
   const bool gated = p.is_gated();
   const bool whole = count >= (gated ? LANES : PANEL_WIDTH);
-  Out* output = static_cast<Out*>(to) + row * width + first;
+  output += first;
   for (int i = 0; i < rows; ++i, total += PANEL_WIDTH, output += width) {
     Vector left = load(total);
     const Vector right = load(total + LANES);
@@ -185,25 +183,6 @@ struct PanelColumns {
   std::int64_t first;
   std::int64_t width;
   alignas(64) float bias[PANEL_WIDTH];
-};
-
-// The output's rows that a block of the input's become, from `row` on: of T, or of float for
-// results that are not rounded. What multiplies is compiled once for both.
-template <class T>
-struct OutputRows {
-  template <class Out>
-  OutputRows(Out* output, std::int64_t first_row)
-      : first(output), row(first_row), write_totals(write_rows<T, Out>) {}
-
-  // Writes the totals of `count` rows of the block, from `index` on.
-  void write(const Projection<T>& p, const float* totals, std::int64_t index, int count,
-             const PanelColumns<T>& columns) const {
-    write_totals(p, totals, count, columns.first, columns.width, first, row + index);
-  }
-
-  void* first;
-  std::int64_t row;
-  decltype(&write_rows<T, T>) write_totals;
 };
 
 }  // namespace

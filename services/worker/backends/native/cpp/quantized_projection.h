@@ -215,10 +215,12 @@ void begin_totals(const PanelColumns<T>& columns, int rows, float* totals) {
 }
 
 // Multiplies rows by one panel and writes the results; see project_panel.
-template <class T, WeightFormat FORMAT>
-__attribute__((noinline)) void project_quantized_panel(
-    const Projection<T>& p, const InputRows<T>& rows, const OutputRows<T>& output,
-    std::int64_t panel, float* totals, const BlockDelta<T>* delta, LoraReadAhead<T>*) {
+template <class T, class Out, WeightFormat FORMAT>
+__attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
+                                                       const InputRows<T>& rows, Out* output,
+                                                       std::int64_t panel, float* totals,
+                                                       const BlockDelta<T>* delta,
+                                                       LoraReadAhead<T>*) {
   constexpr std::int64_t CHUNK = CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
   alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
   alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
@@ -226,13 +228,12 @@ __attribute__((noinline)) void project_quantized_panel(
   const Groups groups(p, panel);
   const PanelTotals all{totals, sums};
   begin_totals(columns, rows.count, totals);
-  // Not inlined, since it is called for each number of rows that a tile can have.
-  const auto finish = [&](int row, int count) __attribute__((noinline)) {
+  const auto finish = [&](int row, int count) {
     float* to = totals + row * PANEL_WIDTH;
     const T* tile = rows.first + row * rows.stride;
     if (p.has_offsets) add_offsets(tile, rows.stride, count, groups, to);
     if (delta != nullptr) return;
-    output.write(p, to, row, count, columns);
+    write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
   };
   if (rows.count <= MAX_TILE_ROWS) {
     const Piece whole = whole_panel(groups);
@@ -242,35 +243,40 @@ __attribute__((noinline)) void project_quantized_panel(
       finish(row, ROWS);
     });
   } else {
-    const bool is_short = has_short_tile(rows.count);
-    const int first = is_short ? SHORT_TILE_ROWS : MAX_TILE_ROWS;
-    const auto unpack = is_short ? add_codes<T, FORMAT, SHORT_TILE_ROWS, 1, true>
-                                 : add_codes<T, FORMAT, MAX_TILE_ROWS, 1, true>;
-    for_pieces(groups, CHUNK, [&](const Piece& piece) {
-      const T* input = rows.first + piece.group * groups.depth + piece.done;
-      unpack(piece, groups, all, input, rows.stride, unpacked);
-      if (piece.ends_panel) finish(0, first);
-      for_row_tiles(first, rows.count, [&]<int ROWS>(int row) {
-        const Prefetch prefetch =
-            prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - first);
-        const auto add =
-            prefetch.first == nullptr ? add_unpacked<T, ROWS, false> : add_unpacked<T, ROWS, true>;
-        add(piece, groups, all.from(row), input + row * rows.stride, rows.stride, unpacked,
-            prefetch);
-        if (piece.ends_panel) finish(row, ROWS);
+    const auto multiply_pieces = [&]<int FIRST>() {
+      for_pieces(groups, CHUNK, [&](const Piece& piece) {
+        const T* input = rows.first + piece.group * groups.depth + piece.done;
+        add_codes<T, FORMAT, FIRST, 1, true>(piece, groups, all, input, rows.stride, unpacked);
+        if (piece.ends_panel) finish(0, FIRST);
+        for_row_tiles(FIRST, rows.count, [&]<int ROWS>(int row) {
+          const Prefetch prefetch =
+              prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - FIRST);
+          const auto add = prefetch.first == nullptr ? add_unpacked<T, ROWS, false>
+                                                     : add_unpacked<T, ROWS, true>;
+          add(piece, groups, all.from(row), input + row * rows.stride, rows.stride, unpacked,
+              prefetch);
+          if (piece.ends_panel) finish(row, ROWS);
+        });
       });
-    });
+    };
+    if (has_short_tile(rows.count)) {
+      multiply_pieces.template operator()<SHORT_TILE_ROWS>();
+    } else {
+      multiply_pieces.template operator()<MAX_TILE_ROWS>();
+    }
   }
   if (delta == nullptr) return;
   delta->add_to(totals, panel);
-  output.write(p, totals, 0, rows.count, columns);
+  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 // Multiplies MAX_PAIR_ROWS rows or fewer by a panel and the next one, and writes the results.
-template <class T, WeightFormat FORMAT>
-__attribute__((noinline)) void project_quantized_pair(
-    const Projection<T>& p, const InputRows<T>& rows, const OutputRows<T>& output,
-    std::int64_t first, float* totals, const BlockDelta<T>* delta, LoraReadAhead<T>*) {
+template <class T, class Out, WeightFormat FORMAT>
+__attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
+                                                      const InputRows<T>& rows, Out* output,
+                                                      std::int64_t first, float* totals,
+                                                      const BlockDelta<T>* delta,
+                                                      LoraReadAhead<T>*) {
   const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};
   const std::int64_t size = rows.count * PANEL_WIDTH;
   for (int i = 0; i < 2; ++i) begin_totals(columns[i], rows.count, totals + i * size);
@@ -286,7 +292,7 @@ __attribute__((noinline)) void project_quantized_pair(
       add_offsets(rows.first, rows.stride, rows.count, Groups(p, panel), totals);
     }
     if (delta != nullptr) delta->add_to(totals, panel);
-    output.write(p, totals, 0, rows.count, columns[i]);
+    write_rows(p, totals, rows.count, columns[i].first, columns[i].width, output);
   }
 }
 
