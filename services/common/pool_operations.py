@@ -108,10 +108,9 @@ class Admission:
     unless it `diverges`, and if `num_reserve_slots` token slots, hits included, could be had with
     `num_watermark_blocks` left free. Then the table holds `num_slots`, and the blocks wholly below
     `num_commit_tokens` are published. A `resumed` request is left out of the hit statistics.
-    `traceparent` is the request's trace context, "" if it is
-    not sampled. `num_tokens` are computed when the step ends, drafts included, which are the slots
-    without lookahead; None where that is all of them. `num_prompt_tokens` say where later requests
-    are likely to continue.
+    `traceparent` is the request's trace context, "" if it is not sampled. `num_tokens` are computed
+    when the step ends, drafts included, which are the slots without lookahead; None where that is
+    all of them. `num_prompt_tokens` say where later requests are likely to continue.
 
     `num_external_tokens` after the hit are loaded from elsewhere: they need blocks and count as
     computed. `num_blocks_kept_free` must stay free besides the blocks that are taken now, not

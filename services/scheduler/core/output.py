@@ -178,8 +178,8 @@ class ModelRunnerOutput:
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """By index of the request: which of its tokens is the first that its grammar refuses. It may be
-    left out, and is then the one after the last.
+    """By index of the request: which of its tokens is the first that its grammar refuses; their
+    number, where the refused one is not among them.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
     """By index of the request, of those of which a token is refused: why the grammar failed."""

@@ -94,12 +94,12 @@ class Group:
         place = own.tensor_parallel_rank, own.tensor_parallel_size
         seconds = self._timeouts.collective_seconds
         shared = kernels.shared_ranks(*place, seconds) if on_cpu and place[1] > 1 else None
-        if self._share_memory(shared) and shared is not None:
-            self._shared = shared
+        self._shared = self._sharing(shared)
+        if self._shared is not None:
             if self.watch.is_broken:
-                shared.end()
+                self._shared.end()
             logger.info("ranks that share layers exchange through shared memory")
-            return shared
+            return self._shared
         ranks = self._gloo_ranks()
         return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
 
@@ -215,9 +215,10 @@ class Group:
             self._shared.end()
         self._on_broken(error)
 
-    def _share_memory(self, shared: SharedRanks | None) -> bool:
-        """Whether all ranks that share this one's layers have mapped the same memory. `shared`:
-        what uses it on this rank, if anything. To be called by all ranks of the group.
+    def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
+        """`shared` with memory that all ranks that share this one's layers have mapped, or None if
+        one of them cannot. To be called by all ranks of the group, with None by those without such
+        collectives.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -234,7 +235,7 @@ class Group:
             if shared is not None and memory is not None:
                 shared.use(memory)
             answers = self.gather("mapped", "" if memory is None else "yes")
-        return all(answers[peer] for peer in peers)
+        return shared if all(answers[peer] for peer in peers) else None
 
     def _gloo_ranks(self) -> Ranks:
         """The collectives of this rank's stage, over its interface."""
