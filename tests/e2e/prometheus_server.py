@@ -31,8 +31,9 @@ _LOOK_AGAIN_SECONDS = 0.25
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m"}
 """What ranges of the rules become. The longest stays longer than a test: it counts losses."""
-_THRESHOLDS = {"> 10": "> 0.3", "> 20": "> 0.3"}
-"""Seconds in the queue and to the first token that a test can wait for."""
+QUICK_SECONDS = 0.3
+"""In the queue and to the first token: what a test can wait for."""
+_THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 
 class Prometheus:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.certificates import LOOPBACK, ONE_DAY, Authority, Files
 from tests.e2e.conftest import TinyModel
-from tests.e2e.prometheus_server import Prometheus, needs_prometheus, prometheus
+from tests.e2e.prometheus_server import QUICK_SECONDS, Prometheus, needs_prometheus, prometheus
 from tests.e2e.stack import ROOT, Stack, wait_for
 from tests.plain_http import http_post
 from tests.redis_servers import RedisServer, free_port, needs_redis, redis_server
@@ -53,6 +53,35 @@ def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
             over.set()
         for one in asking:
             one.result()
+
+
+@contextmanager
+def paused(stack: Stack) -> Iterator[None]:
+    """Requests wait until the end of the block."""
+    assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
+    try:
+        yield
+    finally:
+        assert http_post(f"{stack.admin_url}/resume").is_success
+
+
+@contextmanager
+def paused_often(stack: Stack) -> Iterator[None]:
+    """Most requests wait for longer than the thresholds of the rules, on any machine."""
+    over = threading.Event()
+
+    def pause() -> None:
+        while not over.wait(PAUSE_SECONDS):
+            with paused(stack):
+                over.wait(2 * QUICK_SECONDS)
+
+    with ThreadPoolExecutor(1) as pool:
+        pausing = pool.submit(pause)
+        try:
+            yield
+        finally:
+            over.set()
+        pausing.result()
 
 
 def queries(path: Path) -> list[str]:
@@ -129,11 +158,11 @@ def _break_load(stack: Stack, server: Prometheus) -> None:
     """More than the pool and the queue hold, and a pause, during which requests wait."""
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
-        assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
-        server.until_firing("StepwellPaused")
-        assert "StepwellEngineStalled" not in server.firing()
-        assert http_post(f"{stack.admin_url}/resume").is_success
-        server.until_firing("StepwellQueueTimeHigh", "StepwellTimeToFirstTokenHigh")
+        with paused(stack):
+            server.until_firing("StepwellPaused")
+            assert "StepwellEngineStalled" not in server.firing()
+        with paused_often(stack):
+            server.until_firing("StepwellQueueTimeHigh", "StepwellTimeToFirstTokenHigh")
     server.until_calm("StepwellPaused", "StepwellRequestsRefused", "StepwellQueueTimeHigh")
 
 
