@@ -11,7 +11,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
@@ -74,6 +74,19 @@ class Sent:
     """Requests that ended otherwise, by error."""
     processor_seconds: float = 0.0
     """Of the process, while it sent."""
+
+
+def sum_sent(parts: Sequence[Sent]) -> Sent:
+    """Of all of these."""
+    return Sent(
+        num_sent=sum(part.num_sent for part in parts),
+        num_done=sum(part.num_done for part in parts),
+        num_done_in_time=sum(part.num_done_in_time for part in parts),
+        first_token_millis=[millis for part in parts for millis in part.first_token_millis],
+        refusal_millis=[millis for part in parts for millis in part.refusal_millis],
+        other=dict(sum((Counter(part.other) for part in parts), Counter())),
+        processor_seconds=sum(part.processor_seconds for part in parts),
+    )
 
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:

@@ -56,6 +56,7 @@ class Options:
     tenants: int
     quiet_share: float
     recovery_seconds: float
+    rounds: int
     services: UpSettings
     """Of the services that are measured."""
 
@@ -180,6 +181,7 @@ def parse_options(argv: Sequence[str]) -> Options:
             5.0,
             "after a flood, before what is normal is measured",
         ),
+        ("--rounds", count, 1, "of all parts, with two tenants"),
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")

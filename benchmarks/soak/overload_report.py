@@ -49,7 +49,7 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
     return "\n".join(
         [
             f"| one of two tenants asks for {options.factor:g} times the peak, "
-            f"{options.seconds:g} s | | |",
+            f"rounds of {options.seconds:g} s: {options.rounds} | | |",
             "| --- | ---: | --- |",
             *map(str, lines),
         ]
@@ -58,7 +58,7 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
     """Tokens per second of answers that ended in time: a peak is measured for half of the time."""
-    tokens, seconds = options.output_tokens, options.seconds
+    tokens, seconds = options.output_tokens, options.seconds * options.rounds
     peak = result.peak.num_done_in_time * tokens / (seconds / 2)
     beside = result.peak_beside_flood.num_done_in_time * tokens / (seconds / 2)
     num_done = result.flood.num_done_in_time + result.quiet.num_done_in_time
@@ -146,7 +146,7 @@ def _processor_lines(options: TenantOptions, result: Result) -> list[Line]:
     """During the flood: the share of all processors' time that each process used, and how many
     threads of each service were runnable and had no processor, in the mean over the time.
     """
-    seconds = options.seconds
+    seconds = options.seconds * options.rounds
     processors = usable_processors().num_allowed * seconds
     return [
         Line(

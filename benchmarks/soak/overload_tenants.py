@@ -13,7 +13,10 @@
 4. Flood: it goes on, and the other tenant asks for a multiple of the peak.
 5. Recovery: the quiet tenant alone again, some seconds after the flood.
 
-The peaks, Full and Recovery, whose tails are not judged, take half as long as the other parts.
+The peaks, Full and Recovery, whose tails are not judged, take half as long as the other parts. With
+several rounds all of that is measured so often, and what is compared is of all rounds: a machine
+whose speed changes within minutes changes the parts of each round alike. The first round sets what
+is asked for.
 
 Of a few hundred requests the 99th percentile is one of the slowest, and differs much between runs:
 beside it is the interval in which it lies in 95 % of such samples, for its quotients likewise.
@@ -31,7 +34,7 @@ from benchmarks.common.process_usage import (
 )
 from benchmarks.common.stack import Stack
 from benchmarks.soak.generators import generate, sink
-from benchmarks.soak.load_generator import Sending, Sent
+from benchmarks.soak.load_generator import Sending, Sent, sum_sent
 from services.cli.settings import UpSettings
 
 FLOODS, QUIET = "sk-floods", "sk-quiet"
@@ -52,13 +55,16 @@ class TenantOptions:
     quiet_share: float
     """What the quiet tenant asks for, of its half of the peak while the flood is sent elsewhere."""
     recovery_seconds: float
+    rounds: int
     services: UpSettings
     """Of the services that are measured, but for the keys of the tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident bytes of all services."""
+    """Resident bytes of all services, before the first flood, and the most at the end of one and
+    after one.
+    """
 
     before: int
     flooded: int
@@ -67,7 +73,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The parts, in their order."""
+    """The parts, in their order, of a round or of several."""
 
     peak: Sent
     peak_beside_flood: Sent
@@ -93,20 +99,29 @@ class Flooding:
         self._seeds = itertools.count()
 
     async def measure(self) -> Result:
-        seconds, half = self._options.seconds, self._options.seconds / 2
-        await generate(self._closed_loop(seconds / 4))  # the first steps of each size take longer
-        peak = _sum(await generate(self._closed_loop(half)))
+        half = self._options.seconds / 2
+        await generate(self._closed_loop(half / 2))  # the first steps of each size take longer
+        peak = await self._peak()
         flood = self._sending(FLOODS, rate=self._options.factor * peak.num_done_in_time / half)
-        *loops, _ = await self._beside_flood(flood, self._closed_loop(half), half)
-        beside = _sum(loops)
+        beside = await self._peak_beside(flood)
         share = beside.num_done_in_time / half / 2
         rate = max(self._options.quiet_share * share, LEAST_QUIET_REQUESTS / half)
+        rounds = [await self._round(peak, beside, flood, rate)]
+        for _ in range(1, self._options.rounds):
+            peak, beside = await self._peak(), await self._peak_beside(flood)
+            rounds.append(await self._round(peak, beside, flood, rate))
+        return sum_rounds(rounds)
+
+    async def _round(self, peak: Sent, beside: Sent, flood: Sending, rate: float) -> Result:
+        """Where the quiet tenant asks for `rate` requests a second, after the peaks."""
+        seconds, half = self._options.seconds, self._options.seconds / 2
         (unloaded,) = await generate([self._sending(QUIET, rate=rate)])
         alone, _ = await self._beside_flood(flood, [self._sending(QUIET, rate=rate)], seconds)
         busy = self._sending(FLOODS, concurrency=self._options.concurrency, seconds=half)
         _, full = await generate([busy, self._sending(QUIET, rate=rate, seconds=half)])
         before = self._memory()
         used, waited = self._of_each(processor_seconds), self._of_each(processor_wait_seconds)
+        flood = replace(flood, seed=next(self._seeds))
         flooded, held = await generate([flood, self._sending(QUIET, rate=rate)])
         used = _since(used, self._of_each(processor_seconds))
         waited = _since(waited, self._of_each(processor_wait_seconds))
@@ -117,6 +132,14 @@ class Flooding:
         return Result(
             peak, beside, unloaded, alone, full, flooded, held, recovered, memory, used, waited
         )
+
+    async def _peak(self) -> Sent:
+        return sum_sent(await generate(self._closed_loop(self._options.seconds / 2)))
+
+    async def _peak_beside(self, flood: Sending) -> Sent:
+        half = self._options.seconds / 2
+        *loops, _ = await self._beside_flood(flood, self._closed_loop(half), half)
+        return sum_sent(loops)
 
     async def _beside_flood(
         self, flood: Sending, sendings: Sequence[Sending], seconds: float
@@ -160,11 +183,31 @@ async def measure(options: TenantOptions) -> Result:
         return await Flooding(stack, options).measure()
 
 
-def _sum(parts: Sequence[Sent]) -> Sent:
-    return Sent(
-        num_sent=sum(part.num_sent for part in parts),
-        num_done=sum(part.num_done for part in parts),
-        num_done_in_time=sum(part.num_done_in_time for part in parts),
+def sum_rounds(rounds: Sequence[Result]) -> Result:
+    """The result of all rounds."""
+
+    def sum_part(part: Callable[[Result], Sent]) -> Sent:
+        return sum_sent([part(one) for one in rounds])
+
+    def sum_seconds(seconds: Callable[[Result], dict[str, float]]) -> dict[str, float]:
+        return {name: sum(seconds(one)[name] for one in rounds) for name in seconds(rounds[0])}
+
+    return Result(
+        peak=sum_part(lambda one: one.peak),
+        peak_beside_flood=sum_part(lambda one: one.peak_beside_flood),
+        unloaded=sum_part(lambda one: one.unloaded),
+        unloaded_beside_flood=sum_part(lambda one: one.unloaded_beside_flood),
+        full=sum_part(lambda one: one.full),
+        flood=sum_part(lambda one: one.flood),
+        quiet=sum_part(lambda one: one.quiet),
+        recovered=sum_part(lambda one: one.recovered),
+        memory=Memory(
+            before=rounds[0].memory.before,
+            flooded=max(one.memory.flooded for one in rounds),
+            after=max(one.memory.after for one in rounds),
+        ),
+        processor_seconds=sum_seconds(lambda one: one.processor_seconds),
+        processor_wait_seconds=sum_seconds(lambda one: one.processor_wait_seconds),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.common.process_usage import processor_wait_seconds
 from benchmarks.soak.load_generator import Sent
 from benchmarks.soak.overload_report import Line, lines_of
-from benchmarks.soak.overload_tenants import Memory, Result, TenantOptions
+from benchmarks.soak.overload_tenants import Memory, Result, TenantOptions, sum_rounds
 from services.cli.settings import UpSettings
 from services.common.settings import parse_settings
 
@@ -18,9 +18,9 @@ BESIDE_FLOOD = "its p99 to that while the flood is sent elsewhere"
 GOODPUT = "goodput to peak while the flood is sent elsewhere"
 
 
-def options() -> TenantOptions:
+def options(rounds: int = 1) -> TenantOptions:
     services = parse_settings(UpSettings, "up", ["--model", "models/demo"], {})
-    return TenantOptions(SECONDS, 10, 5, 32, 32, NUM_TOKENS, 0.5, 5, services)
+    return TenantOptions(SECONDS, 10, 5, 32, 32, NUM_TOKENS, 0.5, 5, rounds, services)
 
 
 def quiet(*first_token_millis: float) -> Sent:
@@ -91,6 +91,18 @@ def test_goodput_is_of_both_tenants_and_judged_by_the_peak_beside_the_flood(
     lines = lines_of(options(), result(unloaded=quiet(10), beside_flood=quiet(10), flooded=flooded))
     assert line_of(GOODPUT, lines).passed is passed
     assert line_of("goodput to peak", lines).value == "0.72"
+
+
+def test_rounds_are_summed_part_by_part() -> None:
+    """Two rounds: 2 times 800 in 10 s are the peak, and 2 times 1440 in 20 s are 0.9 of it."""
+    one = result(unloaded=quiet(10), beside_flood=quiet(10), flooded=quiet(*[10.0] * 40))
+    other = result(unloaded=quiet(11), beside_flood=quiet(12), flooded=quiet(*[33.0] * 40))
+    lines = lines_of(options(rounds=2), sum_rounds([one, other]))
+    assert line_of(GOODPUT, lines).value == "0.90"
+    of_one = line_of("share of the processors: gateway", lines_of(options(), one))
+    assert line_of("share of the processors: gateway", lines) == of_one
+    assert line_of(UNLOADED, lines).value.startswith("3.00 (")
+    assert line_of("quiet tenant: requests sent / done", lines).value == "80 / 80"
 
 
 def test_a_part_without_an_answer_is_an_error() -> None:
