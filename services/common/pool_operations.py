@@ -62,85 +62,91 @@ class RemoveSkippedBlocks:
 
 @dataclass(slots=True)
 class Grow:
-    """Extends block tables to `num_slots` token slots each. Each request gets all or none.
-
-    A table with that many slots stays as it is. `num_computed_tokens` are stored when the step
-    begins, and will stay: blocks that no later query sees are freed first, and stay free even if
-    the request then does not fit. `num_tokens` are computed when the step ends, drafts included,
-    which are the slots without lookahead; left out where that is all of them.
+    """Extends block tables to `num_slots` token slots each. Each request gets all or none. A table
+    with that many slots stays as it is.
     """
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
+    """Tokens that are stored when the step begins, and will stay: blocks that no later query sees
+    are freed first, and stay free even if the request then does not fit.
+    """
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
+    """Tokens that are computed when the step ends, drafts included; empty: as many as slots, which
+    is so without lookahead.
+    """
 
 
 @dataclass(slots=True)
 class Commit:
-    """Publishes the blocks that lie wholly below `num_tokens`. Always fits. `new_hashes` continue
-    what the pool has of each chain.
-    """
+    """Publishes the blocks that lie wholly below `num_tokens`. Always fits."""
 
     requests: Sequence[RequestKey]
     num_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
+    """The hashes that follow those which the pool has of each request's chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits. No
-    block is held; the pool keeps the hashes until the request is released. `with_divergent_hits`:
-    also for the hit of full attention, where states are cached less far.
+    block is held; the pool keeps the hashes until the request is released.
     """
 
     requests: Sequence[RequestKey]
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
     with_divergent_hits: bool = False
+    """Also asks for the hit of full attention alone, where states are cached less far."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """The conditions on which one waiting request gets its blocks.
-
-    It fits if the prefix hit still is `num_hit_tokens`, with the same `shared_prefix_boundary`
-    unless it `diverges`, and if `num_reserve_slots` token slots, hits included, could be had with
-    `num_watermark_blocks` left free. Then the table holds `num_slots`, and the blocks wholly below
-    `num_commit_tokens` are published. A `resumed` request is left out of the hit statistics.
-    `traceparent` is the request's trace context, "" if it is not sampled. `num_tokens` are computed
-    when the step ends, drafts included, which are the slots without lookahead; None where that is
-    all of them. `num_prompt_tokens` say where later requests are likely to continue.
-
-    `num_external_tokens` after the hit are loaded from elsewhere: they need blocks and count as
-    computed. `num_blocks_kept_free` must stay free besides the blocks that are taken now, not
-    besides those reserved. If no slots follow them, they are loaded between steps, and their blocks
-    are not to be cleared. A request that `holds_blocks`, because it waited for such a load, keeps
-    its table: nothing is looked up, and `num_hit_tokens` of it are computed. A `diverges` hit is
-    one of full attention; what other groups lack of it is among what is loaded.
-
-    Windows move on to `num_stored_tokens`, where those are fewer than are computed: the rest is
-    computed again, or steps in flight still read what lies before it.
+    """The conditions on which one waiting request gets its blocks. It fits if the prefix hit still
+    is the one that was planned with, and if enough blocks are free.
     """
 
     request: RequestKey
     max_hit_tokens: int
     num_hit_tokens: int
+    """The planned hit."""
     num_slots: int
+    """Token slots that the block tables hold then."""
     num_commit_tokens: int
+    """Blocks wholly below are published."""
     num_reserve_slots: int
+    """Token slots, hits included, for which blocks must be free, so that `num_watermark_blocks`
+    stay free besides.
+    """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
     traceparent: str = ""
+    """The request's trace context; "" if it is not sampled."""
     resumed: bool = False
+    """Whether the request was preempted: it is left out of the hit statistics."""
     num_external_tokens: int = 0
+    """Tokens after the hit that are loaded from elsewhere: they need blocks and count as computed.
+    If no slots follow them, they are loaded between steps, and their blocks are not to be cleared.
+    """
     num_blocks_kept_free: int = 0
+    """Blocks that must stay free besides those taken now, not besides those reserved."""
     holds_blocks: bool = False
+    """Whether the request waited for such a load with its blocks, and keeps its tables: nothing is
+    looked up, and `num_hit_tokens` of it are computed.
+    """
     num_tokens: int | None = None
+    """As `Grow.num_tokens`; None: as many as slots."""
     num_prompt_tokens: int = 0
+    """Where later requests are likely to continue."""
     shared_prefix_boundary: int = 0
+    """That of the planned hit: another one is another hit, unless it diverges."""
     diverges: bool = False
+    """Whether the hit is one of full attention: what other groups lack of it is also loaded."""
     num_stored_tokens: int | None = None
+    """Tokens to which windows move on, where fewer than are computed: the rest is computed again,
+    or steps in flight still read what lies before it.
+    """
 
     @property
     def num_computed_tokens(self) -> int:
@@ -209,15 +215,15 @@ class GrowResult:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Cached tokens of each request's prompt. `shared_prefix_boundaries`: where a prefix ends that
-    some group has cached further, 0 if none has; parallel. `num_divergent_hit_tokens`: if they
-    were asked for, those that full attention has cached where all other groups have no more, else
-    as many as in the hit; parallel.
-    """
+    """What is cached of each request's prompt, in tokens; the lists are parallel."""
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
+    """Where a prefix ends that some group has cached further than the hit; 0 if none has."""
     num_divergent_hit_tokens: list[int] = field(default_factory=list)
+    """If they were asked for: those that full attention has cached where all other groups have no
+    more, else as many as in the hit.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,32 +252,30 @@ class StopReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The first item that did not fit: nothing of it was done, nor of anything after it.
-    `num_hit_tokens` and `shared_prefix_boundary` are those of the present hit if it has changed,
-    else 0.
-    """
+    """The first item that did not fit: nothing of it was done, nor of anything after it."""
 
     operation_index: int
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
+    """Those of the present hit if it has changed, else 0, as `shared_prefix_boundary`."""
     shared_prefix_boundary: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a transaction.
-
-    `results` has one for each operation that was begun, None where it returns nothing; the last is
-    partial if there is a `stop`. `block_ids_to_zero` (of attention beside state-space layers) must
-    be cleared before use, and then the `copies` made, in order.
-    """
+    """The outcome of a transaction."""
 
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
+    """One for each operation that was begun, None where it returns nothing; the last is partial if
+    there is a `stop`.
+    """
     stop: Stop | None = None
     block_ids_to_zero: tuple[BlockId, ...] = ()
+    """Blocks of attention, beside state-space layers, that workers clear before their use."""
     copies: tuple[BlockCopy, ...] = ()
+    """Copies that workers make after that, in order."""
 
     @property
     def grown(self) -> list[BlockTables]:

@@ -7,13 +7,8 @@ from services.common.block_hash import BlockHash
 from services.common.ids import BlockId
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
-from services.kvpool.core.group_manager import (
-    FullAttentionManager,
-    GroupHit,
-    GroupManager,
-    Need,
-    Tables,
-)
+from services.kvpool.core.full_attention import FullAttentionManager
+from services.kvpool.core.group_manager import GroupHit, GroupManager, Need, Tables
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.prefix_search import SEARCHES, FullSearch, PrefixSearch
 from services.kvpool.core.state_space import state_manager

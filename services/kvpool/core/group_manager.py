@@ -23,32 +23,33 @@ from services.kvpool.core.retention import replay_boundaries
 
 
 class Need(NamedTuple):
-    """What a request needs for a step: slots for tokens, and how many tokens are computed when it
-    ends, drafts included. Slots that are looked ahead are in the first only; states have none.
-    """
+    """What a request needs for a step."""
 
     num_slots: int
+    """Token slots, those of lookahead included."""
     num_tokens: int
+    """Tokens that are computed when the step ends, drafts included: those that states cover."""
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one request in one group, in the order of its tokens.
-
-    The first `num_null` entries are the null block. The first `num_published` were published, those
-    that are null or not worth keeping left out, and those in `evicted`, whose hash was taken away;
-    later ones are not. `shared_tail` is the entry, if
-    any, of which the request must get a copy before it writes to it: others find its block by a
-    prefix that ends inside. Where blocks hold states, `has_state` says that the last ones belong to
-    the request alone, and not to a hit.
-    """
+    """The blocks of one request in one group, in the order of its tokens."""
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
+    """The first so many entries were published, but for those that are null, not worth keeping, or
+    in `evicted`.
+    """
     num_null: int = 0
+    """The first so many entries are the null block."""
     shared_tail: int | None = None
+    """The entry that the request must get a copy of before it writes to it, if there is one: others
+    find its block by a prefix that ends inside.
+    """
     has_state: bool = False
+    """Whether the last blocks hold states of this request alone, and none of a hit."""
     evicted: frozenset[int] = frozenset()
+    """Published entries whose hash was taken away."""
 
 
 @dataclass(slots=True)
@@ -63,13 +64,14 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class GroupHit:
-    """A prefix hit in one group: its blocks, its tokens, and to how many tokens the group moves on,
-    those included that are loaded from elsewhere behind it.
-    """
+    """A prefix hit in one group."""
 
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int
+    """Tokens that the group moves on to: those of the hit, and those loaded from elsewhere behind
+    it.
+    """
 
 
 Tables = tuple[BlockTable, ...]
@@ -102,12 +104,16 @@ class GroupManager:
         self._hit_block_size = hit_block_size(config.groups)
         self._alignment = config.cache_hit_alignment
         self._rounds_published = len(config.groups) > 1 and not config.has_partial_hits
+        """Whether only blocks up to where hits can end are published."""
         self._retention_interval = config.prefix_cache_retention_interval
         self._drops_last_hit_block = bool(config.eagle_groups)
+        """Whether the last block of a hit is dropped in any group."""
         self._max_admission_blocks: int | None = None
+        """Most blocks that an admission counts for a request; None: all that it needs."""
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
+        """Whether new blocks must be cleared: see `take_blocks_to_zero`."""
         self._new_blocks: list[BlockId] = []
         if config.max_in_flight_tokens is not None and config.max_model_len is not None:
             self._max_admission_blocks = spec.max_admission_blocks(
@@ -304,61 +310,3 @@ class GroupManager:
             if self._uses_eagle:
                 boundaries.append(chain.shared_prefix_boundary - self._block_size)
         return boundaries
-
-
-class FullAttentionManager(GroupManager):
-    """A request holds all its blocks until it ends."""
-
-    def publish(self, fillings: Iterable[Filling]) -> None:
-        if self._hash_block_size != self._block_size:
-            for tables, chain, num_tokens in fillings:
-                table, end = tables[self._group], self._num_publishable(num_tokens)
-                self._publish_one(table, chain, end)
-                self._publish_end_of_prompt(table, chain, end)
-            return
-        new_hashes: list[BlockHash] = []
-        new_blocks: list[BlockId] = []
-        for tables, chain, num_tokens in fillings:
-            table = tables[self._group]
-            end = self._num_publishable(num_tokens) // self._block_size
-            end = min(end, len(chain.hashes), len(table.blocks))
-            begin = table.num_published
-            if end > begin:
-                table.num_published = end
-                new_hashes += chain.hashes[begin:end]
-                new_blocks += table.blocks[begin:end]
-        self._pool.publish(self._group, new_hashes, new_blocks)
-
-    def free(self, table: BlockTable) -> None:
-        if self._hash_block_size != self._block_size or table.evicted:
-            self._pool.free_in_order(self._group, table.blocks[::-1])
-        else:
-            self._pool.free(table.blocks, table.num_published)
-
-    def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:
-        return self._pool.count_held_by(num_requests, table.blocks)
-
-    def check(self, table: BlockTable, chain: Chain) -> None:
-        super().check(table, chain)
-        if self._hash_block_size == self._block_size:
-            published = [self._index.hash_of(block) for block in table.blocks]
-            expected: list[BlockHash | None] = [None] * len(published)
-            expected[: table.num_published] = chain.hashes[: table.num_published]
-            for position in table.evicted:
-                expected[position] = None
-            assert published == expected, "blocks are not under their hashes"
-
-    def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Lets the block in which a prompt ends be found by the part that is full.
-
-        An equal prompt finds all but its last token; with a draft head all is looked up, and then
-        cut.
-        """
-        unit = self._hash_block_size
-        longest = chain.num_prompt_tokens - (not self._uses_eagle)
-        end = min(longest // unit, len(chain.hashes)) * unit
-        position, offset = divmod(end, self._block_size)
-        if 0 < end <= num_tokens and offset and position < len(table.blocks):
-            self._pool.publish_part(
-                self._group, chain.hashes[end // unit - 1], table.blocks[position], end
-            )

@@ -19,29 +19,29 @@ from services.worker.core.step_check import StepCheck
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Limits of the batch and of its steps.
-
-    `windows`: by KV-cache group, the number of tokens that its layers see; None: all of them.
-    `state_block_sizes`: tokens that a block of each group of recurrent layers stands for; these
-    groups are the last ones. `block_scales`: of each of the others, how many times `block_size`
-    tokens its blocks hold; empty: once. `num_tier_blocks`: blocks of the tier of offloaded keys and
-    values.
-    `num_speculative_tokens`: drafts that are proposed here for a request and step, at most;
-    `num_speculative_rows`: that tokens and drafts of decoding requests fill at most, 0: any number.
-    """
+    """Limits of the batch and of its steps."""
 
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
     vocab_size: int
     block_size: int
+    """Tokens of the smallest blocks of layers that attend."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
+    """By KV-cache group, the number of tokens that its layers see; None: all."""
     state_block_sizes: tuple[int, ...] = ()
+    """Tokens that a block of each group of recurrent layers stands for; these groups come last."""
     num_tier_blocks: int = 0
+    """Blocks of the tier of offloaded keys and values."""
     num_speculative_tokens: int = 0
+    """Drafts that are proposed here for a request and step, at most."""
     num_speculative_rows: int = 0
+    """Rows that tokens and drafts of decoding requests fill in a step, at most; 0: any number."""
     block_scales: tuple[int, ...] = ()
+    """By group of layers that attend, how many times `block_size` tokens its blocks hold; empty:
+    once.
+    """
 
     @property
     def num_groups(self) -> int:

@@ -44,14 +44,20 @@ from services.worker.sampling.grammar import Grammars
 class ModelRunner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
-    `device_tokens`: keeps sampled tokens on the device, so that `begin` does not wait for them.
-    `buckets`: run steps that consist of decodes. `lockstep`: runs each step together with the other
-    ranks. `pooler`: prompts are pooled, and nothing is sampled. `states`: the same as `attention`
-    where layers are recurrent, whose states are copied from block to block. `stage`: the model is a
-    pipeline stage of a larger one, and a StagedModel. `tier`: holds offloaded blocks. `grammars`:
-    what outputs may be held to. `adapters`: those that requests may have; None: none. `drafter`:
-    proposes drafts; None: steps bring their own, if any. `row_sampler`: draws tokens; None: NumPy
-    does.
+    What only some workers have:
+
+    * `device_tokens` keeps sampled tokens on the device, so that `begin` does not wait for them.
+    * `buckets` run steps that consist of decodes.
+    * `lockstep` runs each step together with the other ranks.
+    * `pooler`: prompts are pooled, and nothing is sampled.
+    * `states`: the same object as `attention` if layers are recurrent, whose states are copied from
+      block to block.
+    * `stage`: the model is a StagedModel, one pipeline stage of a larger one.
+    * `tier` holds offloaded blocks.
+    * `grammars`: what outputs may be held to.
+    * `adapters`: those that requests may have.
+    * `drafter` proposes drafts; without it, steps bring their own, if any.
+    * `row_sampler` draws tokens; without it, NumPy does.
     """
 
     def __init__(

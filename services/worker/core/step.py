@@ -20,24 +20,27 @@ def no_ints() -> Int32Array:
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request that enters the batch: its known tokens, and its block tables by group.
-
-    Its first `num_placeholders` tokens are placeholders for embeddings. `prompt_embeds` holds those
-    of the last of them; embeddings of tokens that are computed already may be left out. `pooling`
-    is how its prompt is pooled, where the model does that. `adapter_digest`: of the files of its
-    adapter; empty if it has none. `cache_key`: see block_hash.cache_key.
-    """
+    """A request that enters the batch."""
 
     row: int
     token_ids: Int32Array
+    """Prompt, then the output known so far."""
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
+    """By KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
+    """Embeddings of the last of its placeholders; those of tokens that are computed already may be
+    left out.
+    """
     num_placeholders: int = 0
+    """The first so many tokens are placeholders for embeddings."""
     pooling: PoolingParams | None = None
+    """How its prompt is pooled; None where the model generates."""
     adapter_digest: bytes = b""
+    """Of the files of its adapter; empty if it has none."""
     cache_key: bytes = b""
+    """See block_hash.cache_key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +83,37 @@ class EndedTierLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """A difference to the batch, and the tokens to compute.
+    """A difference to the batch, and the tokens to compute. Arrays of requests are parallel to
+    `rows`; those that most steps do not need may be empty.
 
-    Applied in this order: `removed_rows` are freed, `new_requests` enter, blocks are appended to
-    tables, `tier_stores` are copied to the tier, `tier_loads` begin, `block_ids_to_zero` are
-    cleared in all layers, blocks are copied in all layers, one after the other from
-    `copy_sources[i]` to `copy_targets[i]`, the tokens of `rows` are computed.
-    `num_scheduled_tokens`, `num_computed_tokens` and `num_draft_tokens` are parallel to `rows`; the
-    last is empty if the step has no drafts. Draft tokens are the last of a request's scheduled
-    tokens, -1 where they are to be proposed here; see drafter.py. `last_token_ids` is parallel too,
-    or empty: the last of each request's scheduled tokens, for pipeline stages that do not sample.
-    If the generation is another than that of the step before, batch and cache start empty.
+    The parts are applied in this order:
+
+    1. Rows are removed, new requests enter, blocks are appended to tables.
+    2. Blocks are stored in the tier, cleared, and copied; then loads from the tier begin.
+    3. The tokens of `rows` are computed.
     """
 
     generation: int
+    """If this is another one than that of the step before, batch and cache start empty."""
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array
+    """Tokens to compute, drafts included."""
     num_computed_tokens: Int32Array
     removed_rows: Int32Array = field(default_factory=no_ints)
     new_requests: tuple[NewRequest, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
+    """How many of the scheduled tokens, the last ones, are drafts."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
+    """The drafts, concatenated; -1 where they are to be proposed here, see drafter.py."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
+    """Blocks that are cleared in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
+    """Blocks that are copied in all layers, one after the other, to those of `copy_targets`."""
     copy_targets: Int32Array = field(default_factory=no_ints)
     last_token_ids: Int32Array = field(default_factory=no_ints)
+    """The last scheduled token of each request, for pipeline stages that do not sample."""
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
 
@@ -123,26 +130,26 @@ class RequestLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The output of a step, in the order of its requests.
-
-    `num_tokens[i]` of the concatenated `token_ids` belong to request i. `logprobs`: by index of the
-    request. `nan_requests`: indexes of requests whose logits held NaN. `refused_tokens`: by index
-    of the request, which of its tokens is the first that its grammar refuses. `grammar_errors`: of
-    these requests, by index, why the grammar of some failed. `pooled`: vectors, float32, of the
-    requests whose prompt the step computed to its end, by index. `waited_nanos`: for how long it
-    waited for the pipeline stage before. `ended_tier_loads`: those that ended since the step
-    before. `num_draft_tokens`: drafts that it verified of each request; empty if none.
-    """
+    """The output of a step. Requests are named by their index in it."""
 
     generation: int
     step: int
     num_tokens: Int32Array
+    """Tokens of each request."""
     token_ids: Int32Array
+    """The tokens, concatenated."""
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
+    """Requests whose logits held NaN."""
     refused_tokens: dict[int, int] = field(default_factory=dict)
+    """Which of a request's tokens is the first that its grammar refuses."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
+    """Why the grammar of such a request failed, if it did."""
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Vectors of the requests whose prompt the step computed to its end."""
     waited_nanos: int = 0
+    """For how long the step waited for the pipeline stage before."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
+    """Loads that ended since the step before."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
+    """Drafts that the step verified of each request; empty if it verified none."""

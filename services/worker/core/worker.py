@@ -31,43 +31,51 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Model, capacity and identity: the fields of the contract's DescribeResponse.
-
-    Block tables follow the order of `groups`. `fingerprint` is 32 bytes,
-    `tokenizer_fingerprint` too, or empty where the model has no tokenizer files. `pooler` is None
-    for a model that generates. `num_tier_blocks`: blocks of offloaded keys and values. `max_loras`:
-    adapters that the requests of a step may have, 0 if none are served; `max_cpu_loras`: adapters
-    that may be loaded. `num_speculative_tokens`: most drafts of a request in a step, 0 if none are
-    proposed; `num_speculative_rows`: that decoding requests and their drafts are to fill in a step,
-    at most, 0 if any number. `kv_cache_dtype`: what keys and values are kept as.
-    """
+    """Model, capacity and identity: the fields of the contract's DescribeResponse."""
 
     incarnation: str
+    """Another one in each process."""
     model_name: str
     fingerprint: bytes
+    """See core/fingerprint.py; 32 bytes."""
     tokenizer_fingerprint: bytes
+    """32 bytes; empty where the model has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     hidden_size: int
     eos_token_ids: tuple[int, ...]
     groups: tuple[LayerGroup, ...]
+    """In the order of block tables."""
     block_size: int
     num_blocks: int
+    """Blocks of the KV cache, the null block included."""
     bytes_per_block: int
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_sizing: str
+    """How the number of blocks was found, in words."""
     dtype: str
+    """Data type of weights."""
     kv_cache_dtype: str
+    """What keys and values are kept as."""
     rank: int = 0
     world_size: int = 1
+    """Ranks of all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
+    """None for a model that generates."""
     num_tier_blocks: int = 0
+    """Blocks of offloaded keys and values."""
     max_loras: int = 0
+    """Adapters that the requests of a step may have; 0: none are served."""
     max_cpu_loras: int = 0
+    """Adapters that may be loaded."""
     num_speculative_tokens: int = 0
+    """Most drafts of a request in a step; 0: none are proposed."""
     num_speculative_rows: int = 0
+    """Rows that decoding requests and their drafts are to fill in a step, at most; 0: any
+    number.
+    """
 
     @property
     def pipeline_stage(self) -> int | None:
@@ -79,11 +87,11 @@ class WorkerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The runner of steps, and the description that the scheduler asks for. `grammars`: what it may
-    hold outputs to; None if it samples no tokens. `adapters`: None if it serves none.
-    """
+    """The runner of steps, and the description that the scheduler asks for."""
 
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
+    """What it may hold outputs to; None if it samples no tokens."""
     adapters: LoraAdapters | None = None
+    """Those that are loaded; None if none are served."""

@@ -1,0 +1,65 @@
+"""How a group of layers with full attention holds blocks: each one until its request ends."""
+
+from collections.abc import Iterable
+
+from services.common.block_hash import BlockHash
+from services.common.ids import BlockId
+from services.kvpool.core.group_manager import BlockTable, Chain, Filling, GroupManager
+
+
+class FullAttentionManager(GroupManager):
+    """A request holds all its blocks until it ends."""
+
+    def publish(self, fillings: Iterable[Filling]) -> None:
+        if self._hash_block_size != self._block_size:
+            for tables, chain, num_tokens in fillings:
+                table, end = tables[self._group], self._num_publishable(num_tokens)
+                self._publish_one(table, chain, end)
+                self._publish_end_of_prompt(table, chain, end)
+            return
+        new_hashes: list[BlockHash] = []
+        new_blocks: list[BlockId] = []
+        for tables, chain, num_tokens in fillings:
+            table = tables[self._group]
+            end = self._num_publishable(num_tokens) // self._block_size
+            end = min(end, len(chain.hashes), len(table.blocks))
+            begin = table.num_published
+            if end > begin:
+                table.num_published = end
+                new_hashes += chain.hashes[begin:end]
+                new_blocks += table.blocks[begin:end]
+        self._pool.publish(self._group, new_hashes, new_blocks)
+
+    def free(self, table: BlockTable) -> None:
+        if self._hash_block_size != self._block_size or table.evicted:
+            self._pool.free_in_order(self._group, table.blocks[::-1])
+        else:
+            self._pool.free(table.blocks, table.num_published)
+
+    def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:
+        return self._pool.count_held_by(num_requests, table.blocks)
+
+    def check(self, table: BlockTable, chain: Chain) -> None:
+        super().check(table, chain)
+        if self._hash_block_size == self._block_size:
+            published = [self._index.hash_of(block) for block in table.blocks]
+            expected: list[BlockHash | None] = [None] * len(published)
+            expected[: table.num_published] = chain.hashes[: table.num_published]
+            for position in table.evicted:
+                expected[position] = None
+            assert published == expected, "blocks are not under their hashes"
+
+    def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
+        """Lets the block in which a prompt ends be found by the part that is full.
+
+        An equal prompt finds all but its last token; with a draft head all is looked up, and then
+        cut.
+        """
+        unit = self._hash_block_size
+        longest = chain.num_prompt_tokens - (not self._uses_eagle)
+        end = min(longest // unit, len(chain.hashes)) * unit
+        position, offset = divmod(end, self._block_size)
+        if 0 < end <= num_tokens and offset and position < len(table.blocks):
+            self._pool.publish_part(
+                self._group, chain.hashes[end // unit - 1], table.blocks[position], end
+            )
