@@ -33,10 +33,11 @@ from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.core.admission.arrivals import Arrival, Arrivals
 from services.gateway.core.choice import Piece
 from services.gateway.core.delta import Finish
-from services.gateway.core.inference import Inference, SamplingDefaults
+from services.gateway.core.inference import Inference
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.replica_config import make_connector, scheduler_config

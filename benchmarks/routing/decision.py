@@ -19,7 +19,8 @@ from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import Timer
 from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
+from services.gateway.core.replica import Replica
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.cache_aware import CacheAware

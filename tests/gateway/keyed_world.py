@@ -19,13 +19,14 @@ from services.gateway.core.idempotency.journal import Journal
 from services.gateway.core.idempotency.key import IdempotencyKey
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests, KeyLimits
 from services.gateway.core.idempotency.sharing import Sharing, SharingTimes
-from services.gateway.core.inference import Inference, SamplingDefaults
+from services.gateway.core.inference import Inference
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import Clock
 from services.gateway.core.progress import Progress
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_scheduler import VOCAB_SIZE, formula
 

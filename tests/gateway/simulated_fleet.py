@@ -23,7 +23,8 @@ from services.gateway.core.delta import Finish
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.replica import Replica, ReplicaDescription, ReplicaState
+from services.gateway.core.replica import Replica
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.routing import make_policy
 from services.gateway.core.routing.chain_keys import ChainKeys

@@ -20,7 +20,7 @@ from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.replica import ReplicaDescription, ReplicaState
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 from services.gateway.core.sequence_trace import EngineTimes
 

@@ -8,7 +8,7 @@ from typing import Any
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_sampling
-from services.gateway.core.inference import SamplingDefaults
+from services.gateway.core.sampling_defaults import SamplingDefaults
 
 AUTO, VLLM = "auto", "vllm"
 _FILE = "generation_config.json"

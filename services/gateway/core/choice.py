@@ -14,22 +14,20 @@ from services.gateway.core.stop_strings import StopPatterns, StopStrings
 
 @dataclass(slots=True)
 class Piece:
-    """What was added to one answer.
-
-    `text` holds whole characters, none of which may become part of a stop string. `logprobs` has a
-    row and `offsets` an entry (where in the answer the token's text starts, in characters) per
-    token of `token_ids`, where asked for. `stop_reason` is the stop string or stop token that
-    ended it, None for end of sequence.
-    """
+    """What was added to one answer."""
 
     index: int
     text: str = ""
+    """Whole characters, none of which may become part of a stop string."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
+    """A row for each token, where asked for."""
     offsets: list[int] | None = None
+    """Where in the answer the text of each token starts, in characters, where asked for."""
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    """The stop string or stop token that ended the answer; None for end of sequence."""
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
     events: list[OutputEvent] | None = None
@@ -168,7 +166,7 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Adds to `events` what the text of one token is, and counts the token if it is thought."""
+        """Adds to `events` what the text of one token is, and counts it if it is reasoning."""
         if self._parser is None or events is None:
             return
         if text:

@@ -57,9 +57,8 @@ class Fleet:
     3. What was given back is sent to another replica with all its tokens so far. A sequence under
        which replicas are lost again and again without a token between is given up: it may be the
        cause.
-
     4. Before it is sent first, a sequence of a tenant may wait in the queues of Admission, so that
-       no tenant has all replicas work for itself. Without tenants none does.
+       no tenant takes all replicas for itself. Without tenants no sequence waits there.
 
     Migration by token replay is NVIDIA Dynamo's; draws that depend on (seed, position) alone make
     it exact here.
@@ -300,6 +299,7 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
+        """Ends a sequence, wherever it is."""
         inflight.aborted()
         self._waiting.discard(inflight)
         self.admission.discard(inflight)

@@ -16,13 +16,13 @@ from services.gateway.core.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request: each prompt once, every answer."""
+    """Token counts of a request: each prompt is counted once, and every answer."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
-    """Those of them that were thought; None where reasoning is not told apart."""
+    """Generated tokens that are reasoning; None where reasoning is not told apart."""
 
 
 class Generation:
@@ -124,8 +124,8 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Counts so far, of answers that are not returned too. Cached tokens are counted in the
-        first of the answers to a prompt.
+        """Counts so far; answers that are not returned are counted, too. Cached tokens are those of
+        the first of the answers to a prompt.
         """
         firsts = self.choices[:: self.request.num_candidates]
         return Usage(

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from services.common.errors import InvalidArgument, NotFound, OutOfRange
 from services.common.pooling import Pooler, PoolingTask
-from services.common.sampling import SamplingParams
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
@@ -26,43 +25,20 @@ from services.gateway.core.request_check import (
     check_request,
     prompt_too_long,
 )
+from services.gateway.core.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import ANYONE, Tenant
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
+"""The event loop turns after so many tokens of prompts were checked."""
 _ANSWERS_AT_A_TIME = 32
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Defaults of a server's requests, as a generation_config.json gives them.
-
-    * `sampling`: parameters that a client may leave out, each at its default.
-    * `max_tokens`: length of answers whose client, and whose API, names none; None: as many tokens
-      as fit.
-    * `most_tokens`: no answer gets longer, whatever its client asks; None: no bound.
-    """
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    most_tokens: int | None = None
-
-    def bounded(self, request: ClientRequest) -> ClientRequest:
-        """The request with the length that it gets."""
-        default = request.default_max_tokens
-        if default is None:
-            default = self.max_tokens
-        sampling = request.sampling
-        if self.most_tokens is not None:
-            default = self.most_tokens if default is None else min(default, self.most_tokens)
-            if sampling.max_tokens is not None:
-                most = min(sampling.max_tokens, self.most_tokens)
-                sampling = replace(sampling, max_tokens=most)
-        if sampling is request.sampling and default == request.default_max_tokens:
-            return request
-        return replace(request, sampling=sampling, default_max_tokens=default)
+"""It turns before work for more answers."""
 
 
 class Inference:
+    """Checks the requests of clients, tokenizes their prompts, and makes the generations that run
+    at the engine. HTTP and gRPC are served from it.
+    """
+
     def __init__(
         self,
         model_name: str,
@@ -80,6 +56,10 @@ class Inference:
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
+        """Of one request `max_choices` bounds the answers, `max_items` the values in its lists, and
+        `max_logprobs` the log-probabilities of answers that are not streamed. `stream_interval`
+        tokens of a stream are sent together. `draw_seed` gives seeds below 2**64.
+        """
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
         self.tokenizer = tokenizer
@@ -155,9 +135,9 @@ class Inference:
     def arriving(
         self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
-        """Raises what `check_room` does, and counts a request that is read, tokenized and prepared
-        from now on. `end` it when it is run. One whose answer is there needs no room, and is not
-        counted.
+        """Counts a request that is read, tokenized and prepared from now on, until the `end` of the
+        Arrival. Raises what `check_room` does. One whose answer is there already needs no room, and
+        is not counted.
         """
         if not needs_room:
             return Arrival(Counter(), tenant)
@@ -257,6 +237,7 @@ class Inference:
             )
 
     def check_num_items(self, field: str, num_items: int) -> None:
+        """Raises OutOfRange for more values in a field than one request may hold."""
         if num_items > self.max_items:
             raise OutOfRange(
                 f"{field} holds {num_items} items; one request may hold {self.max_items}",
@@ -266,31 +247,29 @@ class Inference:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts. Raises OutOfRange for one that cannot fit."""
         limits = self.limits()
-        longest = limits.capacity * self.tokenizer.max_token_bytes
-        for text in texts:
-            if len(text) > longest:
-                raise prompt_too_long(f"{len(text)} characters", limits)
+        self._check_lengths(map(len, texts), limits)
         try:
             return await self.tokenizer.encode(
                 texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
             )
         except TextTooLong as error:
-            about = "" if error.is_exact else "more than "
-            raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error
+            raise _too_long(error, limits) from error
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
         """See Tokenizer. Raises OutOfRange for a pair that cannot fit."""
         limits = self.limits()
-        longest = limits.capacity * self.tokenizer.max_token_bytes
-        for first, second in pairs:
-            if len(first) + len(second) > longest:
-                size = f"{len(first) + len(second)} characters"
-                raise prompt_too_long(size, limits)
+        self._check_lengths((len(first) + len(second) for first, second in pairs), limits)
         try:
             return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
         except TextTooLong as error:
-            about = "" if error.is_exact else "more than "
-            raise prompt_too_long(f"{about}{error.num_tokens} tokens", limits) from error
+            raise _too_long(error, limits) from error
+
+    def _check_lengths(self, lengths: Iterable[int], limits: ModelLimits) -> None:
+        """Raises OutOfRange for a text of so many characters that it cannot fit as tokens."""
+        longest = limits.capacity * self.tokenizer.max_token_bytes
+        for length in lengths:
+            if length > longest:
+                raise prompt_too_long(f"{length} characters", limits)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text. Raises OutOfRange for more of them than one answer holds."""
@@ -340,5 +319,11 @@ class Inference:
         return tuple(sequences)
 
 
+def _too_long(error: TextTooLong, limits: ModelLimits) -> OutOfRange:
+    about = "" if error.is_exact else "more than "
+    return prompt_too_long(f"{about}{error.num_tokens} tokens", limits)
+
+
 def _width(num_logprobs: int | None) -> int:
+    """Columns of a row of log-probabilities."""
     return 0 if num_logprobs is None else num_logprobs + 1

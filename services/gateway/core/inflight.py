@@ -14,7 +14,9 @@ from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import ResubmitCause, SequenceTrace
 
 MAX_LOSSES_COMPUTED = 5
+"""So many replicas may be lost while they compute a sequence, without a token from it."""
 MAX_LOSSES_WAITED = 50
+"""The same for replicas at whose queue it waits: it is hardly the cause of these losses."""
 
 
 @dataclass(slots=True)
@@ -24,7 +26,9 @@ class Losses:
     computing: bool = False
     """Whether it was scheduled by the replica that has it, and got no token there yet."""
     num_computed: int = 0
+    """Losses while it was computed."""
     num_waited: int = 0
+    """Losses while it waited there."""
 
     @property
     def are_suspicious(self) -> bool:
@@ -32,11 +36,12 @@ class Losses:
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
-        """A token came."""
+        """Starts over, since a token came."""
         self.computing = False
         self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
+        """Counts the loss of the replica that has the sequence."""
         if self.computing:
             self.num_computed += 1
         else:
@@ -50,30 +55,37 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One sequence that has not ended: its request and all its tokens so far.
-
-    That is all a replica needs to go on with it. `number` gives the order of arrival.
-    `wait_until` is when its present wait for a replica ends, on the event loop's clock, None when
-    it does not wait. `refused_by` has the addresses of the replicas that refused it.
-    `was_stopped` says that a stop string ended it.
+    """One sequence that has not ended: its request and all its tokens so far, which is all that a
+    replica needs to go on with it.
     """
 
     request: EngineRequest
     index: int
+    """Its place among the sequences of its client's request."""
     number: int
+    """Grows in the order of arrival."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
+    """Addresses of the replicas that refused it."""
     was_accepted: bool = False
+    """Whether a replica has taken it: from then on it waits where it would be refused before."""
     num_times_taken_back: int = 0
     was_sent: bool = False
     was_stopped: bool = False
+    """Whether a stop string ended it."""
     wait_until: float | None = None
+    """When its present wait for a replica ends, on the event loop's clock; None if it waits for
+    none.
+    """
     release: Callable[[], None] = _nothing
+    """Aborts it at the replica that has it."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
+    """Log-probabilities of its prompt that were delivered."""
     _num_repeated_rows: int = 0
+    """Of those, the ones that its present replica sends again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
@@ -89,15 +101,14 @@ class Inflight:
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """It goes on with what came of it elsewhere."""
+        """Takes over what came of the sequence elsewhere."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
 
     def sent(self, release: Callable[[], None], route: Route) -> None:
-        """It was sent to a replica; `release` aborts it there.
-
-        Log-probabilities of the prompt come again from its beginning.
+        """Notes that the sequence was sent to a replica, where `release` aborts it. It sends all
+        log-probabilities of the prompt, also those that were delivered.
         """
         self.release = release
         self.was_sent = True
@@ -106,14 +117,16 @@ class Inflight:
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """It left a queue. Only the first time counts: later ones follow a loss."""
+        """Notes that the sequence was scheduled. Of its cached tokens only the first number is
+        delivered: later ones follow a loss.
+        """
         self.was_accepted = True
         self.losses.computing = True
         if not self.output_token_ids:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """New tokens, in a list that is used for nothing else."""
+        """Appends new tokens. The list is kept, and must not be used for anything else."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -122,7 +135,9 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Its session ended. Its next wait for a replica has the whole time again."""
+        """Notes that the session of its replica ended. The next wait for a replica may last as long
+        as the first.
+        """
         self.was_accepted = True
         self.wait_until = None
         self.release = _nothing
@@ -130,7 +145,7 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
-        """Leaves a replica, where it is aborted, to go on at another time or another replica."""
+        """Aborts the sequence at its replica; it goes on later, or at another replica."""
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -140,12 +155,12 @@ class Inflight:
         self.trace.left(cause)
 
     def logprobs(self, rows: LogprobRows) -> None:
-        """Log-probabilities of the tokens that came last."""
+        """Adds log-probabilities of the tokens that came last."""
         delta = self.mailbox.open_delta(self.index)
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Further log-probabilities of the prompt; those that came before are dropped."""
+        """Adds log-probabilities of the prompt, but for those that were delivered before."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -156,20 +171,22 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def pooled(self, values: bytes) -> None:
-        """The vector of its prompt; its end follows."""
+        """Adds the vector of the prompt; `finished` follows."""
         self.was_accepted = True
         self._delta().pooled = values
 
     def finished(self, finish: Finish) -> None:
+        """Ends the sequence."""
         self.trace.timeline.end("finished")
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
+        """Ends the sequence with an error, which its reader gets."""
         self.trace.timeline.end("failed")
         self._delta().error = error
 
     def aborted(self) -> None:
-        """Its reader wants no more of it."""
+        """Ends the sequence at its replica, since its reader wants no more of it."""
         self.release()
         self.trace.timeline.end("aborted")
 
@@ -201,7 +218,7 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """Merged deltas of the sequences of one client request; until it is closed.
+    """The sequences of one client request, and what came of them since it was read last.
 
     It holds at most one delta per sequence, so a reader that has stopped costs no more than the
     tokens of its own request.

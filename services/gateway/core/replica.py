@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from dataclasses import dataclass
 from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
@@ -21,42 +20,13 @@ from services.gateway.core.no_token import (
 )
 from services.gateway.core.ports import Clock, Link
 from services.gateway.core.recent_prefixes import RecentPrefixes
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
 
 _MAX_HANDLE = 2**32
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaDescription:
-    """What a scheduler serves, as it announces it when a session opens."""
-
-    model_name: str
-    limits: ModelLimits
-    fingerprint: bytes
-    tokenizer_fingerprint: bytes
-    block_size: int
-    cache_node: str = ""
-    """The name under which the directory knows its pool; empty: the directory does not."""
-    kvpool_address: str = ""
-    """Where the pool can be followed, as the scheduler reaches it."""
-    pool_id: str = ""
-    """The pool's name there."""
-    max_num_seqs: int = 0
-    """Most sequences that run at once; 0: it does not say."""
-    hash_block_size: int | None = None
-    """Tokens that one hash of a chain stands for, where those are fewer than a block's."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaState:
-    """Whether a scheduler can run a step. `reason` says why not; it is empty when ready."""
-
-    ready: bool
-    reason: str = ""
-    draining: bool = False
 
 
 _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
@@ -88,8 +58,8 @@ class ReplicaListener(Protocol):
 
 class Replica:
     """Sends sequences over its link; the link calls the methods from `opened` on with what comes.
-
-    `refusal` is set by ServedModel: why this replica gets no requests although it could run them.
+    Sequences and sessions are known there by handles, numbers that are unique in a session of the
+    gateway.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
@@ -99,8 +69,10 @@ class Replica:
         self.description: ReplicaDescription | None = None
         """What it serves, by its last session."""
         self.refusal = ""
+        """Why it gets no requests although it could run them; empty if it may. ServedModel sets it.
+        """
         self.is_draining = False
-        """Whether it last said, in its last session, that it is meant to take no more requests."""
+        """Whether it announced last that it takes no more requests."""
         self.running: dict[int, Inflight] = {}
         """The sequences there, by the handles that the session knows them by."""
         self.load = LoadTracker()
@@ -114,12 +86,15 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
+        """Sequences that were not scheduled yet."""
         self._held: dict[int, ClientSession] = {}
         """Sessions that are kept there between two turns, by their handles."""
         self.queue: QueueState | None = None
         """As the scheduler announced it last."""
         self._num_others_waiting = 0
+        """Requests of other gateways that waited when the queue was announced last."""
         self._is_blocked = False
+        """Whether the queue was blocked in the last two announcements."""
 
     @property
     def is_ready(self) -> bool:
@@ -250,6 +225,7 @@ class Replica:
         return taken
 
     def opened(self, description: ReplicaDescription) -> None:
+        """A session was opened."""
         self.description = description
         self.is_connected, self.is_draining = True, False
         logger.info(
@@ -261,6 +237,7 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
+        """The scheduler announced whether it can run steps, perhaps as before."""
         before, self._state = self._state, state
         if before == state:
             return
@@ -291,6 +268,7 @@ class Replica:
         self._listener.load_reported()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """A sequence was scheduled for the first time."""
         self._unadmitted.discard(handle)
         block_size = 0 if self.description is None else self.description.block_size
         self.load.admitted(handle, num_cached_tokens, block_size)
@@ -299,6 +277,7 @@ class Replica:
             self._listener.sequence_started(inflight)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
+        """A sequence ended, well or with an error."""
         self._drop_held(handle)
         inflight = self._forget(handle)
         if inflight is None:
@@ -314,12 +293,13 @@ class Replica:
         inflight.failed(end)
 
     def rejected(self, handle: int, error: StepwellError) -> None:
+        """The scheduler refused a sequence."""
         self._drop_held(handle)
         if (inflight := self._forget(handle)) is not None:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """The session ended, or none could be opened."""
+        """The session ended, or none could be opened: what was there is lost."""
         if self.is_connected:
             logger.warning("session with scheduler %s ended: %s", self.address, reason)
             self._disconnected_since = self._clock.time()

@@ -23,29 +23,22 @@ CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens; with its text, and where in it each token starts, in characters, where
-    the client wants it back.
-
-    With `embeds` the tokens are placeholders. `num_first_text_tokens`: see PoolingParams.
-    """
+    """A prompt as tokens."""
 
     token_ids: list[int]
     text: str | None = None
+    """Its text, where the client wants it back."""
     offsets: list[int] | None = None
+    """Where in `text` each token starts, in characters."""
     embeds: PromptEmbeds | None = None
+    """Embeddings in place of the tokens, which are placeholders then."""
     num_first_text_tokens: int = 0
+    """See PoolingParams."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request at the edge, whatever protocol it came by: n answers to each prompt, the best of
-    `best_of` where that is given.
-
-    `default_max_tokens` holds where `sampling.max_tokens` is None; None is "as many as fit".
-    `prompt_only` asks for nothing but the prompt (echo with max_tokens 0). Requests with the same
-    `session_id`, where it is given, are expected to repeat one another's prompts. With `pooling` it
-    asks for a vector of each prompt, and nothing is generated.
-    """
+    """One request at the edge, whatever protocol it came by: `n` answers to each prompt."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -60,11 +53,16 @@ class ClientRequest:
     skip_reading_prefix_cache: bool = False
     """Whether the whole prompt is computed, whatever is cached of it."""
     default_max_tokens: int | None = None
+    """Used where `sampling.max_tokens` is None; None: as many as fit."""
     prompt_only: bool = False
+    """Whether nothing but the prompt is asked for (echo with max_tokens 0)."""
     session_id: str = ""
+    """Requests with the same one are expected to repeat one another's prompts; empty: not given."""
     tenant: Tenant = ANYONE
     best_of: int | None = None
+    """Answers to each prompt that are generated, of which the best `n` are returned; None: `n`."""
     pooling: PoolingParams | None = None
+    """How each prompt is pooled into a vector; None if answers are generated."""
     session: "ClientSession | None" = None
     """The session of which it is a turn; None if it stands alone."""
     turn: int = 0
@@ -111,7 +109,7 @@ class EngineRequest:
     num_choices: int = 0
     """The client's n, in the first sequence of a prompt; 0 in the others."""
     pooling: PoolingParams | None = None
-    """How its prompt is pooled; None if it is continued."""
+    """How its prompt is pooled; None if an answer is generated."""
     skip_reading_prefix_cache: bool = False
     """Whether its whole prompt is computed, whatever is cached of it."""
     session: "ClientSession | None" = None

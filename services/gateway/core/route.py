@@ -30,21 +30,24 @@ class RoutingReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The replica that a sequence is sent to.
-
-    `num_candidates` are the replicas that could take it, `num_cached_tokens` how many of its tokens
-    this one is expected to have cached, and `cost_seconds` the time that it is expected to take of
-    the replica; 0 and None where the policy does not estimate them. `cached_key` is the key of the
-    last block that is expected to be cached, by which sequences with the same cached beginning are
-    counted.
-    """
+    """The replica that a sequence is sent to."""
 
     address: str
     reason: RoutingReason
     num_candidates: int
+    """Replicas that could take the sequence."""
     num_cached_tokens: int = 0
+    """Tokens of the sequence that the replica is expected to have cached; 0 where the policy does
+    not estimate them.
+    """
     cost_seconds: float | None = None
+    """Time of the replica that the sequence is expected to take; None where the policy does not
+    estimate it.
+    """
     cached_key: int | None = None
+    """Key of the last block that is expected to be cached, by which sequences with the same cached
+    beginning are counted.
+    """
 
     def details(self) -> dict[str, str | int | float]:
         """The choice as attributes of a span."""

@@ -50,13 +50,13 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class SequenceTrace:
-    """Its timeline, and what the last replica said of the time there."""
+    """The timeline of one sequence, and what its last replica reported of the time there."""
 
     index: int
     request_id: str
     nanos: Callable[[], int]
     num_sent: int = 0
-    """To how many replicas it was sent."""
+    """How often the sequence was sent to a replica."""
     times: EngineTimes | None = None
     stays: dict[str, int] = field(default_factory=dict)
     """The addresses of those replicas, and the number of the span of its last stay there."""
@@ -78,15 +78,15 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
-        """It is at no replica, and goes on at the next one."""
+        """Notes that the sequence left its replica without its end, and is to be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:
-        """A replica refused it, and another one, or the same one later, may take it."""
+        """Notes that a replica refused the sequence, which is to be sent again."""
         self._resubmitted(error.error_reason.lower(), "refused")
 
     def found_no_replica(self) -> None:
-        """It waits for one."""
+        """Notes that the sequence waits for a replica."""
         if self.timeline.part is not Part.RESUBMIT:
             self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
 

@@ -5,7 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock
-from services.gateway.core.replica import Replica, ReplicaDescription
+from services.gateway.core.replica import Replica
+from services.gateway.core.replica_description import ReplicaDescription
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import FailedPrecondition
 from services.gateway.adapters.generation_config import read_sampling_defaults
-from services.gateway.core.inference import SamplingDefaults
+from services.gateway.core.sampling_defaults import SamplingDefaults
 from tests.gateway.serving import Serving, serving
 from tests.gateway.tiny_tokenizer import write_tokenizer
 

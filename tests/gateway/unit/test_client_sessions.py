@@ -17,7 +17,7 @@ from services.gateway.core.client_session import ClientSession, in_session, toke
 from services.gateway.core.client_sessions import ClientSessions, SessionLimits, TooManySessions
 from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox
-from services.gateway.core.replica import ReplicaState
+from services.gateway.core.replica_description import ReplicaState
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
 from services.gateway.core.route import RoutingReason
 from services.gateway.core.tenant import ANYONE, Tenant

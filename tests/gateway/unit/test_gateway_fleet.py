@@ -21,7 +21,7 @@ from services.gateway.core.delivery import received
 from services.gateway.core.delta import Delta, Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED, Mailbox
 from services.gateway.core.no_token import NAN_IN_LOGITS
-from services.gateway.core.replica import ReplicaState
+from services.gateway.core.replica_description import ReplicaState
 from services.gateway.core.tenant import ANYONE, Tenant
 from tests.gateway.fake_fleet import (
     LIMITS,

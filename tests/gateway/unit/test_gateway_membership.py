@@ -2,7 +2,7 @@
 
 from services.gateway.core.inflight import Mailbox
 from services.gateway.core.membership import LEAVE_AFTER_SECONDS
-from services.gateway.core.replica import ReplicaDescription, ReplicaState
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from services.gateway.core.route import RoutingReason
 from services.gateway.core.routing.cache_aware import SPREAD_MIN_SHARING
 from services.gateway.core.tenant import Tenant

@@ -10,7 +10,8 @@ from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
 from services.gateway.adapters.directory.sweeper import sweep
 from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica, ReplicaDescription
+from services.gateway.core.replica import Replica
+from services.gateway.core.replica_description import ReplicaDescription
 
 if TYPE_CHECKING:
     from services.common.tls import Tls

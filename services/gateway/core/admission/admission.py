@@ -36,27 +36,31 @@ came together in the first moment of a flood are too late together.
 
 @dataclass(slots=True)
 class _Waiter:
+    """A sequence that waits."""
+
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
+    """Sequences of its tenant that waited before it."""
     began: float
     was_sent: bool = False
-    """It has had a place, and gave it back: nothing but its end keeps it from getting one again."""
+    """Whether it had a place and gave it back: then it waits without a limit of time."""
     has_to_wait: bool = False
+    """Whether it did not get a place at once."""
 
 
 class Admission:
-    """While the replicas have no place for them, sequences wait here, each tenant's in a queue of
-    its own that is bounded in number and time; the replicas' own queues stay short.
+    """Queues the sequences of tenants while the replicas have no place for them, each tenant's in a
+    queue of its own that is bounded in number and time; the replicas' own queues stay short.
 
     1. `add` queues a sequence. `admit` sends those that may go, and is called whenever a place may
        have become free: a sequence left its replica, or a replica reported.
-    2. Places says which tenants may take one, FairQueue which of these is next. A tenant's own
-       sequences go by priority, then in order of arrival.
-    3. Where a tenant below its share would have to wait for a place, a sequence of one above its
-       share is taken back from its replica: it waits here, and goes on with its tokens so far.
-    4. A tenant has few sequences at once whose prompts are not computed yet, so that others' do not
-       wait for all that it asks.
+    2. Places says which tenants may take one, FairQueue which of these is next. Sequences of one
+       tenant go by priority, then in order of arrival.
+    3. Where a tenant below its share would have to wait for a place, a sequence of a tenant above
+       its share is taken back from its replica: it waits here, and goes on with its tokens so far.
+    4. A tenant has few sequences at once whose prompts are not computed yet, so that those of other
+       tenants do not wait for all of them.
     5. What a sequence will cost is estimated when it is sent, and settled when it has left.
     """
 
@@ -138,7 +142,7 @@ class Admission:
         self._sweep_later()
 
     def discard(self, inflight: Inflight) -> None:
-        """The sequence waits no more, if it did."""
+        """Removes a sequence from the queue of its tenant. Does nothing if it does not wait."""
         waiter = self._waiters.get(inflight)
         if waiter is not None:
             self._queue.remove(inflight.request.tenant, _order(inflight))
@@ -163,7 +167,7 @@ class Admission:
             self._clock.call_at(self._clock.time(), self.admit)
 
     def sent(self, inflight: Inflight, route: Route) -> None:
-        """A sequence was sent to a replica: it has a place there, and its tenant is charged."""
+        """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.tenant
         use = self.places.of(tenant)
         use.num_running += 1
@@ -174,12 +178,14 @@ class Admission:
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """A sequence was scheduled by its replica."""
-        if self._has_started(inflight):
+        """Notes that a sequence was scheduled by its replica: its tenant may start another one."""
+        if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """A sequence has left its replica, whatever way."""
+        """Frees the place of a sequence that left its replica, for whatever reason. Does nothing if
+        it had none.
+        """
         charge = self._charges.get(inflight)
         if charge is not None:
             self._free_place(inflight)
@@ -189,8 +195,8 @@ class Admission:
             use.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - use.mean_output_tokens)
             self.admit()
 
-    def _has_started(self, inflight: Inflight) -> bool:
-        """It starts no more, if it did; returns whether it did."""
+    def _end_start(self, inflight: Inflight) -> bool:
+        """Counts a sequence no longer among those that start; returns whether it was one."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -198,9 +204,9 @@ class Admission:
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """The tenant gets its place back, and its charge is corrected."""
+        """Frees the place of a sequence, and corrects the charge by what came of it."""
         charge = self._charges.pop(inflight)
-        self._has_started(inflight)
+        self._end_start(inflight)
         tenant = inflight.request.tenant
         self.places.of(tenant).num_running -= 1
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
@@ -225,9 +231,9 @@ class Admission:
         return None
 
     def _latest(self, tenant: Tenant) -> Inflight:
-        """Of the sequences of a tenant that have places and run latest by their priority, the one
-        that came last of those that were taken back least often. What has to be computed again of
-        it is the end of its last block.
+        """The sequence of a tenant that gives its place back: of those with the last priority, the
+        one that was taken back least often, and of these the one that came last. Only the end of
+        its last block has to be computed again.
         """
         running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
         return max(
@@ -235,7 +241,9 @@ class Admission:
         )
 
     def _take_back(self, inflight: Inflight) -> None:
-        """A sequence waits here again, before those of its tenant that came later."""
+        """Takes a sequence back from its replica. It waits before those of its tenant that came
+        later.
+        """
         self._free_place(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
@@ -249,7 +257,7 @@ class Admission:
         self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: _Waiter) -> None:
-        """It was taken from the queue."""
+        """Forgets a waiter that was taken from the queue."""
         del self._waiters[waiter.inflight]
         self.places.of(waiter.inflight.request.tenant).num_waiting -= 1
 
@@ -275,7 +283,9 @@ class Admission:
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time, and goes on soon if there were many."""
+        """Ends sequences that can no longer start in time: a few now, and if there are more, the
+        rest in later turns of the event loop.
+        """
         self._is_sweeping = False
         capacity = self._capacity()
         waiters = self._waiters.values()
@@ -296,7 +306,7 @@ class Admission:
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """What a sequence of the tenant usually takes at most, by what is known now."""
+        """How long sequences of the tenant usually run at most, as far as that is known."""
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 

@@ -7,7 +7,7 @@ from services.gateway.core.tenant import Tenant
 
 
 class Arrival:
-    """One of them, until `end` or the end of a `with` block."""
+    """One such request, which counts until `end` or the end of a `with` block."""
 
     def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
         self._counts = counts
@@ -15,7 +15,9 @@ class Arrival:
         counts[tenant.tenant_id] += 1
 
     def end(self) -> None:
-        """Its sequences are counted from here on, or it was given up. Idempotent."""
+        """Counts the request no longer: its sequences are counted instead, or it was refused.
+        Idempotent.
+        """
         if self._tenant_id is None:
             return
         self._counts[self._tenant_id] -= 1
