@@ -9,6 +9,7 @@ from io import TextIOWrapper
 
 from services.cli.errors import CommandError
 from services.common.grpc_core import silence_grpc
+from services.common.standard_streams import complain, drop_unwritten
 
 COMMANDS = {
     "up": "start all four services and serve a model",
@@ -41,7 +42,14 @@ HELP = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Runs one command and returns its exit status, also if its errors cannot be written."""
+    try:
+        return _main(argv)
+    finally:
+        drop_unwritten(sys.stderr)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
@@ -51,10 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"stepwell {version('stepwell')}")
         return 0
     if name not in COMMANDS:
-        print(
-            f"stepwell: there is no command {name!r}; the commands are {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
+        complain(f"stepwell: there is no command {name!r}; the commands are {', '.join(COMMANDS)}")
         return 2
     return _run(name, arguments[1:])
 
@@ -69,10 +74,10 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         # A command's libraries are loaded only when it runs: --help answers at once.
         status: int = import_module(f"services.cli.{name}").main(arguments)
     except CommandError as error:
-        print(f"stepwell {name}: {error.sentence}", file=sys.stderr)
+        complain(f"stepwell {name}: {error.sentence}")
         return error.exit_status
     except UnicodeError:
-        print(f"stepwell {name}: the input is not UTF-8 text", file=sys.stderr)
+        complain(f"stepwell {name}: the input is not UTF-8 text")
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -24,6 +24,7 @@ from services.cli.supervisor import Stage, StartFailed, Supervisor
 from services.common.addresses import LARGEST_PORT, join_host_port
 from services.common.logs import LogFormat
 from services.common.settings import env_prefix, load_settings
+from services.common.standard_streams import drop_unwritten
 
 _STILL_STARTING_SECONDS = 10.0
 _PROMPT = "def read_lines(path):"
@@ -32,6 +33,14 @@ _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
 
 
 def main(argv: Sequence[str]) -> int:
+    """Runs until a signal. What cannot be written to the log changes nothing."""
+    try:
+        return _up(argv)
+    finally:
+        drop_unwritten(sys.stdout)
+
+
+def _up(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
     _check_replicas(settings)

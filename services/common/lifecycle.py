@@ -29,7 +29,6 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 import uvloop
@@ -38,6 +37,7 @@ from services.common.errors import StepwellError
 from services.common.logs import configure_logs
 from services.common.service_settings import ServiceSettings
 from services.common.settings import SettingError, exit_with, load_settings
+from services.common.standard_streams import complain, drop_unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -81,16 +81,13 @@ def run_service(
 
 def end_at_once(sentence: str, status: int = 1) -> NoReturn:
     """Ends the process with one sentence on standard error, even while threads are blocked."""
-    with suppress(OSError):  # such as on a full disk
-        print(sentence, file=sys.stderr)
+    complain(sentence)
     _end(status)
 
 
 def _end(status: int) -> NoReturn:
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
-            stream.flush()
+    drop_unwritten(sys.stdout, sys.stderr)
     os._exit(status)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from services.common.argument_parser import ArgumentParser
+from services.common.standard_streams import complain, drop_unwritten
 
 
 class IsDataclass(Protocol):
@@ -97,7 +98,8 @@ def load_settings(
 
 def exit_with(sentence: str, status: int = 2) -> NoReturn:
     """Ends the process with one sentence on standard error."""
-    print(sentence, file=sys.stderr)
+    complain(sentence)
+    drop_unwritten(sys.stderr)
     raise SystemExit(status)
 
 

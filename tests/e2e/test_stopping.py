@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,8 @@ import pytest
 from tests.e2e.conftest import TinyModel
 from tests.e2e.inference import Answer, connect, generate, request
 from tests.e2e.prompts import PROMPTS
-from tests.e2e.stack import SERVICES, Stack, wait_for
+from tests.e2e.stack import ROOT, SERVICES, Stack, wait_for
+from tests.plain_http import http_get
 
 
 @pytest.fixture
@@ -71,6 +75,42 @@ async def test_sigterm_under_load_ends_everything_in_order(
                 assert len(answer.token_ids) == 1_900
     finally:
         stack.close()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_under_its_log_changes_neither_its_work_nor_its_status(
+    tiny_model: TinyModel,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    model = ("--model", str(tiny_model.directory), "--num-threads", "1")
+    with Path("/dev/full").open("w") as full:
+        up = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "services.cli", "up", *model),
+                *("--http-port", port, "--grpc-port", "0"),
+            ],
+            stdout=full,
+            stderr=full,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )
+
+    def serves() -> bool:
+        assert up.poll() is None
+        try:
+            health = http_get(f"http://127.0.0.1:{port}/health")
+        except httpx.TransportError:
+            return False
+        return health.status_code == httpx.codes.OK
+
+    try:
+        wait_for(serves)
+        up.terminate()
+        assert up.wait(30) == 0
+    finally:
+        up.kill()
+        up.wait()
 
 
 def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) -> None:

@@ -1,5 +1,6 @@
 """`stepwell up` with what cannot work: one sentence, a status, nothing left running."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -147,3 +148,26 @@ def test_a_last_port_for_more_than_one_replica(model: Path) -> None:
         2,
         "stepwell up: --vllm-grpc-port 65535 leaves no port for each of 2 replicas\n",
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--model", "nothing"), ("--http-port", "web"), ("--port", "1")],
+    ids=["model", "setting", "flag"],
+)
+def test_a_full_disk_under_the_log_does_not_change_the_status(
+    arguments: tuple[str, ...], *, is_buffered: bool
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cli", "up", *arguments],
+            stdout=full,
+            stderr=full,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"},
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
