@@ -65,17 +65,24 @@ class HttpClient:
     async def generate(
         self, prompt: Sequence[int], num_tokens: int, traceparent: str = ""
     ) -> AsyncIterator[int]:
-        reader, writer = connection = self._idle.pop()
+        reader, writer = self._idle.pop()
         headers = f"traceparent: {traceparent}\r\n" if traceparent else ""
         address = f"{self._host}:{self._port}"
-        writer.write(completion_request(address, prompt, num_tokens, headers, self._fields))
-        await _expect_stream(reader)
-        pending = b""
-        while chunk := await read_chunk(reader):
-            whole, _, pending = (pending + chunk).rpartition(_END)
-            if count := _count_tokens(whole):
-                yield count
-        self._idle.append(connection)
+        is_over = False
+        try:
+            writer.write(completion_request(address, prompt, num_tokens, headers, self._fields))
+            await _expect_stream(reader)
+            pending = b""
+            while chunk := await read_chunk(reader):
+                whole, _, pending = (pending + chunk).rpartition(_END)
+                if count := _count_tokens(whole):
+                    yield count
+            is_over = True
+        finally:
+            if is_over:
+                self._idle.append((reader, writer))
+            else:
+                writer.close()
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -35,19 +35,22 @@ class NeighborTarget(HttpTarget):
         self._fields = fields
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load to its end; the result is of the load alone."""
+        """Runs a load to its end; the result is of the load alone. The first request that fails,
+        beside the load or in it, ends all of them, and is raised in an ExceptionGroup.
+        """
         client = HttpClient(self._services.http, self._fields)
         await client.open(load.concurrency)
-        beside = [
-            asyncio.create_task(self._repeat(client, load, number))
-            for number in range(load.concurrency)
-        ]
         try:
-            return await super().run(load)
+            async with asyncio.TaskGroup() as group:
+                beside = [
+                    group.create_task(self._repeat(client, load, number))
+                    for number in range(load.concurrency)
+                ]
+                times = await super().run(load)
+                for task in beside:
+                    task.cancel()
+            return times
         finally:
-            for task in beside:
-                task.cancel()
-            await asyncio.gather(*beside, return_exceptions=True)
             await client.close()
 
     async def _repeat(self, client: HttpClient, load: Load, number: int) -> None:
