@@ -91,7 +91,6 @@ class RedisStore:
             raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
         self._records = key_redis
         self._redis = redis_connection
-        self._url = url
         self._runner = asyncio.Runner()
         self._connection = redis_connection.RedisConnection(url)
 

@@ -40,10 +40,10 @@ PUBLIC_TLS = TlsFields(
     is_ca_needed=False,
 )
 """TLS with clients."""
-# By so many the containers grow in number before the young ones are searched for cycles.
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
-# How long the last answers may take to be sent, once no request runs any more.
+"""The garbage collector looks at the youngest objects when so many more were made than freed."""
 _LAST_ANSWERS_SECONDS = 1.0
+"""How long the last answers may take to be sent, once no request runs any more."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
+    """Where a gateway listens."""
+
     http: str
     grpc: str
     admin: str | None

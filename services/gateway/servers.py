@@ -15,7 +15,7 @@ from services.gateway.adapters.http.admin_routes import AdminRoutes, refuse_web_
 from services.gateway.adapters.http.app import guarded, make_app
 from services.gateway.adapters.http.body_budget import BodyBudget
 from services.gateway.adapters.http.client_routes import client_routes
-from services.gateway.adapters.http.connections import Connections
+from services.gateway.adapters.http.connections import ConnectionLimits, Connections
 from services.gateway.adapters.http.early_refusals import EarlyRefusals
 from services.gateway.adapters.http.generation_routes import OPERATIONS, GenerationRoutes
 from services.gateway.adapters.http.hosts import HostNames, hosts_for
@@ -45,12 +45,13 @@ from services.gateway.parts import Parts
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _ADMIN_CONNECTIONS = 64
+"""Connections of operators that may be open."""
 _MAX_EXPORTS = 64
 """Exports of spans that are served at once."""
-# Calls besides those that generate, such as health checks.
 _OTHER_RPCS = 256
-# A gRPC connection without a call is closed after this time.
+"""Calls besides those that generate, such as health checks, that are served at once."""
 _GRPC_IDLE_MILLISECONDS = 300_000
+"""A gRPC connection without a call is closed after this time."""
 
 
 def http_server(parts: Parts, max_connections: int) -> HttpServer:
@@ -211,9 +212,13 @@ def trace_server(parts: Parts) -> GrpcServer | None:
 def _connections(
     parts: Parts, max_connections: int, quick_refusals: QuickRefusals | None = None
 ) -> Connections:
-    return Connections(
-        parts.settings,
+    settings = parts.settings
+    limits = ConnectionLimits(
         max_connections,
-        lambda: parts.metrics.reader_timed_out("http"),
-        quick_refusals,
+        settings.max_body_bytes,
+        settings.http_keep_alive_seconds,
+        settings.receive_timeout_seconds,
+        settings.body_timeout_seconds,
+        settings.reader_timeout_seconds,
     )
+    return Connections(limits, lambda: parts.metrics.reader_timed_out("http"), quick_refusals)

@@ -13,6 +13,8 @@ from services.gateway.adapters.token_metrics import TokenMetrics
 
 
 class Metrics:
+    """The counters, gauges and histograms of a gateway, in a registry of their own."""
+
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name

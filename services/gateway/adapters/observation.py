@@ -22,6 +22,8 @@ from services.gateway.core.timeline import Part
 
 
 class Observation:
+    """Takes the times and counts of one request, from its reading to its end."""
+
     def __init__(self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics) -> None:
         self._tenant_id = record.tenant.tenant_id
         self._record = record
@@ -32,8 +34,8 @@ class Observation:
         self._last_token: dict[int, float] = {}
         self._generation: Generation | None = None
         self._is_refused = False
-        # How sequences ended that were not finished.
         self._end = "abort"
+        """How sequences ended that were not finished."""
 
     @contextmanager
     def watching(
@@ -49,8 +51,8 @@ class Observation:
             self._write()
 
     def _write(self) -> None:
-        """What is left is to write. That began with the end of the last sequence, though a client
-        that reads slowly may have had earlier pieces to read.
+        """Lets the part WRITE of the timeline begin, at the time when the last sequence ended: a
+        client that reads slowly may still have had earlier pieces to read then.
         """
         timeline = self._record.timeline
         ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
@@ -71,10 +73,11 @@ class Observation:
             self._metrics.ended(piece.finish_reason.value)
 
     def completed(self) -> None:
-        """The request is over, whatever way.
+        """Counts a request that is over, for whatever reason.
 
-        One that was refused has no tokens, no end and no latency to count; one whose client left
-        the queue has ended, and no more. The answer of a replay was counted when it was made.
+        One that was refused has no tokens, no end and no latency to count, and one whose client
+        went away while it was queued only an end. The answer of a replay was counted when it was
+        made.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation
@@ -139,6 +142,8 @@ def _saw_nothing(_piece: Piece) -> None:
 
 
 class Observer:
+    """Begins the observations of requests, and counts those that are refused before."""
+
     def __init__(self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex) -> None:
         self._index = index
         self._metrics = metrics

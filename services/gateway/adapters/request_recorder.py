@@ -29,9 +29,11 @@ that the headers name.
 
 @dataclass(frozen=True, slots=True)
 class RecorderSettings:
+    """What is recorded of requests."""
+
     model_name: str
     slow_seconds: float
-    """From here on a request is kept whether it was sampled or not; 0: none is for its time."""
+    """A request that takes so long is traced whether it was sampled or not; 0: none is."""
     access_log: bool
 
 

@@ -1,8 +1,10 @@
 """Imports modules of transformers without its list of all models.
 
-The package's own code, and that of `transformers.models`, read the source files of every model for
-the names that they define, so that these can be imported from the package. That takes twice as long
-as to import what a tokenizer needs, by the names of its modules.
+AutoTokenizer itself is needed: a tokenizer.json alone does not say which tokens a text has, since
+the classes of some models build their tokenizers anew. But the package's own code, and that of
+`transformers.models`, read the source files of every model for the names that they define, so that
+these can be imported from the package. That takes twice as long as to import what a tokenizer
+needs, by the names of its modules.
 """
 
 import sys
@@ -16,8 +18,8 @@ _PACKAGES = ("transformers", "transformers.models")
 
 
 class _ListedLater(ModuleType):
-    """Is there in place of a package, which is imported when it is first asked for a name that is
-    neither a module imported so far nor a tokenizer's class.
+    """Stands in sys.modules for a package. The package itself is imported when a name is looked up
+    that is neither a module imported so far nor a tokenizer's class.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -20,6 +20,8 @@ class StopPatterns:
 
 
 class StopStrings:
+    """Finds the stop strings of a request in the text of one answer."""
+
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
         """`include` leaves the stop string itself in the text."""
         self._stops = stops
@@ -44,6 +46,7 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
+        """The text that was held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

@@ -25,14 +25,20 @@ class ModelError(StepwellError):
 
 
 class ModelFileError(ModelError):
+    """A file is missing, cut short, or of another format."""
+
     reason = "MODEL_FILE"
 
 
 class ModelConfigError(ModelError):
+    """config.json holds a wrong or contradictory value."""
+
     reason = "MODEL_CONFIG"
 
 
 class UnsupportedModel(ModelConfigError):
+    """config.json describes a model that this worker cannot run."""
+
     reason = "MODEL_UNSUPPORTED"
 
 
@@ -45,4 +51,6 @@ def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
 
 
 class ModelTensorError(ModelError):
+    """The tensors are not those that config.json describes."""
+
     reason = "MODEL_TENSORS"

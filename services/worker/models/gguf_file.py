@@ -27,7 +27,6 @@ _STRING, _ARRAY = 8, 9
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
-_PERMUTED = ("attn_q.", "attn_k.")
 _IGNORED = "rope_freqs.weight"
 """What config.json says of rotary embeddings."""
 

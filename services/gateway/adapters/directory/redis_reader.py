@@ -40,7 +40,6 @@ _ENTRIES_PER_READ = 256
 _KEYS_PER_TURN = 2048
 """Keys that are applied before other tasks get a turn: about two milliseconds."""
 _SNAPSHOT_SECONDS = 5.0
-_LOGS_AGAIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,8 @@ def _num_logprobs(body: ChatCompletionBody) -> int | None:
 
 
 class ChatDialect(Dialect):
+    """How chat completions write answers: a message for each choice, in chunks or whole."""
+
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"

@@ -73,7 +73,18 @@ def client_routes(
     sessions: SessionRoutes,
     views: Sequence[Route],
 ) -> Sequence[Route]:
-    """All of them. What probes, monitors and routers ask needs no key."""
+    """All routes of clients; `views` are those for people who look at the server."""
+    return (
+        *_generating(generation),
+        *_pooling(generation),
+        *sessions.routes(),
+        *_tokenizing(tokenizer),
+        *_about_the_server(server),
+        *views,
+    )
+
+
+def _generating(generation: GenerationRoutes) -> Sequence[Route]:
     return (
         Route(
             COMPLETIONS,
@@ -114,16 +125,6 @@ def client_routes(
             is_limited=True,
         ),
         Route(
-            COUNT_TOKENS,
-            tokenizer.count_tokens,
-            messages_answers.TokenCount,
-            ("POST",),
-            tag="anthropic",
-            body=CountTokensBody,
-            errors=(404,),
-            error=messages_answers.AnthropicError,
-        ),
-        Route(
             RESPONSES,
             generation.responses,
             responses_answers.ResponseObject,
@@ -136,6 +137,11 @@ def client_routes(
             headers=_GENERATION_HEADERS,
             is_limited=True,
         ),
+    )
+
+
+def _pooling(generation: GenerationRoutes) -> Sequence[Route]:
+    return (
         Route(
             EMBEDDINGS,
             generation.embeddings,
@@ -161,15 +167,11 @@ def client_routes(
             )
             for path, handler in ((SCORE, generation.score), (V1_SCORE, generation.v1_score))
         ),
-        *sessions.routes(),
-        Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
-        Route(
-            f"{MODELS}/{{name:path}}",
-            server.model,
-            server_answers.ModelCard,
-            tag="openai",
-            errors=(404,),
-        ),
+    )
+
+
+def _tokenizing(tokenizer: TokenizerRoutes) -> Sequence[Route]:
+    return (
         Route(
             "/tokenize",
             tokenizer.tokenize,
@@ -186,6 +188,30 @@ def client_routes(
             ("POST",),
             tag="tokenizer",
             body=DetokenizeBody,
+            errors=(404,),
+        ),
+        Route(
+            COUNT_TOKENS,
+            tokenizer.count_tokens,
+            messages_answers.TokenCount,
+            ("POST",),
+            tag="anthropic",
+            body=CountTokensBody,
+            errors=(404,),
+            error=messages_answers.AnthropicError,
+        ),
+    )
+
+
+def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
+    """What probes, monitors and routers ask needs no key."""
+    return (
+        Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
+        Route(
+            f"{MODELS}/{{name:path}}",
+            server.model,
+            server_answers.ModelCard,
+            tag="openai",
             errors=(404,),
         ),
         Route("/status", server.status, server_answers.Status),
@@ -207,5 +233,4 @@ def client_routes(
         Route("/version", server.version, server_answers.Version, needs_key=False),
         Route("/load", server.load, server_answers.Load, needs_key=False),
         Route("/metrics", server.metrics, CONTENT_TYPE, needs_key=False),
-        *views,
     )

@@ -79,11 +79,11 @@ class GuardedConnection(SlicedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._probe = ClientProbe(transport, self.flow)
-        settings = self._connections.settings
+        limits = self._connections.limits
         self._reader_timeout = ReaderTimeout(
-            transport, settings.reader_timeout_seconds, self._reader_timed_out
+            transport, limits.reader_timeout_seconds, self._reader_timed_out
         )
-        self.timeout_keep_alive = settings.http_keep_alive_seconds  # type: ignore[assignment]
+        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]
         if self._connections.admit(self):
             self._watch()
         else:
@@ -176,7 +176,7 @@ class GuardedConnection(SlicedProtocol):
         self._num_body_bytes += len(body)
         # The application refuses a body that is too large; most clients send all of it before they
         # read the answer.
-        if self._num_body_bytes > self._connections.settings.max_body_bytes + _IGNORED_BYTES:
+        if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
             self._connections.refusals.count("went on sending a body that was refused")
             self.end()
 
@@ -263,7 +263,7 @@ class GuardedConnection(SlicedProtocol):
         if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
             # The rest of a request that was refused before it was whole.
             self._stage = self._timed_stage = _Stage.REQUEST
-            self._time(self._connections.settings.http_keep_alive_seconds, self._too_slow)
+            self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
             self._connections.became_idle(self)
         self._watch()
 
@@ -276,11 +276,11 @@ class GuardedConnection(SlicedProtocol):
         if self._stage is self._timed_stage:
             return
         self._timed_stage = self._stage
-        settings = self._connections.settings
+        limits = self._connections.limits
         seconds = {
-            _Stage.REQUEST: settings.receive_timeout_seconds,
-            _Stage.HEADERS: settings.receive_timeout_seconds,
-            _Stage.BODY: settings.body_timeout_seconds,
+            _Stage.REQUEST: limits.receive_timeout_seconds,
+            _Stage.HEADERS: limits.receive_timeout_seconds,
+            _Stage.BODY: limits.body_timeout_seconds,
         }
         self._time(seconds.get(self._stage), self._too_slow)
 

@@ -4,20 +4,39 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.gateway.adapters.http.quick_refusals import QuickRefusals
 from services.gateway.adapters.http.starts import Starts
 from services.gateway.adapters.http.turns import Turns
-from services.gateway.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What the client of a connection may do, and how long it may take."""
+
+    max_connections: int
+    max_body_bytes: int
+    keep_alive_seconds: float
+    """Time without a request."""
+    receive_timeout_seconds: float
+    """Time in which the headers of a request must come, or a TLS handshake must end."""
+    body_timeout_seconds: float
+    """Time in which the body of a request must come."""
+    reader_timeout_seconds: float
+    """Time in which the client must read something of what was written."""
+
+
 class Connection(Protocol):
-    def end(self) -> None: ...
+    """A connection, as far as the others have to do with it."""
+
+    def end(self) -> None:
+        """Closes it at once."""
 
 
 class Connections:
@@ -25,16 +44,14 @@ class Connections:
 
     def __init__(
         self,
-        settings: GatewaySettings,
-        max_connections: int,
+        limits: ConnectionLimits,
         on_reader_timeout: Callable[[], None],
         quick_refusals: QuickRefusals | None = None,
     ) -> None:
         """`on_reader_timeout` is called for each connection that is ended since its client has
         stopped reading. `quick_refusals` decides first, where requests may be refused for load.
         """
-        self.settings = settings
-        self._max_connections = max_connections
+        self.limits = limits
         self._on_reader_timeout = on_reader_timeout
         self.quick_refusals = quick_refusals
         self.refusals = RefusalLog()
@@ -50,7 +67,7 @@ class Connections:
 
     def admit(self, connection: Connection) -> bool:
         """Whether there is room for a new connection. An idle one may be ended for it."""
-        if len(self._connections) >= self._max_connections:
+        if len(self._connections) >= self.limits.max_connections:
             oldest = next(iter(self._idle), None)
             if oldest is None:
                 self.refusals.count("too many connections")

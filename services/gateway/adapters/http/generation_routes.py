@@ -96,6 +96,8 @@ class _Api(Protocol[C_contra]):
 
 
 class GenerationRoutes:
+    """A handler for each route. All read a body of their own kind, and answer in its dialect."""
+
     def __init__(
         self,
         inference: Inference,
@@ -166,6 +168,8 @@ class GenerationRoutes:
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
         dialect: "_Api[B]",
     ) -> ASGIApp:
+        """The answer to a request whose body is of this type; it is read when the answer runs."""
+
         async def read(entered: ExitStack) -> Exchange:
             state = request.scope["state"]
             tenant: Tenant = state["tenant"]

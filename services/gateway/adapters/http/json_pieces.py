@@ -103,6 +103,8 @@ async def send_json(value: Any, send: Send) -> None:
 
 
 class JsonReply(Response):
+    """A response with a value as JSON, see `send_json`."""
+
     def __init__(self, value: Any) -> None:
         super().__init__()
         self._value = value

@@ -71,6 +71,8 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
+    """Serves one application over HTTP at one address; its connections are GuardedConnections."""
+
     def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
         """Raises SettingError for a certificate that cannot be used."""
         self.connections = connections

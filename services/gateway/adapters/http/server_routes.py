@@ -24,6 +24,8 @@ _STATS_TIMEOUT_SECONDS = 1.0
 
 
 class ServerRoutes:
+    """A handler for each route."""
+
     def __init__(
         self,
         inference: Inference,

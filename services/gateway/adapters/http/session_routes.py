@@ -18,6 +18,8 @@ SESSIONS = "/v1/sessions"
 
 
 class SessionRoutes:
+    """Opens, shows and ends the sessions of a tenant; other tenants' are not found."""
+
     def __init__(
         self, sessions: ClientSessions, inference: Inference, gate: Gate, bodies: BodyReader
     ) -> None:
@@ -27,7 +29,7 @@ class SessionRoutes:
         self._bodies = bodies
 
     def routes(self) -> tuple[Route, ...]:
-        """All of them."""
+        """The routes of sessions."""
         one = f"{SESSIONS}/{{session_id}}"
         return (
             Route(

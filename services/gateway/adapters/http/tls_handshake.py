@@ -76,7 +76,7 @@ class TlsHandshake(asyncio.Protocol):
             self,
             self._tls.current(),
             server_side=True,
-            ssl_handshake_timeout=self._connections.settings.receive_timeout_seconds,
+            ssl_handshake_timeout=self._connections.limits.receive_timeout_seconds,
             ssl_shutdown_timeout=CLOSING_SECONDS,
         )
         try:

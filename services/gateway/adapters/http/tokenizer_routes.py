@@ -19,6 +19,8 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class TokenizerRoutes:
+    """A handler for each route. No replica is asked."""
+
     def __init__(
         self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
     ) -> None:

@@ -28,6 +28,8 @@ _TIMEOUT_SECONDS = 1.0
 
 
 class Order(enum.Enum):
+    """Which requests are listed first."""
+
     NEWEST = "newest"
     OLDEST = "oldest"
 

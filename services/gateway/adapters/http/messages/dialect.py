@@ -26,6 +26,8 @@ _STOP_REASONS = {
 
 
 class MessagesDialect(StreamingDialect):
+    """How Anthropic's API writes one answer: a message of blocks."""
+
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "msg"
 

@@ -20,6 +20,8 @@ _CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: None}
 
 
 class ResponsesDialect(StreamingDialect):
+    """How OpenAI's responses API writes one answer: a response of items."""
+
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "resp"
 
