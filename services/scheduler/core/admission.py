@@ -8,9 +8,10 @@ from services.common.pool_operations import Admission
 from services.scheduler.core.chunks import aligned_chunk
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.passing_over import PassingOver
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.step_builder import StepBuilder
-from services.scheduler.core.step_encoder import StepEncoder, mismatch_error
+from services.scheduler.core.step_encoder import EncoderDecision, StepEncoder, mismatch_error
 
 
 @dataclass(slots=True)  # see Admission
@@ -27,6 +28,11 @@ class PlannedAdmission:
     """Tokens that it would compute if the encoder could compute all items."""
     num_drafts: int
     """Empty drafts that pad its first step; the slots of the terms include them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """What it takes of the step's budget."""
+        return self.num_new_tokens + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,21 @@ class AdmissionPlan:
         return self
 
 
+@dataclass(slots=True)
+class _Trial:
+    """What the admissions that are planned so far leave of the step: its state as it will be if all
+    of them come about.
+    """
+
+    budget: int
+    """Tokens that are left."""
+    published: set[BlockHash]
+    """Blocks that earlier admissions of the step publish."""
+    passing_over: PassingOver
+    encoder: StepEncoder | None = None
+    """None as long as no candidate has items."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionPlanner:
     """Plans the admissions of a step before the pool is asked, so that one transaction does."""
@@ -91,58 +112,72 @@ class AdmissionPlanner:
         another one. If the first candidate certainly does not fit, none is planned: that saves a
         transaction in every step until it does.
         """
-        size, budget = self.config.hash_block_size, builder.token_budget
-        prefixes, only_grows = builder.prefixes, self.config.only_grows
-        published = set(prefixes.published)
-        passing_over = builder.passing_over.copy()
-        encoder: StepEncoder | None = None
+        only_grows, prefixes = self.config.only_grows, builder.prefixes
+        trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
         plan = AdmissionPlan()
         for request in candidates:
             has_place = len(plan.admissions) < num_free_places
-            if budget == 0 or not has_place:
+            if trial.budget == 0 or not has_place:
                 return plan.stop(WaitReason.BUDGET if has_place else WaitReason.MAX_SEQS)
-            reason = passing_over.reason(request)
+            reason = trial.passing_over.reason(request)
             if reason is not None:
                 plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
                 continue
             hit = prefixes.hits[request]
             if only_grows and not request.holds_blocks:
-                hit = self._hit(request, hit, published)
+                hit = self._hit(request, hit, trial.published)
             start = hit + prefixes.external.get(request, 0)
             may_grow = bool(plan.admissions) and not (only_grows or request.holds_blocks)
             if builder.defers_prefills and start < request.num_tokens - 1:
                 return plan.look_up_again() if may_grow else plan.stop(WaitReason.PREFILL_INTERVAL)
-            num_asked = num_new = self._num_new_tokens(builder, request, start, budget)
-            if num_new and start < request.num_encoded_tokens:
-                encoder = encoder or builder.encoder.copy()
-                decision = encoder.decide(request, start, num_new)
-                num_new = decision.num_tokens
-                if num_new == 0 and may_grow:
+            num_asked = self._num_new_tokens(builder, request, start, trial.budget)
+            decision = self._decide_items(builder, trial, request, start, num_asked)
+            num_new = num_asked if decision is None else decision.num_tokens
+            if decision is not None and num_new == 0:
+                if may_grow:
                     return plan.look_up_again()
-                if num_new == 0:
-                    number = len(plan.admissions)
-                    error = decision.mismatch and mismatch_error(decision.mismatch)
-                    plan.passed_over.append(
-                        PassedOver(request, WaitReason.ENCODER, number, start, num_asked, error)
-                    )
-                    continue
-                encoder.allocate(request, decision)
+                error = decision.mismatch and mismatch_error(decision.mismatch)
+                number = len(plan.admissions)
+                plan.passed_over.append(
+                    PassedOver(request, WaitReason.ENCODER, number, start, num_asked, error)
+                )
+                continue
             joins = bool(num_running or plan.admissions)
             planned = self._admission(
-                builder, request, hit, num_new, num_asked, budget, joins=joins
+                builder, request, hit, num_new, num_asked, trial.budget, joins=joins
             )
-            if num_new == 0 or planned.num_new_tokens + planned.num_drafts > budget:
+            if num_new == 0 or planned.num_tokens > trial.budget:
                 return plan.look_up_again() if may_grow else plan.stop(WaitReason.BUDGET)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
-            if only_grows:
-                end = planned.terms.num_computed_tokens + planned.num_new_tokens
-                published.update(request.block_hashes[hit // size : end // size])
-            budget -= planned.num_new_tokens + planned.num_drafts
-            passing_over.admit(request)
             plan.admissions.append(planned)
+            self._take(trial, planned)
         return plan
+
+    def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
+        """Changes what is left of the step as if the admission had come about."""
+        request, terms, size = planned.request, planned.terms, self.config.hash_block_size
+        if self.config.only_grows:
+            begin, end = terms.num_hit_tokens, terms.num_computed_tokens + planned.num_new_tokens
+            trial.published.update(request.block_hashes[begin // size : end // size])
+        trial.budget -= planned.num_tokens
+        trial.passing_over.admit(request)
+
+    @staticmethod
+    def _decide_items(
+        builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
+    ) -> EncoderDecision | None:
+        """What the encoder computes for so many tokens from `start` on, and how many of them can be
+        computed then; None if they touch no item.
+        """
+        if not num_new or start >= request.num_encoded_tokens:
+            return None
+        trial.encoder = trial.encoder or builder.encoder.copy()
+        decision = trial.encoder.decide(request, start, num_new)
+        if decision.num_tokens:
+            trial.encoder.allocate(request, decision)
+        return decision
 
     def _num_new_tokens(
         self, builder: StepBuilder, request: Request, start: int, budget: int

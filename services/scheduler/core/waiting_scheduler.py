@@ -187,7 +187,7 @@ class WaitingScheduler:
             state.transfers.admitted(request, blocks, num_new_tokens, num_external)
         request.draft_token_ids = [-1] * admission.num_drafts
         self._admit_items(builder, admission)
-        builder.schedule(request, admission.num_new_tokens + admission.num_drafts)
+        builder.schedule(request, admission.num_tokens)
         builder.plan.block_tables[request] = blocks
         if self._config.only_grows:
             begin = terms.num_hit_tokens // size
