@@ -19,24 +19,25 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `until_ready` returns once the program serves; `prepare` is called before each
-    start.
-
-    Children of a `team` start together, and when one ends the others are ended. A program that
-    answers no liveness check at `liveness_address` (host:port or unix:PATH) for `silence_seconds`
-    hangs; without an address only the end of the process is noticed. The higher its `niceness`, the
-    more other processes go before it where processors are short.
-    """
+    """What to run."""
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str]
     until_ready: Callable[[], Awaitable[None]]
+    """Returns once the program serves."""
     team: str | None = None
+    """Children of one team start together, and when one ends the others are ended."""
     liveness_address: str | None = None
+    """Where liveness is checked, host:port or unix:PATH; None: only the end of the process is
+    noticed.
+    """
     silence_seconds: float = 2.0
+    """A program that answers no liveness check for so long hangs."""
     niceness: int = 0
+    """The higher, the more other processes go before it where processors are short."""
     prepare: Callable[[], object] = lambda: None
+    """Called before each start."""
 
 
 class Child:

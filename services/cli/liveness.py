@@ -12,23 +12,24 @@ from services.common.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
-    """How long a child may be silent: seconds in which it answers no health check.
-
-    `factor` lengthens that with each hang in a row after the second, up to `longest_seconds`, since
-    on a slow machine killing and starting adds load. A child that is not ready yet gets
-    `loading_seconds`. For a process that the system shows as stopped `stopped_share` of the time is
-    enough. Before the first answer, of liveness or readiness, there is no limit.
-
-    The next check begins `pause_seconds` after an answer; the time is compared each
-    `period_seconds`.
+    """How long a child may be silent: seconds in which it answers no health check. Before its first
+    answer, of liveness or readiness, there is no limit.
     """
 
     factor: float = 2.0
+    """Lengthens the time with each hang in a row after the second, since on a slow machine killing
+    and starting adds load.
+    """
     longest_seconds: float = 60.0
+    """The longest such time."""
     loading_seconds: float = 60.0
+    """The time of a child that is not ready yet."""
     stopped_share: float = 0.5
+    """The share of the time that is enough for a process which the system shows as stopped."""
     pause_seconds: float = 0.6
+    """Between an answer and the next check."""
     period_seconds: float = 0.2
+    """Between two looks at how long it has been silent."""
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
         """The bound for a child that may usually be silent for so long, after hangs in a row."""

@@ -26,23 +26,25 @@ class MambaCacheMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """One group of layers that share a block table.
-
-    `window` is in tokens: the query's own and those before it that a sliding window shows, or the
-    length of a chunk; 0 for full attention and for state-space layers. `is_eagle_group`: a draft
-    head reads the hidden states at the end of a hit, so the last block of a hit of this group is
-    dropped; if no group is marked, that is done in all of them (`PoolConfig.drop_last_hit_block`).
-    State-space layers have a `mamba_cache_mode`, and `num_speculative_blocks` more blocks, one
-    for the state after each draft.
-    """
+    """One group of layers that share a block table."""
 
     attention_type: AttentionType
     block_size: int
+    """Tokens of a block."""
     window: int = 0
+    """Tokens that a sliding window shows, the query's own included, or the length of a chunk; 0 for
+    full attention and for state-space layers.
+    """
     num_layers: int = 1
     is_eagle_group: bool = False
+    """Whether a draft head reads the hidden states at the end of a hit, so that the last block of a
+    hit of this group is dropped. If no group is marked, that is done in all of them
+    (`PoolConfig.drop_last_hit_block`).
+    """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
+    """What state-space layers keep."""
     num_speculative_blocks: int = 0
+    """Blocks that state-space layers have besides, one for the state after each draft."""
 
     @property
     def aligns_states(self) -> bool:

@@ -55,18 +55,17 @@ def digest_of(keys: Iterable[int]) -> Digest:
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
-    """One entry of the log: keys that entered and left a node's index since the entry before it.
-
-    `sequence` grows by one with each entry of a life. Entry 0 begins the life: what the node holds
-    then is in a snapshot, unless its digest says that it holds nothing. `digest`, where it is
-    given, is that of all keys after this entry.
-    """
+    """One entry of the log: keys that entered and left a node's index since the entry before it."""
 
     epoch: int
     sequence: int
+    """Grows by one with each entry of a life. Entry 0 begins the life: what the node holds then is
+    in a snapshot, unless its digest says that it holds nothing.
+    """
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
     digest: Digest | None = None
+    """That of all keys after this entry; None in entries without one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,16 @@ class Finish:
 
 @dataclass(slots=True)
 class Delta:
-    """What came for one sequence since its reader read last.
-
-    `num_cached_tokens` is set when the sequence left the queue, `error` when it ended with
-    one: then `finish` is None and no delta follows.
-    """
+    """What came for one sequence since its reader read last."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
+    """Prompt tokens that were cached, if the sequence was scheduled meanwhile; else None."""
     finish: Finish | None = None
     error: StepwellError | None = None
+    """The error that ended the sequence: then `finish` is None and no delta follows."""
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
 

@@ -15,31 +15,34 @@ from services.kvpool.core.errors import InvalidPool, UnsupportedGroup
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The shape of a pool. `num_blocks` includes the null block.
-
-    `drop_last_hit_block`: the last block of a prefix hit is computed again, for a draft head that
-    reads the hidden states at its end (EAGLE). Used today by recorded scenarios, since no worker
-    has a draft head yet. `fingerprint` identifies the model and the cache's layout, and `node` the
-    pool of one scheduler process: directories keep pools apart by them.
-
-    `prefix_match_unit`: tokens of a hash; None: see `kv_cache_groups.hash_block_size`.
-    `prefix_cache_retention_interval`: of windows and states only those are published at whose end a
-    later request is likely to continue: at the end of a prompt, where prompts parted, and once in
-    so many tokens; 0: without the last. None: all. `max_model_len` and `max_in_flight_tokens`, the
-    tokens of all steps that may be under way at once, bound what an admission counts for windows;
-    None: nothing does.
-    """
+    """The shape of a pool."""
 
     num_blocks: int
+    """Blocks, the null block included."""
     groups: tuple[KVCacheGroup, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
+    """Identifies the model and the layout of its cache, as `node` does the pool of one scheduler
+    process: directories keep pools apart by them.
+    """
     drop_last_hit_block: bool = False
+    """Whether the last block of a prefix hit is computed again, for a draft head that reads the
+    hidden states at its end (EAGLE). No worker has such a head; recorded scenarios do.
+    """
     node: str = ""
     prefix_match_unit: int | None = None
+    """Tokens that one hash stands for; None: see `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
+    """Of windows and states only those are published at whose end a later request is likely to
+    continue: at the end of a prompt, where prompts parted, and once in so many tokens; 0: without
+    the last. None: all are.
+    """
     max_model_len: int | None = None
+    """With `max_in_flight_tokens` it bounds what an admission counts for windows; None: nothing
+    does.
+    """
     max_in_flight_tokens: int | None = None
+    """Tokens of all steps that may be under way at once."""
 
     @property
     def hash_block_size(self) -> int:

@@ -18,20 +18,21 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """What the cache must hold. `max_model_len_asked`: whether the length is set by the operator.
-
-    `bytes_per_block`: of all pages of a block. `num_steps_in_flight`: 2, since an asynchronous
-    scheduler plans one step while another is computed, or one for each of more pipeline stages.
-    """
+    """What the cache must hold."""
 
     bytes_per_block: int
+    """Bytes of all pages of a block."""
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_model_len_asked: bool
+    """Whether the length is set by the operator."""
     groups: tuple[LayerGroup, ...]
     num_steps_in_flight: int = 2
+    """2, since an asynchronous scheduler plans one step while another is computed, or one for each
+    of more pipeline stages.
+    """
 
     @property
     def most_blocks(self) -> int:
@@ -58,18 +59,17 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory of which a share may be used: `utilization` of `of_bytes`.
-
-    The cache gets that share less `used_bytes`, which are in use, and less `activation_bytes`,
-    which the largest step needs besides weights and cache. `of_what` completes the sentence
-    "64 GiB ...".
+    """Memory of which a share may be used: `utilization` of `of_bytes`. The cache gets that share
+    less what is in use, and less what activations take.
     """
 
     of_bytes: int
     utilization: float
     activation_bytes: int
+    """What the largest step needs besides weights and cache."""
     used_bytes: int = 0
     of_what: str = "available after loading"
+    """What these bytes are, as the end of a sentence that begins with their number."""
 
 
 @dataclass(frozen=True, slots=True)

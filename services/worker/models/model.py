@@ -68,15 +68,7 @@ def wanted_logits(
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory, and its properties.
-
-    `max_model_len`: the longest sequence to serve. `attention`: of each layer that attends, in
-    order, also of those that other pipeline stages compute. `states`: what each recurrent layer
-    keeps. `stage`: the layers of `model`; None: all. `rope_length`: see
-    model_fingerprint. `is_native`: its layers are ours, not transformers'. `is_static`: the
-    operations of a step depend on the number of tokens alone, never on values, so that a device can
-    record them. `lora`: reads adapters; None if the model takes none.
-    """
+    """A decoder in memory, and its properties."""
 
     model: Model
     architecture: str
@@ -85,14 +77,24 @@ class LoadedModel:
     hidden_size: int
     intermediate_size: int
     max_model_len: int
+    """The longest sequence to serve."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
+    """Of each layer that attends, in order, also of those that other pipeline stages compute."""
     states: tuple[StateLayer, ...] = ()
+    """What each recurrent layer keeps."""
     rope_length: int = 0
+    """See model_fingerprint."""
     is_static: bool = False
+    """Whether the operations of a step depend on the number of tokens alone, never on values, so
+    that a device can record them.
+    """
     is_native: bool = True
+    """Whether its layers are those of this package, and not of transformers."""
     stage: StageLayers | None = None
+    """The layers of `model`; None: all."""
     lora: "LoraReader | None" = None
+    """Reads adapters; None if the model takes none."""
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:
@@ -108,17 +110,18 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of loading a model. `max_model_len`: None for the model's own limit. `pooling`: None
-    for a model that generates. `stage` of `num_stages`: the pipeline stage to load. `quantization`:
-    what is quantized at load, in native models alone.
-    """
+    """Options of loading a model."""
 
     max_model_len: int | None
+    """None: the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
+    """None for a model that generates."""
     stage: int = 0
+    """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1
     quantization: QuantizationSetting = QuantizationSetting.AUTO
+    """What is quantized at load, in native models alone."""
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

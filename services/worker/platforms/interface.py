@@ -24,38 +24,41 @@ from services.worker.sampling.grammar import Grammars
 
 @dataclass(frozen=True, slots=True)
 class DraftModelParts:
-    """A draft model in memory. `shape`: of its cache, which has the blocks of the model's. `group`:
-    the model's KV-cache group whose block tables it uses. `fingerprint`: see model_fingerprint.
-    """
+    """A draft model in memory."""
 
     loaded: LoadedModel
     shape: AttentionShape
+    """Of its cache, which has as many blocks as that of the model."""
     group: int
+    """The model's KV-cache group whose block tables it uses."""
     fingerprint: bytes
+    """See model_fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a runner. `lockstep` is None for a worker on its own, `pooler` for a model that
-    generates, `stage` for a whole model, `grammars` where outputs are not constrained.
-    `tier_memory` is that of offloaded blocks, None if there are none; `adapters` is None if
-    none are served, `drafter` if there is no speculation; with a `draft_model` the platform makes
-    the drafter, which needs its cache. `drafter_bytes`: memory of the host that a `drafter` may
-    come to take.
-    """
+    """The parts of a runner, from which a platform makes it."""
 
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
+    """None for a worker on its own."""
     pooler: PromptPooler | None = None
+    """None for a model that generates."""
     stage: PipelineStage | None = None
+    """None for a whole model."""
     tier_memory: Bytes | None = None
+    """That of offloaded blocks; None if there are none."""
     grammars: Grammars | None = None
+    """None where outputs are not constrained."""
     adapters: LoraAdapters | None = None
+    """None if none are served."""
     drafter: Drafter | None = None
+    """None without speculation, and with a `draft_model`, whose drafter the platform makes."""
     drafter_bytes: int = 0
+    """Memory of the host that `drafter` may come to take."""
     draft_model: DraftModelParts | None = None
 
     @property
