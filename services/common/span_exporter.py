@@ -31,9 +31,11 @@ class OtlpExporter(OTLPSpanExporter):
         """Raises NotTaken."""
         if super().export(spans) is SpanExportResult.SUCCESS:
             return SpanExportResult.SUCCESS
-        if not isinstance(self._error, grpc.Call):
-            raise NotTaken(f"{self._collector} was not asked")
-        raise NotTaken(from_peer(self._collector, self._error).message) from self._error
+        error = self._error
+        if not isinstance(error, grpc.Call):
+            raise NotTaken(f"{self._collector} was not asked", may_retry=True)
+        may_retry = error.code() in self._retryable_error_codes
+        raise NotTaken(from_peer(self._collector, error).message, may_retry=may_retry) from error
 
     def _initialize_channel_and_stub(self) -> None:
         super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ class DropReason(Enum):
     QUEUE_FULL = "queue_full"
     """Spans ended faster than the collector took them."""
     NOT_TAKEN = "not_taken"
-    """The collector could not be reached, or refused them, or did not answer in time."""
+    """The collector refused them, or was not there or did not answer for a minute."""
     SHUTDOWN = "shutdown"
     """The service ended before the collector had taken them."""
 
@@ -35,8 +35,8 @@ class SpanOutage:
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool
     ) -> None:
         """To be called after each export: with all drops so far, why this batch was not taken, and
-        whether less than a batch waits. An outage is over when a batch is taken, nothing was
-        dropped since the one before, and less than a batch waits.
+        whether it was and less than a batch waits. An outage is over when that is so, and nothing
+        was dropped since the batch before.
         """
         before, self._num_dropped = self._num_dropped, num_dropped.copy()
         if self._num_dropped != before:

@@ -38,6 +38,8 @@ class StoredTrace:
     num_bytes: int = 0
     root: StoredSpan | None = None
     """The span of the client's request, once that has ended, or of one that runs."""
+    encoded: set[bytes] = field(default_factory=set)
+    """The spans' bytes, where a span may come twice."""
     is_running: bool = False
     """Whether it was made of a request that runs: nothing of it is in the store."""
 
@@ -71,12 +73,15 @@ class TraceStore:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Adds a span to its trace, which may be new. Trace ids are 32 hexadecimal digits."""
+        """Adds a span to its trace, which may be new, unless it is there: a service sends what it
+        had no answer for again. Trace ids are 32 hexadecimal digits.
+        """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
-        if trace.num_bytes + size > self._max_bytes // 8:
+        if span.encoded in trace.encoded or trace.num_bytes + size > self._max_bytes // 8:
             return
         trace.spans.append(span)
+        trace.encoded.add(span.encoded)
         trace.num_bytes += size
         self.num_bytes += size
         if span.role is SpanRole.REQUEST:

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from services.common import span_sender
 from services.common.exposition import Exposition
 from services.common.settings import SettingError
 from services.common.span_outage import DropReason
@@ -158,6 +160,7 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
         cause = f"the collector at {endpoint} is not there"
         # So long it is tried again.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+        monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.4)
     tracing = configure_tracing("gateway", endpoint, 1.0)
     sender = sender_of(tracing)
     make_spans(tracing, 12)
@@ -187,26 +190,54 @@ time.sleep(120)
 """
 
 
-def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel takes connections, and what is sent, and nothing answers."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+@contextmanager
+def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A collector's process and endpoint. Stopped, its kernel takes connections, and what is sent,
+    and nothing answers.
+    """
     arguments = [sys.executable, "-c", STOPPABLE]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            endpoint = process.stdout.readline().strip()
-            process.send_signal(signal.SIGSTOP)
-            tracing = configure_tracing("gateway", endpoint, 1.0)
-            sender = sender_of(tracing)
-            make_spans(tracing, 3)
-            until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 3)
-            make_spans(tracing, 1000)
-            began = time.monotonic()
-            tracing.shutdown()
-            assert time.monotonic() - began < 10  # half a second, on a machine that has time
-            until(lambda: num_accounted(sender) == 1003)
+            yield process, process.stdout.readline().strip()
         finally:
             process.kill()
+
+
+def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.1)
+    with stoppable() as (process, endpoint):
+        process.send_signal(signal.SIGSTOP)
+        tracing = configure_tracing("gateway", endpoint, 1.0)
+        sender = sender_of(tracing)
+        make_spans(tracing, 3)
+        until(lambda: sender.num_dropped[DropReason.NOT_TAKEN] == 3)
+        make_spans(tracing, 1000)
+        began = time.monotonic()
+        tracing.shutdown()
+        assert time.monotonic() - began < 10  # half a second, on a machine that has time
+        until(lambda: num_accounted(sender) == 1003)
+
+
+def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
+    with stoppable() as (process, endpoint):
+        tracing = configure_tracing("gateway", endpoint, 1.0)
+        sender = sender_of(tracing)
+        make_spans(tracing, 1)
+        until(lambda: sender.num_sent == 1)
+        process.send_signal(signal.SIGSTOP)
+        make_spans(tracing, 2 * BATCH + 3)
+        time.sleep(1)  # several times what an export may take
+        assert num_accounted(sender) == 1
+        process.send_signal(signal.SIGCONT)
+        until(lambda: sender.num_sent == 2 * BATCH + 4)
+        tracing.shutdown()
+    assert num_accounted(sender) == 2 * BATCH + 4
+    assert caplog.messages == []
 
 
 def test_metrics_count_spans_by_service(collector: Collector) -> None:

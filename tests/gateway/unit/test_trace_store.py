@@ -1,21 +1,31 @@
 """The store of traces stays within its bounds, and keeps what people look for."""
 
+import itertools
+
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from services.gateway.adapters.traces.tracing import AtMostPerMinute
 from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
 
 
+NUMBERS = itertools.count()
+
+
+def encoded(size: int) -> bytes:
+    """Bytes that no other span has."""
+    return f"{next(NUMBERS):0{size}}".encode()
+
+
 def request(request_id: str = "", size: int = 10) -> StoredSpan:
-    return StoredSpan("gateway", b"x" * size, SpanRole.REQUEST, request_id)
+    return StoredSpan("gateway", encoded(size), SpanRole.REQUEST, request_id)
 
 
 def part(size: int = 10) -> StoredSpan:
-    return StoredSpan("scheduler", b"x" * size)
+    return StoredSpan("scheduler", encoded(size))
 
 
 def step(size: int = 10) -> StoredSpan:
-    return StoredSpan("scheduler", b"x" * size, SpanRole.STEP)
+    return StoredSpan("scheduler", encoded(size), SpanRole.STEP)
 
 
 def kept(store: TraceStore) -> list[str]:
@@ -39,6 +49,17 @@ def test_the_oldest_request_is_dropped_for_a_new_one() -> None:
     assert kept(store) == ["f", "e", "d", "c"]
     assert store.find("a") is None
     assert store.num_bytes == 40
+
+
+def test_a_span_that_comes_twice_is_kept_once() -> None:
+    store = TraceStore(max_traces=4, max_bytes=10_000)
+    first, second = part(), part()
+    for span in (first, second, first, second):
+        store.add("a", span)
+    found = store.find("a")
+    assert found is not None
+    assert found.spans == [first, second]
+    assert store.num_bytes == 20
 
 
 def test_bytes_bound_it_too() -> None:
