@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 _TAIL_LINES = 50
@@ -38,6 +39,10 @@ class ChildSpec:
     """The higher, the more other processes go before it where processors are short."""
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
+    until_drained: Callable[[], Awaitable[None]] | None = None
+    """Of a program that goes on for the children of later stages when it is asked to end, and ends
+    when it is asked again: returns once it has no other work left.
+    """
 
 
 class Child:
@@ -94,6 +99,19 @@ class Child:
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._output), _OUTPUT_GRACE_SECONDS)
         return status
+
+    async def wait_drained(self) -> None:
+        """Returns at its end, or once it goes on for others alone."""
+        ended = asyncio.ensure_future(self.wait())
+        either: set[asyncio.Future[Any]] = {ended}
+        if self.spec.until_drained is not None:
+            either.add(asyncio.ensure_future(self.spec.until_drained()))
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in either:
+                task.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     def terminate(self) -> None:
         if not self.ended:

@@ -1,6 +1,7 @@
 """Readiness and liveness of a service, over grpc.health.v1."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -27,6 +28,15 @@ async def until_ready(address: str) -> None:
             except grpc.aio.AioRpcError:
                 pass  # Nothing listens yet, or the server is ending.
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
+
+
+async def until_silent(address: str) -> None:
+    """Returns once the server at host:port or unix:PATH answers no health checks any more."""
+    request = health_pb2.HealthCheckRequest(service=LIVENESS)
+    async with open_channel(address) as channel:
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in health_pb2_grpc.HealthStub(channel).Watch(request):
+                pass
 
 
 class NoAnswer(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.child import ChildSpec
-from services.cli.health import until_ready
+from services.cli.health import until_ready, until_silent
 from services.cli.replica_variables import metrics_of
 from services.cli.run_directory import ensure_directory
 from services.cli.settings import EVERY_SERVICE, UpSettings, settings_of
@@ -21,6 +21,8 @@ from services.common.settings import as_text, env_prefix
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
+# Where it keeps traces, it takes spans until the others have stopped.
+_GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
 
 _LOOPBACK = "127.0.0.1"
 
@@ -112,6 +114,7 @@ class _Specs:
         given = {setting: value for setting, value in passed.items() if value is not None}
         if self._keeps_traces:
             given = _kept_traces(service, self._addresses, self._environ) | given
+        lingers = self._keeps_traces and service == "gateway"
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
@@ -123,6 +126,7 @@ class _Specs:
             * (_GATEWAY_PATIENCE if service == "gateway" else 1),
             niceness=settings.worker_niceness if service == "worker" else 0,
             prepare=partial(ensure_directory, self._addresses.run_directory),
+            until_drained=partial(until_silent, address) if lingers else None,
         )
 
 
@@ -195,7 +199,10 @@ def _kept_traces(service: str, addresses: Addresses, environ: Mapping[str, str])
     no step but for them.
     """
     if service == "gateway":
-        return {"trace_address": addresses.socket("traces")}
+        return {
+            "trace_address": addresses.socket("traces"),
+            "trace_linger_seconds": _GATEWAY_LINGER_SECONDS,
+        }
     has_ratio = env_prefix(service) + "TRACE_SAMPLE_RATIO" in environ
     ratio = {} if has_ratio else {"trace_sample_ratio": 0.0}
     return {"otlp_endpoint": addresses.socket("traces"), **ratio}

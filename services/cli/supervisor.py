@@ -3,18 +3,21 @@
 All start at once, so that loading overlaps. A child that ends before it was ever ready ends the
 supervisor too. One that ends later, or hangs and is killed, is started again with its team, at once
 the first time and then with growing delays (as by Erlang's supervisors and systemd, but without a
-limit of restarts). At the end the stages stop one after the other, each within its own time; what
-is left after that is killed.
+limit of restarts). At the end the stages stop one after the other, each within its own time, and
+after the last one the children that have gone on for others; what is left after that is killed.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from services.cli.child import Child, ChildSpec, describe_exit
 from services.cli.liveness import LivenessPolicy, until_hung
+
+_LAST_STOP_SECONDS = 0.9
+"""How long a child that has drained may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +147,8 @@ class Supervisor:
             await asyncio.gather(*tasks, announcer, return_exceptions=True)
             for stage in self._stages:
                 await self._stop_stage(stage)
+            drained = [child for child in self._children.values() if not child.ended]
+            await self._stop(drained, _LAST_STOP_SECONDS, Child.wait)
 
     async def _announce(self) -> None:
         for event in self._was_ready.values():
@@ -227,20 +232,29 @@ class Supervisor:
             for spec in stage.specs
             if (child := self._children.get(spec.name)) is not None and not child.ended
         ]
+        for child in children:
+            self._observer.stopping(child.spec.name)
+        await self._stop(children, stage.stop_seconds, Child.wait_drained)
+
+    async def _stop(
+        self,
+        children: Sequence[Child],
+        stop_seconds: float,
+        until_stopped: Callable[[Child], Coroutine[Any, Any, object]],
+    ) -> None:
         if not children:
             return
         for child in children:
-            self._observer.stopping(child.spec.name)
             child.terminate()
-        ends = [asyncio.create_task(child.wait()) for child in children]
-        await self._until_ended(asyncio.gather(*ends), stage.stop_seconds)
-        for child in children:
-            if not child.ended:
-                self._observer.killed(child.spec.name, stage.stop_seconds)
+        stops = [asyncio.create_task(until_stopped(child)) for child in children]
+        await self._until_ended(asyncio.gather(*stops), stop_seconds)
+        for child, stopped in zip(children, stops, strict=True):
+            if not stopped.done():
+                self._observer.killed(child.spec.name, stop_seconds)
                 child.kill()
-        await asyncio.gather(*ends)
+        await asyncio.gather(*stops)
 
-    async def _until_ended(self, ended: asyncio.Future[list[int]], stop_seconds: float) -> None:
+    async def _until_ended(self, ended: asyncio.Future[Any], stop_seconds: float) -> None:
         """Waits until the children have ended, the time is over, or `kill_now` is set."""
         kill_now = asyncio.ensure_future(self.kill_now.wait())
         either: set[asyncio.Future[Any]] = {ended, kill_now}

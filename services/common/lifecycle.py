@@ -92,7 +92,7 @@ def _end(status: int) -> NoReturn:
 
 
 def _request_stop(stop: asyncio.Event, signum: int) -> None:
-    logger.info("%s: draining", signal.Signals(signum).name)
+    logger.info("%s: stopping", signal.Signals(signum).name)
     stop.set()
 
 

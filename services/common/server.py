@@ -125,11 +125,15 @@ class GrpcServer:
         """
         self._stopping = asyncio.create_task(self._server.stop(grace_seconds))
 
-    async def drain(self, grace_seconds: float) -> None:
-        """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
+    async def end_calls(self, grace_seconds: float) -> None:
+        """As `drain`, while health goes on being served at its own address."""
         self._draining = True
         await self.set_ready(False)
         await self._server.stop(grace_seconds)
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
+        await self.end_calls(grace_seconds)
         if self._health_server is not None:
             await self._health_server.stop(0)
 

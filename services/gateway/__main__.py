@@ -148,6 +148,8 @@ class Gateway:
             trace_address = await self._start_otlp()
         except StepwellError:
             await self._stop_servers(0)
+            await self._grpc.drain(0)
+            await self._stop_otlp(0)
             raise
         self._tasks = [
             asyncio.create_task(self.parts.links.run()),
@@ -175,14 +177,18 @@ class Gateway:
 
     async def _stop_servers(self, grace_seconds: float) -> None:
         http = [server for server in (self._http, self._admin) if server is not None]
-        grpc = [server for server in (self._grpc, self._otlp) if server is not None]
         await asyncio.gather(
-            *(server.drain(grace_seconds) for server in grpc),
-            *(server.stop(grace_seconds) for server in http),
+            self._grpc.end_calls(grace_seconds), *(server.stop(grace_seconds) for server in http)
         )
 
-    async def drain(self) -> None:
-        """Lets requests finish within the drain time, then ends those that have not.
+    async def _stop_otlp(self, grace_seconds: float) -> None:
+        if self._otlp is not None:
+            await self._otlp.drain(grace_seconds)
+
+    async def drain(self, stop: asyncio.Event | None = None) -> None:
+        """Lets requests finish within the drain time, then ends those that have not. When nothing
+        is left, health ends; then the spans of other services are taken for `trace_linger_seconds`,
+        or until `stop` is set.
 
         Clients are told to connect elsewhere: connections end when nothing runs on them. Meanwhile
         health is not ready, and requests that still come over HTTP are refused as unavailable.
@@ -202,14 +208,23 @@ class Gateway:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._grpc.drain(0)
+        if self._otlp is not None and stop is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.trace_linger_seconds):
+                    await stop.wait()
+        await self._stop_otlp(_LAST_ANSWERS_SECONDS)
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains. A defect in the background ends it, too."""
+        """Serves until `stop` is set, then drains, until it is set again. A defect in the
+        background ends it, too.
+        """
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((stopped, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
         failed = [task for task in self._tasks if task.done()]
-        await self.drain()
+        stop.clear()
+        await self.drain(None if failed else stop)
         for task in failed:
             task.result()
 

@@ -148,6 +148,12 @@ class GatewaySettings(ServiceSettings):
         "one; 0: as many as --trace-sample-ratio says",
         check=at_least(0),
     )
+    trace_linger_seconds: float = setting(
+        0.0,
+        doc="after the drain, how long spans are still taken of services that stop later; another "
+        "SIGTERM ends it",
+        check=at_least(0),
+    )
     tls_cert_file: Path | None = setting(
         None,
         doc="certificate chain (PEM) that clients are shown, over HTTP and gRPC (default: no TLS)",

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from services.cli.child import ChildSpec
-from services.cli.health import until_ready
+from services.cli.health import until_ready, until_silent
 from services.cli.run_directory import ensure_directory
 from services.cli.supervisor import Supervisor
 
@@ -27,6 +27,25 @@ print(name, "serves", flush=True)
 open(ready, "w").close()
 while True:
     time.sleep(60)
+"""
+
+# Answers health checks until the first SIGTERM, writes its name to the journal at each, and ends at
+# the second.
+LINGER = """
+import asyncio, signal, sys
+from services.common.server import GrpcServer
+async def main():
+    name, address, journal = sys.argv[1:]
+    server, asked = GrpcServer(), asyncio.Semaphore(0)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.release)
+    await server.start(address)
+    await server.set_ready(True)
+    for _ in range(2):
+        await asked.acquire()
+        with open(journal, "a") as file:
+            file.write(name + "\\n")
+        await server.drain(0)
+asyncio.run(main())
 """
 
 # Answers health checks. SIGUSR1 makes it say that it cannot go on, SIGUSR2 stops its event loop.
@@ -72,6 +91,18 @@ def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
     ready = directory / f"{name}.ready"
     return program(
         name, SERVE, ready, name, str(ready), str(directory / "journal"), str(stop_seconds)
+    )
+
+
+def lingering_server(name: str, directory: Path) -> ChildSpec:
+    """A child that goes on until it is asked to end a second time; `journal` as of `server`."""
+    address = f"unix:{directory / name}.sock"
+    return ChildSpec(
+        name=name,
+        command=(sys.executable, "-c", LINGER, name, address, str(directory / "journal")),
+        environ=os.environ,
+        until_ready=partial(until_ready, address),
+        until_drained=partial(until_silent, address),
     )
 
 

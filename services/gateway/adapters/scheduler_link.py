@@ -26,7 +26,7 @@ from services.gateway.adapters.converters import (
 )
 from services.gateway.adapters.scheduler_admin import SchedulerAdmin
 from services.gateway.core.inflight import Inflight
-from services.gateway.core.replica import Replica
+from services.gateway.core.replica import ENDED_HERE, Replica
 
 if TYPE_CHECKING:
     from services.common.tls import Tls
@@ -149,7 +149,7 @@ class SchedulerLink:
         hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id)
         self._post(scheduler_pb2.SessionRequest(open=hello))
         writer = asyncio.create_task(self._write(call))
-        reason = "this gateway ended the session"
+        reason = ENDED_HERE
         try:
             await self._read(call, replica)
             reason = "the scheduler ended the session"

@@ -26,6 +26,9 @@ from services.gateway.core.sequence_trace import ResubmitCause
 
 logger = logging.getLogger(__name__)
 
+ENDED_HERE = "this gateway ended the session"
+"""Why a session ended, where nothing is wrong."""
+
 _MAX_HANDLE = 2**32
 
 
@@ -301,7 +304,8 @@ class Replica:
     def closed(self, reason: str) -> None:
         """The session ended, or none could be opened: what was there is lost."""
         if self.is_connected:
-            logger.warning("session with scheduler %s ended: %s", self.address, reason)
+            level = logging.INFO if reason is ENDED_HERE else logging.WARNING
+            logger.log(level, "session with scheduler %s ended: %s", self.address, reason)
             self._disconnected_since = self._clock.time()
         self._why_disconnected = reason
         self.is_connected = False

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from services.cli.supervisor import RestartPolicy, Stage, StartFailed, Supervisor
-from tests.cli.children import IGNORE_SIGTERM, Journal, is_running, program, server, started, until
+from tests.cli.children import (
+    IGNORE_SIGTERM,
+    Journal,
+    is_running,
+    lingering_server,
+    program,
+    server,
+    started,
+    until,
+)
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 
@@ -152,6 +161,23 @@ async def test_stages_stop_one_after_the_other(tmp_path: Path) -> None:
     order = (tmp_path / "journal").read_text().split()
     assert order[:2] == ["gateway", "scheduler"]
     assert sorted(order[2:]) == ["pool", "worker"]
+
+
+async def test_a_child_that_goes_on_for_the_others_ends_after_them(tmp_path: Path) -> None:
+    stages = [
+        Stage((lingering_server("gateway", tmp_path),), 60),
+        Stage((server("scheduler", tmp_path, stop_seconds=0.2),), 60),
+    ]
+    journal = Journal()
+    supervisor = Supervisor(stages, journal)
+    running = await started(supervisor)
+
+    supervisor.stop.set()
+    await running
+
+    assert (tmp_path / "journal").read_text().split() == ["gateway", "scheduler", "gateway"]
+    assert journal.stops == ["gateway", "scheduler"]
+    assert not is_running(supervisor.pid("gateway"))
 
 
 async def test_a_child_that_ignores_sigterm_is_killed_in_time(tmp_path: Path) -> None:

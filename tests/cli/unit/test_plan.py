@@ -155,6 +155,7 @@ def test_without_a_collector_the_gateway_keeps_traces(tmp_path: Path) -> None:
     gateway = services.pop("gateway")
     assert (gateway.trace_address, gateway.otlp_endpoint) == ("unix:/run/stepwell/traces.sock", "")
     assert (gateway.trace_sample_ratio, gateway.trace_store_max_per_minute) == (1, 12)
+    assert gateway.trace_linger_seconds > 0, "it takes the spans of the others until they stop"
     for service in services.values():
         assert service.otlp_endpoint == gateway.trace_address
         assert service.trace_sample_ratio == 0  # steps are traced for requests alone

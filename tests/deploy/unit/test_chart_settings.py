@@ -24,6 +24,7 @@ LEFT_OUT = {
     # collector: there may be several gateways, and each would keep what it is sent.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_bytes", "trace_store_max_per_minute"),
+        "trace_linger_seconds",
     },
     "scheduler": set[str](),
     # The pool is reached by a Unix socket alone, and its scheduler serves its metrics.

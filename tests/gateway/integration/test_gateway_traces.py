@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from services.common.settings import SettingError
@@ -17,7 +18,7 @@ from services.gateway.settings import GatewaySettings
 from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import bearer
-from tests.gateway.serving import Serving, serving, until
+from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.plain_http import async_http_client
 from tests.traceparents import traceparent_of
 
@@ -76,6 +77,23 @@ async def test_spans_of_all_services_are_one_tree(model: Path) -> None:
         second = trace["spans"][engine + 3]
         assert second["attributes"] == {"stepwell.wait_reason": "budget"}
         assert "a secret" not in read.text
+
+
+async def test_spans_are_taken_after_the_drain_until_a_second_stop(model: Path) -> None:
+    async with keeping(model, trace_linger_seconds=60.0) as (served, store):
+        stop = asyncio.Event()
+        stop.set()
+        serving_on = asyncio.create_task(served.gateway.serve_until(stop))
+        await until(lambda: served.gateway.membership.num_ready == 0)
+        with pytest.raises(httpx.ConnectError):
+            await served.http.get("/health")
+        async with other_service(served.trace_address) as tracing:
+            tracing.start("a step").end()
+        assert len(store) == 1
+        stop.set()
+        await asyncio.wait_for(serving_on, DEADLINE_SECONDS)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(*served.trace_address.split(":"))
 
 
 async def test_requests_are_listed_and_steps_are_not(model: Path) -> None:

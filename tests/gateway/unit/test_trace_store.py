@@ -7,7 +7,6 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from services.gateway.adapters.traces.tracing import AtMostPerMinute
 from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
 
-
 NUMBERS = itertools.count()
 
 
