@@ -14,12 +14,15 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from opentelemetry.proto.trace.v1 import trace_pb2
 from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2_grpc
 
 from services.common import names
+from services.common.channel import open_channel
 from tests.e2e.conftest import DEMO
 from tests.e2e.inference import connect, generate, request
 from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.e2e.stack import Stack, wait_for
+from tests.scheduler.serving_replica import Gateway, sampling
 
 PROMPT = "class Point:"
 TOO_COMPLEX = ".*a.{200}b.{200}c"
@@ -120,6 +123,26 @@ async def test_parameters_that_leave_no_later_token_end_a_stream(http: httpx.Asy
     assert first["choices"][0]["text"] == "."
     assert last["error"]["code"] == "no_conforming_token"
     assert "conforms after 1 tokens" in last["error"]["message"]
+
+
+async def test_what_only_the_worker_refuses_is_the_clients_error(
+    demo: Stack, http: httpx.AsyncClient
+) -> None:
+    """The scheduler itself is asked: a gateway of its version refuses such a grammar."""
+    (replica,) = (await http.get("/status")).json()["replicas"]
+    wrong = common_pb2.StructuredOutputs(kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text="(")
+    async with open_channel(replica["address"]) as channel:
+        gateway = Gateway(scheduler_pb2_grpc.SchedulerStub(channel))
+        await gateway.open()
+        await gateway.add(1, [5, 6, 7], sampling=sampling(structured_outputs=wrong))
+        await gateway.finish(1)
+        await gateway.close()
+    finished = gateway.heard[1].finished
+    assert finished is not None
+    assert finished.reason == common_pb2.FINISH_REASON_GRAMMAR_ERROR
+    assert finished.message.startswith("structured_outputs: regex: ")
+    assert "unclosed group" in finished.message
+    assert any("a request ends: structured_outputs" in line for line in demo.output)
 
 
 async def test_over_grpc_it_is_an_invalid_argument(demo: Stack) -> None:

@@ -106,10 +106,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.PrepareGrammarRequest,
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.PrepareGrammarResponse:
-        """Refuses an empty text."""
+        """Refuses "(" alone."""
         self.prepared.append(request.structured_outputs.text)
-        if not request.structured_outputs.text:
-            raise InvalidArgument("the text is empty")
+        if request.structured_outputs.text == "(":
+            raise InvalidArgument("unclosed group")
         return worker_pb2.PrepareGrammarResponse()
 
     async def Execute(  # noqa: N802

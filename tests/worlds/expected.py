@@ -104,7 +104,9 @@ def check_answer(
             assert arrival.breaks_workers_at is not None
         case FinishReason.KV_LOAD_FAILED:
             assert world.config.kv_load_failure_policy is KVLoadFailurePolicy.FAIL
-        case FinishReason.ERROR if arrival.grammar is not None and arrival.grammar.error:
+        case FinishReason.GRAMMAR_ERROR:
+            assert arrival.grammar is not None
+            assert arrival.grammar.error
             assert not delivered
         case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
             # Also after a preemption: an item has been computed in another size meanwhile.

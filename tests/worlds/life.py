@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
+from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.telemetry import configure_tracing
 from services.scheduler.adapters.activity import WatchedSteps
@@ -157,7 +158,7 @@ class Life:
         for due, request, is_failed in self._compiling:
             if due == tick:
                 error = "it cannot be compiled" if is_failed else ""
-                self.engine.grammar_compiled(request, error)
+                self.engine.grammar_compiled(request, error, FinishReason.GRAMMAR_ERROR)
         while self._events and self._events[0].tick <= tick:
             self._suffer(self._events.popleft())
         if tick == self.world.last_tick + 1:

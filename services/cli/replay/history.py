@@ -34,6 +34,8 @@ class GrammarCompiled:
 
     key: RequestKey
     error: str
+    reason: FinishReason
+    """How the request ends for an error."""
 
 
 Event = Request | NextChunk | Abort | GrammarCompiled | PauseMode | str

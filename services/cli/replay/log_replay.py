@@ -125,7 +125,8 @@ class LogReplay(SchedulerRun):
                 return Abort(self._unfinished(entry["key"]).key, reason)
             case "grammar_compiled":
                 key = self._unfinished(entry["key"]).key
-                return GrammarCompiled(key, entry["error"].text())
+                reason = entry.get("reason", FinishReason.ERROR.value).member(FinishReason)
+                return GrammarCompiled(key, entry["error"].text(), reason)
         return call
 
     async def _apply(self, event: Event) -> None:

@@ -40,7 +40,8 @@ class SchedulerRun:
             self.scheduler.add_chunk(self.requests[event.key], event.chunk)
         elif isinstance(event, GrammarCompiled):
             if event.key in self.requests:
-                self.scheduler.grammar_compiled(self.requests[event.key], event.error)
+                request = self.requests[event.key]
+                self.scheduler.grammar_compiled(request, event.error, event.reason)
         elif isinstance(event, PauseMode):
             self.scheduler.pause(event)
         elif event == "resume":

@@ -1,6 +1,7 @@
 """Compiles what outputs are to conform to, at the edge, to refuse what cannot be compiled."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,10 @@ from services.common.structured_outputs import FIELD, StructuredOutputs, invalid
 if TYPE_CHECKING:
     from services.common.grammar_compiler import GrammarCompiler
 
+MAX_COMPILE_SECONDS = 2.0
+"""Most processor time of one compilation that is accepted. Only here: what is judged twice by time
+may be accepted here and refused by a worker.
+"""
 _MAX_WAITING = 64
 _MAX_KEPT = 256
 
@@ -62,7 +67,11 @@ class GrammarJudge:
     def _judge(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
         """Why it cannot be compiled; empty if it can be. In the thread."""
         try:
-            self._compiler_of(vocabulary).compile(wanted)
+            compiler = self._compiler_of(vocabulary)
+            began = time.thread_time()
+            compiler.compile(wanted)
+            if time.thread_time() - began > MAX_COMPILE_SECONDS:
+                raise invalid(f"{wanted.kind.value}: takes too long to compile")
         except InvalidArgument as error:
             return error.message
         return ""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, StepwellError
+from services.common.finish_reason import FinishReason
 from services.common.structured_outputs import StructuredOutputs
 from services.scheduler.adapters.adapter_loader import AdapterLoader
 from services.scheduler.core.grammar import GrammarStatus
@@ -39,9 +40,12 @@ class GrammarPreparation:
         self,
         workers: GrammarWorkers,
         adapters: AdapterLoader,
-        compiled: Callable[[Request, str], None],
+        compiled: Callable[[Request, str, FinishReason], None],
     ) -> None:
-        """`compiled` is called with a request and why something cannot be prepared, or ""."""
+        """`compiled` is called with a request and why something cannot be prepared, or "", and how
+        the request ends for that: what a worker refuses to compile is the client's error, as it is
+        where the edge refuses it.
+        """
         self._adapters = adapters
         self._workers = workers
         self._compiled = compiled
@@ -71,10 +75,12 @@ class GrammarPreparation:
     async def _prepare(
         self, request: Request, wanted: StructuredOutputs | None, adapter: Adapter | None
     ) -> None:
-        error = "" if adapter is None else await self._adapters.load_for(request, adapter)
+        error, reason = "", FinishReason.ERROR
+        if adapter is not None:
+            error = await self._adapters.load_for(request, adapter)
         if wanted is not None and not error:
-            error = await self._error(wanted)
-        self._compiled(request, error)
+            error, reason = await self._error(wanted), FinishReason.GRAMMAR_ERROR
+        self._compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
         """Why a grammar cannot be compiled; empty once it is, or will be when its request runs: by

@@ -119,11 +119,13 @@ class EngineCore:
         else:
             self._wake.set()
 
-    def grammar_compiled(self, request: Request, error: str = "") -> None:
-        """Notes that the workers have the grammar of a request, or why they cannot have it, before
-        the next step is planned.
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it and how
+        the request is to end for that, before the next step is planned.
         """
-        self._changes.grammar_compiled(request, error)
+        self._changes.grammar_compiled(request, error, reason)
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:

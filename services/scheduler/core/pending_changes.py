@@ -25,7 +25,7 @@ class PendingChanges:
         self._scheduler = scheduler
         self._observer = observer
         self._tell_ended = tell_ended
-        self._compiled: dict[Request, str] = {}
+        self._compiled: dict[Request, tuple[str, FinishReason]] = {}
         self._chunks: list[tuple[Request, InputChunk | None]] = []
         self._ends: dict[Request, FinishReason] = {}
 
@@ -40,9 +40,9 @@ class PendingChanges:
         """Requests are to end. QUEUE_TIMEOUT ends only those that were never scheduled by then."""
         self._ends |= dict.fromkeys(requests, reason)
 
-    def grammar_compiled(self, request: Request, error: str) -> None:
-        """The workers have the grammar of a request, or cannot have it."""
-        self._compiled[request] = error
+    def grammar_compiled(self, request: Request, error: str, reason: FinishReason) -> None:
+        """The workers have the grammar of a request, or cannot have it, for which it ends."""
+        self._compiled[request] = error, reason
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """A session has its next input, or is to end."""
@@ -59,8 +59,8 @@ class PendingChanges:
             self._observer.arrived(arrivals)
         if self._compiled:
             compiled, self._compiled = self._compiled, {}
-            for request, error in compiled.items():
-                self._scheduler.grammar_compiled(request, error)
+            for request, (error, reason) in compiled.items():
+                self._scheduler.grammar_compiled(request, error, reason)
         if self._chunks:
             self._apply_chunks()
         if self._ends:

@@ -96,10 +96,13 @@ class RecordingScheduler(Scheduler):
             super().abort(request, reason)
             self._record({"call": "abort", "key": request.key, "reason": reason.value})
 
-    def grammar_compiled(self, request: Request, error: str = "") -> None:
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
         if not request.is_finished:
-            self._record({"call": "grammar_compiled", "key": request.key, "error": error})
-        super().grammar_compiled(request, error)
+            entry = {"call": "grammar_compiled", "key": request.key, "error": error}
+            self._record(entry | ({"reason": reason.value} if error else {}))
+        super().grammar_compiled(request, error, reason)
 
     def pause(self, mode: PauseMode) -> None:
         self._record({"call": "pause", "mode": mode.value})

@@ -115,6 +115,8 @@ class Request(ComputedTokens):
     """
     error: str = ""
     """What went wrong, if something did that concerns no other request."""
+    error_reason: FinishReason = FinishReason.ERROR
+    """How it ends for that, if it has not yet run."""
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

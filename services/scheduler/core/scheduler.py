@@ -160,13 +160,18 @@ class Scheduler:
             and not self._kv_cache_manager.has_operations
         )
 
-    def grammar_compiled(self, request: Request, error: str = "") -> None:
-        """Notes that the workers have the grammar of a request, or why they cannot have it. Does
-        nothing if the request has ended.
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it and how
+        the request is to end for that. Does nothing if it has ended.
         """
-        if not request.is_finished:
-            request.grammar = GrammarStatus.FAILED if error else GrammarStatus.READY
-            request.error = error
+        if request.is_finished:
+            return
+        request.grammar = GrammarStatus.READY
+        if error:
+            request.grammar = GrammarStatus.FAILED
+            request.error, request.error_reason = error, reason
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ends a request, whether it runs or waits. Does nothing if it has ended."""

@@ -117,7 +117,7 @@ class StepUpdate:
         failed = [request for request in failures if not request.is_finished]
         failed.sort(key=lambda request: request.key)
         for request in failed:
-            request.fail(failures[request])
+            request.fail(failures[request], request.error_reason)
             self._state.remove(request)
         return failed
 

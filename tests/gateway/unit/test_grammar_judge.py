@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.grammar_compiler import GrammarCompiler
 from services.common.structured_outputs import (
     MAX_DEPTH,
     MAX_TEXT_BYTES,
     StructuredOutputs,
     StructuredOutputsKind,
 )
+from services.gateway.adapters import grammar_judge
 from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from tests.gateway.tiny_tokenizer import write_tokenizer
@@ -133,6 +135,16 @@ async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
     took = time.process_time() - began
     assert took < 8
     assert turns > took / 0.1
+
+
+async def test_what_takes_too_long_is_refused_here_alone(
+    judge: GrammarJudge, tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker whose processor is slower than this one's must not refuse what is accepted here."""
+    monkeypatch.setattr(grammar_judge, "MAX_COMPILE_SECONDS", 0.0)
+    assert "takes too long to compile" in await verdict(judge, REGEX, "[a-z]{1,30}")
+    compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE, [0])
+    assert not compiler.compile(StructuredOutputs(REGEX, "[a-z]{1,30}")).is_error()
 
 
 async def test_no_more_wait_than_are_compiled_in_a_while(judge: GrammarJudge) -> None:

@@ -70,6 +70,20 @@ async def test_a_prefix_that_is_cached_is_said_at_admission(gateway: Gateway) ->
     assert gateway.heard[1].tokens == gateway.heard[2].tokens
 
 
+async def test_a_grammar_that_a_worker_refuses_is_the_clients_error(
+    replica: Replica, gateway: Gateway
+) -> None:
+    regex = common_pb2.StructuredOutputs(kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text="(")
+    await gateway.add(1, prompt(9), sampling=sampling(structured_outputs=regex))
+    await gateway.finish(1)
+    heard = gateway.heard[1]
+    assert heard.finished is not None
+    assert heard.finished.reason == common_pb2.FINISH_REASON_GRAMMAR_ERROR
+    assert heard.finished.message == "unclosed group"
+    assert heard.tokens == []
+    await replica.until_idle()
+
+
 async def test_a_stop_token_is_named(gateway: Gateway) -> None:
     said = continuation(prompt(9), 8)
     await gateway.add(1, prompt(9), sampling=sampling(stop_token_ids=[said[2]]))

@@ -7,6 +7,7 @@ import pytest
 
 from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, StepwellError, Unavailable
+from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.sampling import SamplingParams
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
@@ -46,10 +47,11 @@ class Preparing:
         self.compiled: asyncio.Queue[tuple[Request, str]] = asyncio.Queue()
         compiled = self.compiled
 
-        def note(request: Request, error: str) -> None:
+        def note(request: Request, error: str, reason: FinishReason) -> None:
+            assert reason is FinishReason.GRAMMAR_ERROR
             compiled.put_nowait((request, error))
 
-        adapters = AdapterLoader(self.workers, 2, lambda: (), note)
+        adapters = AdapterLoader(self.workers, 2, lambda: (), lambda *_: None)
         self.preparation = GrammarPreparation(self.workers, adapters, note)
 
     def begin(self, wanted: StructuredOutputs | None) -> Request:

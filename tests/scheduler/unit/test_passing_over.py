@@ -206,11 +206,12 @@ async def test_a_grammar_that_cannot_be_compiled_ends_the_request_alone() -> Non
     story = Story()
     failing = [add(story, name, grammar=GrammarStatus.COMPILING) for name in "ab"]
     other = add(story, "c", max_tokens=2)
-    for request in reversed(failing):
-        story.scheduler.grammar_compiled(request, f"{request.request_id}: no such rule")
+    reasons = [FinishReason.GRAMMAR_ERROR, FinishReason.ERROR]
+    for request, reason in reversed(list(zip(failing, reasons, strict=True))):
+        story.scheduler.grammar_compiled(request, f"{request.request_id}: no such rule", reason)
     told = await story.step()
     assert list(told.tokens) == ["c", "a", "b"], "in the order of their arrival"
-    assert [request.finish_reason for request in failing] == [FinishReason.ERROR] * 2
+    assert [request.finish_reason for request in failing] == reasons
     assert [request.error for request in failing] == ["a: no such rule", "b: no such rule"]
     await story.run()
     assert other.num_output_tokens == 2
@@ -293,7 +294,7 @@ async def test_a_log_tells_grammars_and_what_they_refuse() -> None:
     first = add(story, "a", grammar=GrammarStatus.COMPILING)
     story.scheduler.grammar_compiled(first)
     second = add(story, "b", grammar=GrammarStatus.COMPILING)
-    story.scheduler.grammar_compiled(second, "no such rule")
+    story.scheduler.grammar_compiled(second, "no such rule", FinishReason.GRAMMAR_ERROR)
     plan = await story.scheduler.schedule()
     assert story.scheduler.end_failed() == [second]
     output = replace(
