@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallRecords:
-    """Begins and ends them."""
+    """Begins and ends records."""
 
     def __init__(self, recorder: RequestRecorder) -> None:
         self._recorder = recorder

@@ -129,18 +129,18 @@ class RequestRecord:
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:
-        """The client named it in its body."""
+        """Takes the name that the client gives the request in its body."""
         self.request_id = self.log_fields["request_id"] = request_id
 
     def enter(self, part: Part) -> None:
         self.timeline.enter(part)
 
     def wait(self, reason: str) -> None:
-        """It waits here for what the reason names."""
+        """Notes that the request waits here, for what the reason names."""
         self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: reason})
 
     def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
-        """It ends with an error; the first one counts."""
+        """Notes the error with which the request ends; the first one counts."""
         if not self.error_type:
             self.error_type, self.error_message = error_type, message
             self.is_failure = is_failure

@@ -70,14 +70,14 @@ class RequestRecorder:
         return record
 
     def end_soon(self, record: RequestRecord) -> None:
-        """The call is over. Its spans and its line are made in the next turn of the event loop: the
-        status of a gRPC call is sent once its handler has returned, and would wait for them.
+        """Ends a record in the next turn of the event loop: the status of a gRPC call is sent once
+        its handler has returned, and would wait for spans and log line.
         """
         record.timeline.end()
         asyncio.get_running_loop().call_soon(self.end, record)
 
     def end(self, record: RequestRecord) -> None:
-        """The call is over."""
+        """Ends the record of a call: decides on its spans, and logs it."""
         self.running.pop(record.root_span_id, None)
         record.timeline.end()
         if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):

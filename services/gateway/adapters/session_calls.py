@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class SessionCalls:
-    """Serves them: reads a turn, answers it, and only then reads the next one."""
+    """Serves such calls: reads a turn, answers it, and only then reads the next one."""
 
     def __init__(
         self,

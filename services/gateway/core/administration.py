@@ -41,7 +41,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call at one replica: `said` is its answer, or `error` why there is none."""
+    """What became of a call at one replica: its answer, `said`, or the `error`."""
 
     address: str
     said: Said = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Sessions of clients: a prompt that grows turn by turn, by what the client adds and what is
 generated.
 
-What a session is stands here alone: its tokens. Between two turns its replica keeps the blocks of
-them, and a place to go on at once; if it cannot, the next turn is a request like any other, with
+A session is its tokens, and only the gateway has them. Between two turns its replica keeps their
+blocks, and a place to go on at once; if it cannot, the next turn is a request like any other, with
 all the tokens.
 """
 
@@ -28,17 +28,21 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldSession:
-    """What a replica keeps of a session: its first `num_tokens` tokens, under a handle."""
+    """What a replica keeps of a session between two turns. The last three fields are those of its
+    last turn.
+    """
 
     holder: Holder
     handle: int
+    """By which the replica knows it."""
     num_tokens: int
+    """The first so many tokens of the session are kept."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
 
     def fits(self, request: EngineRequest) -> bool:
-        """Whether a turn may go on from there: the rest of a request is that of the first turn."""
+        """Whether a turn may go on from there: its request must be the last turn's, but longer."""
         return (
             self.num_tokens < len(request.prompt_token_ids)
             and not request.skip_reading_prefix_cache
@@ -84,8 +88,8 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """The turn of this number, counted from 0, begins. Raises FailedPrecondition if another one
-        runs, or came before it.
+        """Begins a turn, by its number from 0. Raises FailedPrecondition if another one runs, or
+        came before it.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -98,8 +102,8 @@ class ClientSession:
         self._sessions.turn_began(self)
 
     def end_turn(self, token_ids: list[int] | None) -> None:
-        """The turn is over, and the session has these tokens; None if it was not completed: then
-        the session is as it was before.
+        """Ends the turn: the session has these tokens from here on, or those that it had before if
+        the turn was not completed (None).
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -120,7 +124,7 @@ class ClientSession:
             held.release()
 
     def hold(self, held: HeldSession) -> None:
-        """A replica keeps the session from here on."""
+        """Notes that a replica keeps the session; a session that has ended is released there."""
         if self.ended is None:
             self.held = held
         else:

@@ -114,12 +114,12 @@ class ClientSessions:
     # What sessions report.
 
     def turn_began(self, session: ClientSession) -> None:
-        """The time that the session may be idle is over."""
+        """Stops the timer of a session that was idle."""
         if (timer := self._timers.pop(session.session_id, None)) is not None:
             timer.cancel()
 
     def turn_ended(self, session: ClientSession) -> None:
-        """The time that the session may be idle begins."""
+        """Starts the timer of a session that is idle."""
         if session.ended is None:
             self._watch(session)
 

@@ -12,8 +12,8 @@ from services.gateway.core.delta import Delta, parts_of
 from services.gateway.core.generation import Answer, Generation
 from services.gateway.core.ports import DeltaSource, Source
 
-# So many tokens are turned into text before anything else happens on the event loop.
 TOKENS_AT_A_TIME = 128
+"""So many tokens are turned into text before anything else happens on the event loop."""
 
 
 class Sink(Protocol):
@@ -24,10 +24,10 @@ class Sink(Protocol):
         """Whether `put` may be called now; else after `drain`."""
 
     def put(self, added: list[Piece]) -> None:
-        """Takes what was added to the answers; nothing where a sequence left the queue."""
+        """Takes what was added to answers, an empty list where a sequence was only scheduled."""
 
     async def drain(self) -> None:
-        """Waits until the sink is ready again, and whatever it was given is passed on."""
+        """Passes on all that the sink was given, and returns when it is ready again."""
 
 
 class Delivery:
@@ -90,7 +90,7 @@ class Delivery:
             self.close()
 
     def end(self, error: StepwellError) -> None:
-        """Has `run` raise an error, but for what is being drained then."""
+        """Has `run` raise an error, once the sink is drained if it is being drained."""
         if self._error is None:
             self._error = error
         self._wake()
@@ -107,7 +107,9 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """Puts what is there, unless the task is at work; wakes it if it is to go on."""
+        """Puts the next part of what came, unless the task is at work; wakes the task if it is to
+        go on.
+        """
         self._is_due = False
         if self._wanted is None or self._wanted.done():
             return
@@ -120,7 +122,7 @@ class Delivery:
 
     def _put_next(self) -> bool:
         """Puts the next part of what came; returns whether the task is to go on. After one of
-        several parts it is called again soon: more may have come of which it was told before.
+        several parts it is called again soon.
         """
         assert self._source is not None
         if self._parts:

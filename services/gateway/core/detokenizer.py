@@ -19,18 +19,17 @@ from collections.abc import Sequence
 from services.gateway.core.ports import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-# A character has at most four bytes, hence at most four tokens.
 _MAX_TOKENS_OF_CHARACTER = 4
+"""A character has at most four bytes, hence at most four tokens."""
 _CONTEXT_TOKENS = 6
+"""Tokens of the prompt with which a window begins."""
 _MAX_SILENT_TOKENS = 24
+"""So many tokens in a row that make no text are dropped from a window."""
 _SPACE = 0x20
 
 
 class ByteDetokenizer:
-    """Text of one sequence, piece by piece, for tokenizers whose tokens are byte strings.
-
-    `num_characters` is the length of the text so far, whole characters that are held back included.
-    """
+    """Text of one sequence, piece by piece, for tokenizers whose tokens are byte strings."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
@@ -39,6 +38,7 @@ class ByteDetokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_characters = 0
+        """Length of the text so far."""
         self.feed(prompt_token_ids[-_MAX_TOKENS_OF_CHARACTER:])
         self.num_characters = 0
 
@@ -58,7 +58,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """The same for every other tokenizer.
+    """Text of one sequence, piece by piece, for all other tokenizers.
 
     `_window[:_read]` is the context: tokens whose text was given out, or the end of the prompt.
     `_window[_read:]` has made no text yet. `_run` holds the bytes of the byte tokens that came
@@ -81,6 +81,7 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
+        """Length of the text so far, whole characters that are held back included."""
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -117,7 +118,7 @@ class WindowDetokenizer:
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """The text of the bytes that were held back. They are followed by another token."""
+        """The text of the bytes that were held back, since a token that is no byte follows them."""
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()
@@ -178,10 +179,13 @@ def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[in
 
 
 class _ByteRun:
+    """The bytes of consecutive byte tokens."""
+
     def __init__(self) -> None:
         self.values = bytearray()
         self.first_id = self.last_id = -1
         self.num_whole_characters = 0
+        """Characters that the bytes complete."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:

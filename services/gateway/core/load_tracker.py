@@ -24,7 +24,8 @@ token together.
 """
 RECENT_SECONDS = 30.0
 """In so long, half of the tokens that were computed at a replica are forgotten."""
-LOOK_SECONDS = 0.05
+REFRESH_SECONDS = 0.05
+"""`LoadTracker.refresh` does nothing if it was called less than this before."""
 _SHARE = 0.1
 """Of the newest value in the means."""
 
@@ -54,13 +55,17 @@ def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
-    """Of a sequence that this gateway sent: tokens that are not computed, as far as is known."""
+    """A sequence that this gateway sent."""
 
     inflight: Inflight
     num_output_tokens: int
+    """Output that it had then."""
     num_uncomputed_tokens: int
+    """Tokens that are not computed yet, as far as is known."""
     num_cached_tokens: int
+    """Tokens that were expected to be cached."""
     cached_key: int | None
+    """See Route."""
 
 
 class LoadTracker:
@@ -78,12 +83,12 @@ class LoadTracker:
         self._num_uncomputed = 0
         self.num_sessions = 0
         """Sessions of this gateway that are kept there between two turns, each in a place."""
-        self._looked_at = -LOOK_SECONDS
+        self._refreshed_at = -REFRESH_SECONDS
         self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
         self.clear()
 
     def clear(self) -> None:
-        """The session ended: nothing runs there, and nothing is known of its speed."""
+        """Forgets what runs there, and how fast, since the session ended."""
         self._sent.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
@@ -111,14 +116,14 @@ class LoadTracker:
         """
         return self._num_sharing[cached_key]
 
-    def look(self, now_seconds: float) -> None:
+    def refresh(self, now_seconds: float) -> None:
         """Leaves out the prompts of sequences that got tokens, and forgets a part of the recent
         tokens, unless it did so just before.
         """
-        if now_seconds < self._looked_at + LOOK_SECONDS:
+        if now_seconds < self._refreshed_at + REFRESH_SECONDS:
             return
-        self.recent_tokens *= 0.5 ** ((now_seconds - self._looked_at) / RECENT_SECONDS)
-        self._looked_at = now_seconds
+        self.recent_tokens *= 0.5 ** ((now_seconds - self._refreshed_at) / RECENT_SECONDS)
+        self._refreshed_at = now_seconds
         for sent in self._sent.values():
             if len(sent.inflight.output_token_ids) > sent.num_output_tokens:
                 self._num_uncomputed -= sent.num_uncomputed_tokens
@@ -164,9 +169,8 @@ class LoadTracker:
         self._num_uncomputed += num_uncomputed
 
     def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
-        """A sequence left the queue, and so many of its tokens were cached.
-
-        Of a prompt that is cached whole, the last block is computed again.
+        """A sequence was scheduled, and so many of its tokens were cached. Of a prompt that is
+        cached whole, the last block is computed again.
         """
         sent = self._sent.get(handle)
         if sent is None:

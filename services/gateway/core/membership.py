@@ -55,9 +55,8 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
-        """Takes note of all addresses that a source names now; whether a replica left.
-
-        To be called again and again, since a replica may leave later than its address.
+        """Takes note of all addresses that a source names now; returns whether a replica left. To
+        be called again and again, since a replica may leave later than its address.
         """
         self._addresses[source] = tuple(addresses)
         known = {replica.address for replica in self.replicas}
@@ -126,7 +125,7 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that are to leave; whether there were any."""
+        """Removes the replicas that are to leave; returns whether there were any."""
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:
@@ -138,7 +137,7 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether it is no more to be expected that the replica has a session again."""
+    """Whether the replica is not expected to have a session again."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 

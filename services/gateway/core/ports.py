@@ -36,7 +36,7 @@ class DeltaSource(Protocol):
     """Where each of them was; empty if they are made elsewhere."""
 
     def take(self) -> list[tuple[int, Delta]]:
-        """What came since it was taken last: (index of the sequence, its delta), each index at most
+        """What came since the last call: (index of the sequence, its delta), each index at most
         once.
         """
 
@@ -46,10 +46,10 @@ class DeltaSource(Protocol):
         """
 
     def abort(self, index: int) -> None:
-        """A stop string ended this sequence. Idempotent."""
+        """Ends this sequence, since a stop string was found in it. Idempotent."""
 
     def close(self) -> None:
-        """Nothing more is wanted of any sequence. Idempotent."""
+        """Ends all sequences, since nothing more is wanted of them. Idempotent."""
 
 
 class Source(Protocol):
@@ -61,7 +61,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What was made of an answer so far."""
+    """How much of an answer was made so far."""
 
     num_tokens: int
     """Generated, of all sequences."""
@@ -73,7 +73,7 @@ class KeptSource(Source, Protocol):
     """A source that may go on when its reader has gone."""
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
-        """Calls it once: when the answer has ended or stopped, now if it is not being made."""
+        """Makes a call once, when the answer has ended or stopped; now if it is not being made."""
 
 
 class ResumingEngine(Protocol):
@@ -150,7 +150,7 @@ class Timer(Protocol):
     """A call at a later time."""
 
     def cancel(self) -> None:
-        """Takes it back. Idempotent."""
+        """Cancels the call. Idempotent."""
 
 
 class Clock(Protocol):

@@ -39,10 +39,15 @@ class PrefixIndex:
         self._by_epoch: dict[int, NodeView] = {}
         self._node_of_bit: dict[int, str] = {}
         self._live = 0
+        """Bits of all views."""
         self._jumping = 0
+        """Of those, the ones of nodes that hold prefixes, see `_match_by_jumps`."""
         self._retired = 0
+        """Void bits that are still in the table."""
         self._being_swept = 0
+        """Of those, the ones that the present sweep removes."""
         self._next_shard = 0
+        """The shard from which it removes them next."""
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
         """What can be known at all by the source of the views; set by the adapter that reads it."""
@@ -187,7 +192,9 @@ class PrefixIndex:
     # Look-ups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Holds at each turn: `holders` have all blocks up to and including `position`."""
+        """For nodes that hold prefixes. In each turn `holders` have all blocks up to and including
+        `position`.
+        """
         shards, last = self._shards, len(keys) - 1
         position = 0
         holders = shards[keys[0] & _SHARD].get(keys[0], 0) & self._jumping

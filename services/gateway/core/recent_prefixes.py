@@ -47,7 +47,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """The replica has lost what was sent."""
+        """Forgets all keys, since the replica lost what it had cached."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:

@@ -266,7 +266,7 @@ class Replica:
 
     def load_changed(self, load: ReplicaLoad) -> None:
         """The scheduler reported its load."""
-        self.load.look(self._clock.time())
+        self.load.refresh(self._clock.time())
         self.load.reported(load)
         self._listener.load_reported()
 

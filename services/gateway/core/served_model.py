@@ -40,7 +40,7 @@ class ServedModel:
         self._is_one_lost = False
 
     def left(self, replica: Replica) -> None:
-        """A replica is no more among those that are compared."""
+        """Notes that a replica is not compared any more."""
         served = replica.description
         was_in_use = served is not None and served.fingerprint == self._fingerprint
         if was_in_use and not replica.is_draining:

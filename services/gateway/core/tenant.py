@@ -29,7 +29,7 @@ class Tenant:
         return self.models is None or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raises PermissionDenied for a model that is served, but not to this key."""
+        """Raises PermissionDenied for a model that the tenant may not use."""
         if not self.may_use(model):
             raise PermissionDenied(
                 f"this API key does not have access to model {model!r}",
@@ -38,7 +38,7 @@ class Tenant:
             )
 
     def effective_priority(self, priority: int) -> int:
-        """The priority that a request gets which asks for this one."""
+        """The priority of a request that asks for this one."""
         ceiling = self.priority_ceiling
         return priority if ceiling is None else max(priority, ceiling)
 

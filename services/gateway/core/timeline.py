@@ -15,7 +15,7 @@ Details = Mapping[str, str | int | float | bool]
 
 
 class Part(enum.Enum):
-    """What a request, or a sequence of one, is at."""
+    """What is being done with a request, or a sequence of one."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
     """Its key and its tenant's limits are looked up, and whether there is room for it."""
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The last one."""
+        """The present part, or the last one."""
         return self.stretches[-1].part
 
     @property
@@ -93,12 +93,12 @@ class Timeline:
         self.stretches.append(Stretch(part, self._nanos() if at is None else at, details))
 
     def explain(self, details: Details) -> None:
-        """What is known of the present part."""
+        """Adds details to the present part."""
         if not self.num_dropped:
             self.stretches[-1].details = details
 
     def end(self, outcome: str = "") -> None:
-        """Idempotent: the first end counts."""
+        """Ends the present part. Idempotent: the first end counts."""
         if self.ended is None:
             self.stretches[-1].outcome = outcome
             self.ended = self._nanos()

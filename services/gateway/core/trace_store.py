@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 
 class SpanRole(enum.Enum):
-    """What a span says of its trace."""
+    """What a span stands for in its trace."""
 
     REQUEST = "request"
     """It is the whole of a client's request here: the trace can be listed."""
     STEP = "step"
     """It has no parent and is no client's request: the trace is that of an engine step."""
     PART = "part"
-    """It says nothing more."""
+    """Any other one."""
 
 
 @dataclass(frozen=True, slots=True)

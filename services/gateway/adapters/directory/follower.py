@@ -95,7 +95,7 @@ class PoolFollower:
         return self._watchers.counts
 
     async def require_usable(self) -> None:
-        """There is nothing to be wrong."""
+        """Pools need no settings."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

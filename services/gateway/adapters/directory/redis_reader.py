@@ -188,7 +188,7 @@ class RedisReader:
                     self._refresh_soon()
 
     def _refresh_soon(self) -> None:
-        """Looks at records and leases soon."""
+        """Has records and leases read soon."""
         soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
         self._refresh_at = min(self._refresh_at, soon)
 

@@ -31,7 +31,7 @@ class ClientProbe:
         self._write(cycle, _FIRST_SECONDS)
 
     def stop(self) -> None:
-        """The connection has ended. Idempotent."""
+        """Stops writing, since the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -112,7 +112,9 @@ class GuardedConnection(SlicedProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Its next request will most likely be refused too, and others' will not."""
+        """Whether its next request may be read later than those of other connections: the last one
+        was refused, and the next most likely will be.
+        """
         return self._was_refused
 
     def parse_soon(self) -> None:

@@ -84,7 +84,7 @@ class Connections:
         self._on_reader_timeout()
 
     def remove(self, connection: Connection) -> None:
-        """The connection has ended. Idempotent."""
+        """Counts a connection that has ended no longer. Idempotent."""
         self._connections.discard(connection)
         self._idle.pop(connection, None)
 
@@ -104,7 +104,7 @@ class RefusalLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, reason: str) -> None:
-        """One more. The first of many is logged at once."""
+        """Counts one more. The first of many is logged at once."""
         self._unlogged[reason] += 1
         if self._timer is None:
             self._log()

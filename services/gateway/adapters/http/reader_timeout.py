@@ -27,12 +27,12 @@ class ReaderTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """The write buffer is above its limit."""
+        """Begins to watch: the write buffer is above its limit."""
         self._num_unsent = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(self._timeout, self._check)
 
     def stop(self) -> None:
-        """All is sent, or the connection has ended. Idempotent."""
+        """Watches no more: all is sent, or the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -32,7 +32,7 @@ class Client:
         self._read_on()
 
     def unwatch(self) -> None:
-        """Calls nothing from here on."""
+        """Takes `watch` back."""
         self._on_gone = None
 
 

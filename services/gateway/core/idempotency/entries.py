@@ -44,7 +44,7 @@ class DamagedEntry(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A request begins. What came before in the log is void."""
+    """A request begins. Earlier entries of the log are void."""
 
     fingerprint: bytes
     num_sequences: int
@@ -60,9 +60,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """What came of sequences: (index, what was there before, what came)."""
+    """What came of sequences."""
 
     parts: Sequence[Part]
+    """Of each sequence its index, what had come before, and what came."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,17 @@ from services.gateway.core.sequence_trace import SequenceTrace
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request with a key, as a client sent it. `identity` is what it gets if it is the first
-    under its key; `build` makes the generation of the same request under another identity.
-    """
+    """A request with a key, as a client sent it."""
 
     scope: str
+    """The name under which its answer is remembered, see IdempotencyKey."""
     fingerprint: bytes
+    """Of its content: another request with the same key has another one."""
     num_sequences: int
     identity: Identity
+    """What it gets if it is the first under its key."""
     build: Callable[[Identity], Generation]
+    """Makes the generation of the same request under another identity."""
 
 
 class KeyedRequest:
@@ -58,7 +60,7 @@ class KeyedRequest:
         self.opening = asyncio.Lock()
         """Held while it is found out which gateway makes the answer."""
         self.timer: Timer | None = None
-        """When it is stopped or forgotten unless a client reads it."""
+        """Stops or forgets the answer unless a client reads it by then."""
         self.num_bytes = 0
         """The memory that counts for it."""
         self._on_left = on_left
@@ -92,7 +94,7 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """The answer is not made or followed here any more, for the time being at least."""
+        """Makes the calls of `when_making_ends`: the answer has ended, or is not made here now."""
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())

@@ -180,7 +180,7 @@ class KeyedRequests:
         self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
-        """The answer is not made any further here, for the time being."""
+        """Stops making the answer, which can go on later, here or at another gateway."""
         task, request.maker = request.maker, None
         if task is not None:
             task.cancel()
@@ -218,7 +218,9 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """A reader has gone, or none has come."""
+        """Decides what becomes of an answer whose last reader has gone, or whose first has not
+        come.
+        """
         if request.readers:
             return
         if request.maker is not None:
@@ -233,7 +235,7 @@ class KeyedRequests:
             self._end_making(request)
 
     def _end_making(self, request: KeyedRequest) -> None:
-        """This gateway does not make the answer now: it has ended, or has stopped."""
+        """Notes that this gateway does not make the answer now: it has ended, or was stopped."""
         self._detached.pop(request, None)
         request.making_ended()
         if request.recording.error is not None:
@@ -266,12 +268,12 @@ class KeyedRequests:
                 self.sharing.forget(unused, everywhere=True)
 
     def _touch(self, request: KeyedRequest) -> None:
-        """It is the last to be forgotten."""
+        """Puts an answer behind all others in the order in which they are forgotten."""
         self._table[request.scope] = self._table.pop(request.scope)
         self._make_room()
 
     def _remove(self, request: KeyedRequest) -> None:
-        """Idempotent."""
+        """Forgets an answer. Idempotent."""
         request.stop_timer()
         self._detached.pop(request, None)
         if self._table.get(request.scope) is request:
@@ -282,7 +284,7 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Calls it for a request after a time, in place of what was to be called."""
+        """Calls `call` with a request after a time, in place of the call that was set before."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 

@@ -35,7 +35,7 @@ class LogView:
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Reads on. Raises DamagedEntry; what came before the damage is applied."""
+        """Applies further entries of the log. Raises DamagedEntry; those before it are applied."""
         for position, value in entries:
             if position <= self.position:
                 continue

@@ -63,8 +63,8 @@ class Tap:
         self._recording.add(await received(self._source))
 
     def take(self) -> list[tuple[int, Delta]]:
-        """What was recorded since it was taken last, with what the engine delivered meanwhile;
-        first what was recorded before.
+        """What was recorded since the last call, with what the engine delivered meanwhile; the
+        first call also gives what was recorded before.
         """
         assert self._source is not None
         self._recording.add(self._source.take())
@@ -76,7 +76,7 @@ class Tap:
         self._source.listen(on_news, min_tokens)
 
     def abort(self, index: int) -> None:
-        """A stop string ended a sequence."""
+        """Ends a sequence in which a stop string was found."""
         assert self._source is not None
         self._source.abort(index)
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])

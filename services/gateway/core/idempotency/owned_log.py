@@ -46,30 +46,30 @@ class OwnedLog:
         return is_over and self._pending is None and not self._has_lease
 
     def leave(self) -> None:
-        """This gateway makes the answer no further: the lease is given back, after a last entry."""
+        """Writes a last entry, and gives the lease back: this gateway stops making the answer."""
         self._is_leaving = True
         self._on_news()
 
     def stay(self) -> None:
-        """This gateway goes on."""
+        """Takes `leave` back: this gateway goes on making the answer."""
         self._is_leaving = False
         self._heartbeat_at = 0.0
         self._on_news()
 
     def restart(self) -> None:
-        """The log is gone: it is begun anew, with a fence that is above all of the old one."""
+        """Begins the log anew, since it is gone, with a fence that is above all of the old one."""
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """What to write; None if there is nothing to say and the lease need not be renewed yet."""
+        """What to write; None if nothing is new and the lease need not be renewed yet."""
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending
 
     def done(self, now: float) -> None:
-        """The last `next` was written."""
+        """Notes that the entry which `next` returned last was written."""
         assert self._pending is not None
         self._has_lease = self._pending.keeps_lease
         self._written = self._pending.position
@@ -77,7 +77,7 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Hears no more. Idempotent."""
+        """Follows the recording no further. Idempotent."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:

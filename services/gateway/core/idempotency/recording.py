@@ -15,7 +15,7 @@ _SEQUENCE_BYTES = 1024
 
 @dataclass(slots=True)
 class Seen:
-    """How much of a sequence one reader has."""
+    """How much of a sequence a reader has taken."""
 
     num_tokens: int = 0
     num_prompt_rows: int = 0
@@ -25,15 +25,17 @@ class Seen:
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """All that came of one sequence. `logprobs` has a row for each token, where asked for."""
+    """All that came of one sequence."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
+    """A row for each token, where asked for."""
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
+        """Appends what a delta brought."""
         self.token_ids.extend(delta.token_ids)
         self.logprobs = joined(self.logprobs, _copied(delta.logprobs))
         self.prompt_logprobs = joined(self.prompt_logprobs, _copied(delta.prompt_logprobs))
@@ -43,7 +45,7 @@ class SequenceRecord:
             self.finish = delta.finish
 
     def since(self, seen: Seen) -> Delta:
-        """What a reader does not have yet; it has it from here on."""
+        """What a reader has not taken yet. `seen` then counts it as taken."""
         delta = Delta(self.token_ids[seen.num_tokens :].tolist())
         if delta.token_ids and self.logprobs is not None:
             delta.logprobs = self.logprobs.part(seen.num_tokens)
@@ -77,7 +79,7 @@ class Cursor:
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
     ) -> None:
-        """`at_end`: what came so far is no news."""
+        """`at_end`: begins behind what came so far, and not at the beginning."""
         self._recording = recording
         self._seen = [Seen() for _ in recording.sequences]
         self._changed = set(range(len(self._seen)))
@@ -87,16 +89,18 @@ class Cursor:
             self.take()
 
     def note(self, index: int) -> None:
-        """There is more of a sequence."""
+        """Notes that more of a sequence came."""
         self._changed.add(index)
         self._on_news()
 
     def wake(self) -> None:
-        """Something else has happened: the recording failed."""
+        """Tells the reader that the recording failed."""
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """What is new: index, what was there before, and what came; none is empty."""
+        """What came since the last call, of each sequence of which anything did: its index, what
+        had come before, and what came now.
+        """
         changed, self._changed = sorted(self._changed), set()
         news = []
         for index in changed:
@@ -108,7 +112,7 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Hears no more. Idempotent."""
+        """Follows the recording no further. Idempotent."""
         self._recording.cursors.discard(self)
 
 
@@ -131,6 +135,7 @@ class Recording:
 
     @property
     def is_over(self) -> bool:
+        """Whether nothing more comes: it is complete, or failed."""
         return self.error is not None or self.is_complete
 
     @property
@@ -153,7 +158,7 @@ class Recording:
                 cursor.note(index)
 
     def fail(self, error: StepwellError) -> None:
-        """Ends it with an error, unless it has ended."""
+        """Ends the recording with an error, unless it has ended."""
         if not self.is_over:
             self.error = error
             for cursor in self.cursors:
@@ -168,5 +173,5 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """Others may keep the rows of a delta, while those of a recording grow."""
+    """A copy of the rows, which grow with the recording: the delta may be kept elsewhere."""
     return None if rows is None else rows.part(0)

@@ -134,15 +134,15 @@ class Sharing:
         return self._begin_alone(request)
 
     def leave(self, request: KeyedRequest) -> None:
-        """This gateway makes or reads an answer no further, for the time being."""
+        """Stops writing or following the log of an answer. It can be opened again later."""
         self._unfollow(request)
         owned = self._owned.log_of(request)
         if owned is not None:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """An answer is forgotten here; `everywhere`: and in the journal, where this gateway wrote
-        it last, before the journal itself forgets it.
+        """Forgets an answer here and, if `everywhere`, in the journal too, where this gateway was
+        the last to write it.
         """
         self._unfollow(request)
         self._owned.drop(request)
@@ -282,14 +282,14 @@ class Sharing:
         return self._followed.get(request.scope) == (request, view)
 
     def _unfollow(self, request: KeyedRequest) -> None:
-        """Idempotent."""
+        """Follows the log of an answer no further. Idempotent."""
         if self._followed.get(request.scope, (None,))[0] is request:
             del self._followed[request.scope]
 
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Reads on; whether there is more to come."""
+        """Applies further entries; returns whether more are to come."""
         try:
             view.apply(entries)
         except DamagedEntry as error:
@@ -307,6 +307,7 @@ class Sharing:
         return True
 
     def _make_alone(self, request: KeyedRequest) -> None:
+        """Has an answer made here that was followed, without its log."""
         self.counts.alone += 1
         self._unfollow(request)
         self._tell.taken_over(request)

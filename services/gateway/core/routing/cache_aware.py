@@ -148,7 +148,7 @@ class CacheAware:
             load, served = replica.load, replica.description
             if load.num_requests > most:
                 continue
-            load.look(now)
+            load.refresh(now)
             num_cached = known_depth = depth = 0
             if keys and served is not None:
                 known_depth = depths.get(served.cache_node, 0)
