@@ -43,6 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         pipeline_parallel_size: int = 1,
         groups: Sequence[common_pb2.KVCacheGroup] = (FULL,),
         drop_last_hit_block: bool = False,
+        max_loras: int = 0,
         tracing: Tracing | None = None,
     ) -> None:
         self.description = worker_pb2.DescribeResponse(
@@ -64,6 +65,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             rank=rank,
             world_size=world_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            max_loras=max_loras,
+            max_cpu_loras=max_loras,
         )
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.prepared: list[str] = []
@@ -111,6 +114,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if request.structured_outputs.text == "(":
             raise InvalidArgument("unclosed group")
         return worker_pb2.PrepareGrammarResponse()
+
+    async def LoadAdapter(  # noqa: N802
+        self,
+        request: worker_pb2.LoadAdapterRequest,  # noqa: ARG002
+        context: _Context,  # noqa: ARG002
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Adapters change nothing: the model's next token is that of the prompt."""
+        return worker_pb2.LoadAdapterResponse()
 
     async def Execute(  # noqa: N802
         self,

@@ -4,7 +4,7 @@ The structs are vLLM's (`vllm/distributed/kv_events.py`), field by field; nothin
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,8 @@ class CacheView:
     """Tokens of a hash; None: those of a block. A block is named by its last hash."""
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Hashes by group."""
+    adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
+    """By the names of adapters: it is their content that is hashed."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
     """All of a hash, for those that were ever stored, also inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
@@ -140,13 +142,16 @@ class CacheView:
         parent = event.parent_block_hash
         assert event.extra_keys is not None
         assert len(event.extra_keys) == len(event.block_hashes)
-        salt = event.extra_keys[0][0] if event.extra_keys[0] is not None else ""
+        names = [] if event.lora_name is None else [event.lora_name]
+        assert all(list(keys or ())[: len(names)] == names for keys in event.extra_keys)
+        salts = list(event.extra_keys[0] or ())[len(names) :]
         size = self.hash_block_size or event.block_size
         hashes = hash_full_blocks(
             self.root if parent is None else self.digests[parent],
             event.token_ids,
             size,
-            cache_salt=salt,
+            cache_salt="".join(salts),
+            adapter_digest=self.adapter_digests[names[0]] if names and parent is None else b"",
         )
         short = [_last_64_bits(digest) for digest in hashes]
         num_hashes = event.block_size // size

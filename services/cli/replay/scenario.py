@@ -218,6 +218,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
     add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
     max_tokens = add["max_tokens"].integer(1)
     salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
+    adapter = f"lora{add['lora'].integer(1)}" if "lora" in add.members() else ""
     return Request(
         request_id=add["request_id"].text(),
         key=key,
@@ -233,7 +234,9 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         cache_salt="" if salt.value is None else salt.text(),
         resumable=add.get("resumable", False).boolean(),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
-        adapter_digest=_adapter_digest(add),
+        # A scenario has no adapter: the name stands for its content.
+        adapter_digest=hashlib.sha256(adapter.encode()).digest() if adapter else b"",
+        adapter_name=adapter,
         encoder_inputs=_items(add, len(prompt)),
     )
 
@@ -273,13 +276,6 @@ def _items(add: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
         positions = None if embeds.value is None else tuple(embeds.integers(0, length - 1))
         items.append(EncoderInput(item["hash"].text(), offset, length, positions))
     return tuple(items)
-
-
-def _adapter_digest(add: Field) -> bytes:
-    """What stands for the content of an adapter, which a scenario does not have: its name."""
-    if "lora" not in add.members():
-        return b""
-    return hashlib.sha256(f"lora{add['lora'].integer(1)}".encode()).digest()
 
 
 def _next_chunk(added: Request) -> NextChunk:

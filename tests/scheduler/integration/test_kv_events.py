@@ -135,6 +135,30 @@ async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path
         assert view.hashes == await pool_hashes(replica.pool_address)
 
 
+async def test_the_blocks_of_an_adapter_are_named_apart_from_those_of_the_model(
+    tmp_path: Path,
+) -> None:
+    """An adapter is an extra key of each block, and stands before the salt, as in vLLM."""
+    adapter = common_pb2.Adapter(digest=b"a" * 32, name="billing", path="/adapters/billing")
+    async with publishing(tmp_path, FakeWorker(max_loras=1)) as (replica, subscriber):
+        await run(replica, [prompt(10)])
+        await run(replica, [prompt(10)], adapter=adapter, cache_salt="tenant-a")
+        view = CacheView(ROOT, BLOCK_SIZE, adapter_digests={"billing": adapter.digest})
+        seen = [event for _, _, payload in await subscriber.replay(0) for event in decode(payload)]
+        view.apply(seen)
+        assert view.hashes == await pool_hashes(replica.pool_address)
+        stored = [event for event in seen if isinstance(event, BlockStored)]
+        of_model = [event for event in stored if event.lora_name is None]
+        of_adapter = [event for event in stored if event.lora_name == "billing"]
+        assert {event.lora_id for event in of_model} == {None}
+        (lora_id,) = {event.lora_id for event in of_adapter}
+        assert lora_id is not None
+        assert 0 < lora_id < 2**31
+        keys = [key for event in of_adapter for key in event.extra_keys or ()]
+        assert keys == [("billing", "tenant-a"), ("billing",), ("billing",), ("billing",)]
+        assert len(view.hashes[0]) == 8
+
+
 async def test_a_reset_and_a_pool_that_comes_back_clear_all_blocks(tmp_path: Path) -> None:
     async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
         await run(replica, [prompt(10)])

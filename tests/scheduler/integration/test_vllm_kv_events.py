@@ -6,6 +6,7 @@ from pathlib import Path
 import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
+from stepwell.common.v1 import common_pb2 as stepwell_common_pb2
 
 from services.common.block_hash import hash_full_blocks
 from services.scheduler.adapters.vllm_grpc import event_stream
@@ -124,6 +125,26 @@ async def test_the_salt_of_a_request_goes_with_its_blocks(tmp_path: Path) -> Non
         view = View()
         await follow(stub, view, 0, await pool_hashes(replica.pool_address))
         assert len(view.stored) == 4
+
+
+async def test_the_adapter_of_a_request_goes_with_its_blocks(tmp_path: Path) -> None:
+    adapter = stepwell_common_pb2.Adapter(digest=b"a" * 32, name="billing", path="/adapters/one")
+    async with (
+        vllm_replica(tmp_path, FakeWorker(max_loras=1)) as (replica, stub),
+        gateway_of(replica) as gateway,
+    ):
+        await gateway.add(1, prompt(9), cache_salt="tenant-a", adapter=adapter)
+        await gateway.finish(1)
+        await replica.until_idle()
+        call = stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest())
+        snapshot = await call.read()
+        call.cancel()
+        assert isinstance(snapshot, common_pb2.KvEventBatch)
+        (stored,) = (event.stored for event in snapshot.events if event.HasField("stored"))
+        assert (stored.lora_name, stored.cache_salt) == ("billing", "tenant-a")
+        keys = [[key.text for key in block.extra_keys] for block in stored.blocks]
+        assert keys == [["billing", "tenant-a"], *[["billing"]] * 3]
+        assert len({block.lora_id for block in stored.blocks}) == 1
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:

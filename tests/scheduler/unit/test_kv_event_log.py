@@ -7,6 +7,7 @@ from services.scheduler.adapters.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheNamespace,
 )
 from services.scheduler.adapters.kv_events.log import KVEventLog, Trimmed
 
@@ -19,7 +20,7 @@ def stored(names: str, parent: str | None = None, group: int = 0) -> BlockStored
     """Blocks of one token, the place of its letter in the alphabet."""
     tokens = pack_token_ids([ord(name) - ord("a") for name in names])
     return BlockStored(
-        tuple(map(h, names)), None if parent is None else h(parent), tokens, group, ""
+        tuple(map(h, names)), None if parent is None else h(parent), tokens, group, CacheNamespace()
     )
 
 

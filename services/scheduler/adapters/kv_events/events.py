@@ -6,6 +6,27 @@ from services.common.block_hash import BlockHash
 
 
 @dataclass(frozen=True, slots=True)
+class CacheNamespace:
+    """What every hash of a sequence stands for besides its tokens: its salt, which is part of the
+    first block, and its adapter. Empty: it has none.
+    """
+
+    cache_salt: str = ""
+    lora_name: str = ""
+    adapter_digest: bytes = b""
+    """SHA-256 of the files of the adapter."""
+
+    @property
+    def lora_id(self) -> int | None:
+        """A positive int32 that stands for the adapter's content; None: there is no adapter. vLLM
+        counts the adapters of a process instead.
+        """
+        if not self.adapter_digest:
+            return None
+        return int.from_bytes(self.adapter_digest[:4], "big") >> 1 or 1
+
+
+@dataclass(frozen=True, slots=True)
 class BlockStored:
     """Blocks of one request, in chain order, that can be found now in one group of layers."""
 
@@ -15,8 +36,18 @@ class BlockStored:
     token_ids: bytes
     """Tokens of all blocks, little-endian int32."""
     group_idx: int
-    cache_salt: str
-    """The salt that is part of the first block of the sequence, and so of every hash after it."""
+    namespace: CacheNamespace
+
+    @property
+    def extra_keys(self) -> list[tuple[str, ...] | None]:
+        """For each block what its hash has besides tokens, in vLLM's form: the adapter, then, in
+        the first block of a sequence, the salt.
+        """
+        adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
+        keys: list[tuple[str, ...] | None] = [adapter or None] * len(self.block_hashes)
+        if self.parent_block_hash is None and self.namespace.cache_salt:
+            keys[0] = (*adapter, self.namespace.cache_salt)
+        return keys
 
 
 @dataclass(frozen=True, slots=True)

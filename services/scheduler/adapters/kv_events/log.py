@@ -12,6 +12,7 @@ from services.scheduler.adapters.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheNamespace,
     KVCacheEvent,
     KVEventBatch,
 )
@@ -31,7 +32,7 @@ class Trimmed(OutOfRange):
 class _Block:
     parent: BlockHash | None
     token_ids: bytes
-    cache_salt: str
+    namespace: CacheNamespace
 
 
 _Key = tuple[int, BlockHash]
@@ -112,11 +113,11 @@ class KVEventLog:
 
     def _apply(self, event: KVCacheEvent) -> None:
         match event:
-            case BlockStored(hashes, parent, token_ids, group, salt):
+            case BlockStored(hashes, parent, token_ids, group, namespace):
                 size = len(token_ids) // len(hashes)
                 for index, block_hash in enumerate(hashes):
                     tokens = token_ids[index * size : (index + 1) * size]
-                    self._blocks[group, block_hash] = _Block(parent, tokens, salt)
+                    self._blocks[group, block_hash] = _Block(parent, tokens, namespace)
                     parent = block_hash
             case BlockRemoved(hashes, group):
                 for block_hash in hashes:
@@ -152,7 +153,7 @@ class KVEventLog:
             parent_block_hash=first.parent,
             token_ids=b"".join(self._blocks[key].token_ids for key in run),
             group_idx=run[0][0],
-            cache_salt=first.cache_salt,
+            namespace=first.namespace,
         )
 
 

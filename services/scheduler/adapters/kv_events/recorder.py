@@ -14,6 +14,7 @@ from services.scheduler.adapters.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    CacheNamespace,
     KVCacheEvent,
 )
 from services.scheduler.adapters.kv_events.log import KVEventLog
@@ -153,7 +154,9 @@ class KVEventRecorder:
             parent_block_hash=request.block_hashes[begin - 1] if begin else None,
             token_ids=pack_token_ids(request.token_ids[begin * size : end * size]),
             group_idx=group,
-            cache_salt=request.cache_salt,
+            namespace=CacheNamespace(
+                request.cache_salt, request.adapter_name, request.adapter_digest
+            ),
         )
 
     def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:

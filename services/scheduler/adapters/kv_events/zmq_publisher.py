@@ -76,18 +76,15 @@ class EventEncoder:
 
     def _stored(self, event: BlockStored) -> dict[str, Any]:
         group, parent = self._groups[event.group_idx], event.parent_block_hash
-        extra_keys: list[tuple[str] | None] = [None] * len(event.block_hashes)
-        if parent is None and event.cache_salt:
-            extra_keys[0] = (event.cache_salt,)
         fields = {
             "block_hashes": [external_block_hash(block) for block in event.block_hashes],
             "parent_block_hash": None if parent is None else external_block_hash(parent),
             "token_ids": unpack_token_ids(event.token_ids),
             "block_size": group.block_size,
-            "lora_id": None,
+            "lora_id": event.namespace.lora_id,
             "medium": MEDIUM,
-            "lora_name": None,
-            "extra_keys": extra_keys,
+            "lora_name": event.namespace.lora_name or None,
+            "extra_keys": event.extra_keys,
             "group_idx": event.group_idx,
             "kv_cache_spec_kind": SPEC_KINDS[group.attention_type],
         }

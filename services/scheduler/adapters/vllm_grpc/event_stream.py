@@ -138,19 +138,22 @@ class EventStream:
                     block_hash=_signed(block_hash),
                     token_ids=tokens[index * size : (index + 1) * size],
                     block_size=size,
+                    lora_id=event.namespace.lora_id,
+                    extra_keys=[common_pb2.KvBlockExtraKey(text=key) for key in keys or ()],
                 )
-                for index, block_hash in enumerate(event.block_hashes)
+                for index, (block_hash, keys) in enumerate(
+                    zip(event.block_hashes, event.extra_keys, strict=True)
+                )
             ],
             tier=common_pb2.KV_CACHE_TIER_DEVICE,
             medium=MEDIUM,
             group_idx=event.group_idx,
             kv_cache_spec_kind=SPEC_KINDS[group.attention_type],
-            cache_salt=event.cache_salt or None,
+            lora_name=event.namespace.lora_name or None,
+            cache_salt=event.namespace.cache_salt or None,
         )
         if event.parent_block_hash is not None:
             stored.parent_block_hash = _signed(event.parent_block_hash)
-        elif event.cache_salt:
-            stored.blocks[0].extra_keys.add(text=event.cache_salt)
         if group.attention_type is AttentionType.SLIDING_WINDOW:
             stored.kv_cache_spec_sliding_window = group.window
         return stored
@@ -201,7 +204,7 @@ def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
                 parent,
                 event.token_ids[start * size : end * size],
                 event.group_idx,
-                event.cache_salt,
+                event.namespace,
             )
             parent = hashes[min(end, len(hashes)) - 1]
 
