@@ -164,7 +164,7 @@ async def test_over_grpc_it_is_an_invalid_argument(demo: Stack) -> None:
     assert bad.field_violations[0].field == "structured_outputs"
 
 
-async def test_its_spans_say_why_and_that_of_the_scheduler_is_no_failure(
+async def test_its_spans_say_why_and_are_no_failures(
     http: httpx.AsyncClient, receiver: OtlpReceiver
 ) -> None:
     (dot,) = (await http.post("/tokenize", json={"prompt": "."})).json()["tokens"]
@@ -183,4 +183,5 @@ async def test_its_spans_say_why_and_that_of_the_scheduler_is_no_failure(
     assert said[names.ATTR_FINISH_REASON] == "no_conforming_token"
     assert request_span.span.status.code == trace_pb2.Status.STATUS_CODE_UNSET
     said = {one.key: one.value.string_value for one in root.span.attributes}
-    assert said[names.GENAI_ERROR_TYPE] == "no_conforming_token"
+    assert said[names.ATTR_CLIENT_ERROR] == "no_conforming_token"
+    assert root.span.status.code == trace_pb2.Status.STATUS_CODE_UNSET

@@ -27,6 +27,8 @@ REQUEST_ID, TRACE_ID = "X-Request-Id", "X-Trace-Id"
 """Headers of every answer; in lower case, gRPC's trailing metadata."""
 CANCELLED = "cancelled"
 """The error of a request whose client went away."""
+CLIENT_CLOSED_REQUEST = "499"
+"""The status of an HTTP request whose client left before its answer began, and was sent none."""
 _FAILURES = (InternalError, Aborted, Unavailable)
 _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
 

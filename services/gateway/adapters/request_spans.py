@@ -14,13 +14,14 @@ sequence has more of them than its share of MAX_SPANS, the last one that is kept
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanContext, SpanKind
 
 from services.common import names
 from services.common.telemetry import Attributes, Tracing
 from services.common.trace_context import new_span_id, numbered_span_id
 from services.common.trace_headers import baggage_attributes
 from services.gateway.adapters.request_record import KeptFor, RequestRecord
+from services.gateway.adapters.span_status import span_status, status_attributes
 from services.gateway.core.generation import Generation
 from services.gateway.core.sequence_trace import EngineTimes, SequenceTrace, engine_span_number
 from services.gateway.core.timeline import Part, Stretch, Timeline
@@ -166,9 +167,6 @@ class RequestSpans:
     def make_root(self, kept_for: KeptFor | None) -> None:
         """The call's span alone."""
         record = self._record
-        status = Status(StatusCode.UNSET)
-        if record.error_type:
-            status = Status(StatusCode.ERROR, record.error_message[:_MAX_CHARACTERS])
         self._tracing.record(
             f"{record.operation} {self._model_name}",
             self._root,
@@ -177,7 +175,7 @@ class RequestSpans:
             self._end + record.unix_offset,
             attributes=self._root_attributes(kept_for),
             kind=SpanKind.SERVER,
-            status=status,
+            status=span_status(record),
         )
 
     def _root_attributes(self, kept_for: KeptFor | None) -> Values:
@@ -194,15 +192,13 @@ class RequestSpans:
         else:
             attributes |= {
                 names.GENAI_LATENCY_E2E: record.seconds,
-                names.ATTR_STATUS: record.status,
                 names.ATTR_KEPT_FOR: kept_for.value,
             }
         if record.directory_state:
             attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
         if record.tenant.tenant_id:
             attributes[names.ATTR_TENANT] = record.tenant.tenant_id
-        if record.error_type:
-            attributes[names.GENAI_ERROR_TYPE] = record.error_type
+        attributes |= status_attributes(record)
         if self.num_dropped:
             attributes[names.ATTR_NUM_DROPPED_SPANS] = self.num_dropped
         attributes |= baggage_attributes(record.baggage)

@@ -21,7 +21,7 @@ def test_every_name_is_of_a_kind_and_well_formed() -> None:
         "SPAN": r"[a-z]+(\.[a-z_]+)+",
         "EVENT": r"[a-z_]+",
         "WAIT": r"[a-z_]+",
-        "ATTR": r"(stepwell|gen_ai|error|http|server)(\.[a-z_]+)+",
+        "ATTR": r"(stepwell|gen_ai|error|http|rpc|server)(\.[a-z_]+)+",
         "GENAI": r"stepwell|chat|text_completion|embeddings|score|(gen_ai|error)(\.[a-z0-9_]+)+",
         "METRIC": r"(vllm:|stepwell_|http_|process_)[a-z0-9_]+",
     }

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, HEADERS
 from services.gateway.adapters.request_record import (
     CANCELLED,
+    CLIENT_CLOSED_REQUEST,
     REQUEST_ID,
     TRACE_ID,
     Call,
@@ -14,8 +15,6 @@ from services.gateway.adapters.request_record import (
 )
 from services.gateway.adapters.request_recorder import RequestRecorder
 
-CLIENT_CLOSED_REQUEST = "499"
-"""The status, in logs and traces, of a request whose client left before its answer began."""
 _MAX_PATH = 256
 _REQUEST_ID, _TRACE_ID = REQUEST_ID.lower().encode(), TRACE_ID.lower().encode()
 

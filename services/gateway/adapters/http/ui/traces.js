@@ -6,7 +6,7 @@ import { byId, element, seconds } from "./text.js";
 const FEW_ATTEMPTS = 12;
 const BETWEEN_ATTEMPTS = 500;
 const REQUEST_ID = "stepwell.request.id";
-const OURS = /^(stepwell\.|gen_ai\.usage\.|gen_ai\.latency\.|error\.)/;
+const OURS = /^(stepwell\.|gen_ai\.usage\.|gen_ai\.latency\.|error\.|http\.|rpc\.)/;
 
 export class Traces {
   constructor(problem) {
