@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from services.gateway.adapters.http.request_records import CLIENT_CLOSED_REQUEST
 from services.gateway.adapters.http.route import Route
 from services.gateway.adapters.metrics import Metrics
-from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/load", "/version", "/status", "/activity"})
 """What programs ask again and again; vLLM does not count them either."""
