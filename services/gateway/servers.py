@@ -36,6 +36,7 @@ from services.gateway.adapters.inference_servicer import (
     REQUEST_TYPES,
     InferenceServicer,
 )
+from services.gateway.adapters.message_stream import AnswerStreams
 from services.gateway.adapters.request_interceptor import RequestInterceptor
 from services.gateway.adapters.session_calls import STREAM_TYPES, SessionCalls
 from services.gateway.adapters.traces.keeping import TraceServicer
@@ -144,15 +145,19 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
     """The server of the clients' API over gRPC, for so many connections."""
     settings = parts.settings
+    streams = AnswerStreams(
+        parts.inference,
+        parts.metrics,
+        reader_timeout_seconds=settings.reader_timeout_seconds,
+    )
     sessions = SessionCalls(
         parts.inference,
         parts.client_sessions,
         parts.gate,
         parts.observer,
         CallRecords(parts.recorder),
-        parts.metrics,
         parts.limits,
-        reader_timeout_seconds=settings.reader_timeout_seconds,
+        streams,
     )
     servicer = InferenceServicer(
         parts.inference,
@@ -160,10 +165,9 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
         parts.membership,
         parts.gate,
         parts.observer,
-        parts.metrics,
         parts.limits,
         sessions,
-        reader_timeout_seconds=settings.reader_timeout_seconds,
+        streams,
     )
     interceptor = RequestInterceptor(
         parts.keys,

@@ -1,6 +1,5 @@
 """The gRPC service `Inference`: converts messages to requests of the core and back."""
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -19,8 +18,7 @@ from services.gateway.adapters.generate_requests import (
     GenerateRequests,
     to_response,
 )
-from services.gateway.adapters.message_stream import MessageStream
-from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.message_stream import AnswerStreams
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_record import (
     CALL_ARRIVAL,
@@ -28,7 +26,6 @@ from services.gateway.adapters.request_record import (
     RequestRecord,
 )
 from services.gateway.adapters.session_calls import SessionCalls, deadline_of_call
-from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.delivery import Answers
 from services.gateway.core.gate import Gate
@@ -43,8 +40,6 @@ from services.gateway.core.request_check import check_request_id
 from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 from services.gateway.core.vectors import numbers
-
-logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,22 +67,19 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         membership: Membership,
         gate: Gate,
         observer: Observer,
-        metrics: Metrics,
         limits: TenantLimits,
         sessions: SessionCalls,
-        *,
-        reader_timeout_seconds: float,
+        streams: AnswerStreams,
     ) -> None:
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._membership = membership
         self._gate = gate
         self._observer = observer
-        self._metrics = metrics
         self._limits = limits
         self._sessions = sessions
+        self._streams = streams
         self._requests = GenerateRequests(inference)
-        self._reader_timeout_seconds = reader_timeout_seconds
 
     def arriving(self, context: Context) -> Arrival:
         """Counts a call from before its message is read until it has sequences. Raises a refusal
@@ -130,19 +122,15 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
                     generation, key, ID_PREFIX, self._inference.again
                 )
             record.enter(Part.PREPARE)
-            with StreamReaderTimeout(
-                work, self._reader_timeout_seconds, self._reader_timed_out
-            ) as reader:
-                stream = MessageStream(
-                    lambda piece: to_response(piece, generation), context, reader, record
-                )
-                watching = observation.watching(generation, stream, stream=True)
-                delivery = self._inference.delivery(
-                    generation, work.enter_context(watching), stream=True
-                )
-                work.callback(delivery.close)
-                CALL_ARRIVAL.get().end()
-                await delivery.run()
+            await self._streams.send(
+                generation,
+                lambda piece: to_response(piece, generation),
+                context,
+                record,
+                observation,
+                CALL_ARRIVAL.get(),
+                work,
+            )
 
     async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
         self,
@@ -274,10 +262,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             if tenant.may_use(name)
         ]
         return gateway_pb2.ListModelsResponse(models=models)
-
-    def _reader_timed_out(self) -> None:
-        self._metrics.reader_timed_out("grpc")
-        logger.warning("a gRPC client stopped reading: its request is ended")
 
 
 def _key() -> IdempotencyKey | None:

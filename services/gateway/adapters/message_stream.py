@@ -1,16 +1,25 @@
-"""An answer as the messages of a gRPC stream, written while its pieces come."""
+"""Answers as the messages of gRPC streams, written while their pieces come."""
 
+import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
+from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.observation import Observation
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
+from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.choice import Piece
+from services.gateway.core.generation import Generation
+from services.gateway.core.inference import Inference
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+logger = logging.getLogger(__name__)
 
 
 class MessageStream:
@@ -45,3 +54,42 @@ class MessageStream:
             await self._context.write(self._to_message(piece))
             self._record.write_nanos += self._reader.sent()
         self._unwritten = []
+
+
+class AnswerStreams:
+    """Streams answers to the clients of calls, and ends those whose client reads nothing."""
+
+    def __init__(
+        self, inference: Inference, metrics: Metrics, *, reader_timeout_seconds: float
+    ) -> None:
+        self._inference = inference
+        self._metrics = metrics
+        self._reader_timeout_seconds = reader_timeout_seconds
+
+    async def send(
+        self,
+        generation: Generation,
+        to_message: Callable[[Piece], Message],
+        context: Context,
+        record: RequestRecord,
+        observation: Observation,
+        arrival: Arrival,
+        work: AsyncExitStack,
+    ) -> None:
+        """Runs a generation, and writes what comes of it. `work` holds what its call has entered;
+        where the client stops reading, it is closed with the error. `arrival` is ended when the
+        sequences are about to be sent.
+        """
+        with StreamReaderTimeout(
+            work, self._reader_timeout_seconds, self._reader_timed_out
+        ) as reader:
+            stream = MessageStream(to_message, context, reader, record)
+            watched = work.enter_context(observation.watching(generation, stream, stream=True))
+            delivery = self._inference.delivery(generation, watched, stream=True)
+            work.callback(delivery.close)
+            arrival.end()
+            await delivery.run()
+
+    def _reader_timed_out(self) -> None:
+        self._metrics.reader_timed_out("grpc")
+        logger.warning("a gRPC client stopped reading: its request is ended")

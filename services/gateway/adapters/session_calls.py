@@ -1,7 +1,6 @@
 """Calls of GenerateSession: one session each, whose turns are requests of their own."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -14,10 +13,8 @@ from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.auth import CALL_TENANT
 from services.gateway.adapters.call_records import CallRecords
 from services.gateway.adapters.generate_requests import GenerateRequests, to_response
-from services.gateway.adapters.message_stream import MessageStream
-from services.gateway.adapters.metrics import Metrics
+from services.gateway.adapters.message_stream import AnswerStreams
 from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.stream_reader_timeout import StreamReaderTimeout
 from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import ClientSession
 from services.gateway.core.client_sessions import ClientSessions
@@ -34,8 +31,6 @@ STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-logger = logging.getLogger(__name__)
-
 
 class SessionCalls:
     """Serves such calls: reads a turn, answers it, and only then reads the next one."""
@@ -47,10 +42,8 @@ class SessionCalls:
         gate: Gate,
         observer: Observer,
         records: CallRecords,
-        metrics: Metrics,
         limits: TenantLimits,
-        *,
-        reader_timeout_seconds: float,
+        streams: AnswerStreams,
     ) -> None:
         self._inference = inference
         self._requests = GenerateRequests(inference)
@@ -58,9 +51,8 @@ class SessionCalls:
         self._gate = gate
         self._observer = observer
         self._records = records
-        self._metrics = metrics
         self._limits = limits
-        self._reader_timeout_seconds = reader_timeout_seconds
+        self._streams = streams
 
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
@@ -107,28 +99,20 @@ class SessionCalls:
                         asked, record.trace_headers, deadline
                     )
                     await allowance.reserve(generation)
-                    with StreamReaderTimeout(
-                        work, self._reader_timeout_seconds, self._reader_timed_out
-                    ) as reader:
-                        stream = MessageStream(
-                            lambda piece: _message(piece, generation), context, reader, record
-                        )
-                        watching = observation.watching(generation, stream, stream=True)
-                        delivery = self._inference.delivery(
-                            generation, work.enter_context(watching), stream=True
-                        )
-                        work.callback(delivery.close)
-                        arrival.end()
-                        await delivery.run()
+                    await self._streams.send(
+                        generation,
+                        lambda piece: _message(piece, generation),
+                        context,
+                        record,
+                        observation,
+                        arrival,
+                        work,
+                    )
             except StepwellError as error:
                 refused = was_refused(error)
                 raise
             finally:
                 allowance.close(was_refused=refused)
-
-    def _reader_timed_out(self) -> None:
-        self._metrics.reader_timed_out("grpc")
-        logger.warning("a gRPC client stopped reading: its session is ended")
 
 
 def _message(piece: Piece, generation: Generation) -> gateway_pb2.GenerateSessionResponse:
