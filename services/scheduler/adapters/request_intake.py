@@ -36,8 +36,11 @@ class RequestIntake:
     hidden_size: int
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
+    """The queue as it is now."""
     next_key: Callable[[], int]
+    """A key that no request had before."""
     pooler: Pooler | None = None
+    """What the model answers prompts with in place of tokens; None if it generates."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
@@ -63,10 +66,7 @@ class RequestIntake:
                 "priority is not 0, but this replica does not schedule by priority",
                 field="priority",
             )
-        adapter_digest, adapter_name = b"", ""
-        if message.HasField("adapter"):
-            adapter_digest, adapter_name = message.adapter.digest, message.adapter.name
-            self._check_adapter(adapter_digest)
+        self._check_adapter(message)
         return Request(
             request_id=message.request_id,
             key=RequestKey(self.next_key()),
@@ -78,20 +78,16 @@ class RequestIntake:
             latest_start=latest_start,
             cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
             prompt_embeds=embeds,
-            adapter_digest=adapter_digest,
-            adapter_name=adapter_name,
+            adapter_digest=message.adapter.digest,
+            adapter_name=message.adapter.name,
             traceparent=message.traceparent,
             tracestate=message.tracestate,
             baggage=message.baggage,
             queued_unix_nanos=time.time_ns(),
             num_choices=message.num_choices,
             pooling=pooling,
-            reads_prefix_cache=not message.skip_reading_prefix_cache
-            and (
-                sampling.prompt_logprobs is None
-                if self.pooler is None
-                else self.pooler.reads_prefix_cache
-            ),
+            reads_prefix_cache=self._may_read_prefix_cache(sampling)
+            and not message.skip_reading_prefix_cache,
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
@@ -113,7 +109,17 @@ class RequestIntake:
             queued_unix_nanos=time.time_ns(),
         )
 
-    def _check_adapter(self, digest: bytes) -> None:
+    def _may_read_prefix_cache(self, sampling: SamplingParams) -> bool:
+        """Whether what is cached of the prompt need not be computed again."""
+        if self.pooler is not None:
+            return self.pooler.reads_prefix_cache
+        return sampling.prompt_logprobs is None
+
+    def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
+        """Raises InvalidArgument for an adapter where none is served, or one without a digest."""
+        if not message.HasField("adapter"):
+            return
+        digest = message.adapter.digest
         if self.config.max_loras is None:
             raise InvalidArgument(
                 "adapter is set, but this replica serves no adapters", field="adapter"

@@ -1,7 +1,6 @@
 """The workers over gRPC: one stream to each rank, and the same bytes on all of them."""
 
 import asyncio
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -26,8 +25,6 @@ from services.scheduler.adapters.steps_in_flight import SentStep, StepsInFlight
 from services.scheduler.core.deadlines import Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
-
-logger = logging.getLogger(__name__)
 
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 

@@ -5,7 +5,6 @@ its vector is the same whatever is computed beside it. Nothing of it is cached.
 """
 
 import inspect
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ from services.worker.models.json_file import read_json_object
 from services.worker.models.model import LoadOptions, log_loading
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.transformers_checkpoint import one_line
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

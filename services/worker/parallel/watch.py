@@ -6,7 +6,6 @@ collective waits. Keepalive probes find a machine that does not answer. A rank t
 reason, such as that it was told to stop, sends it first.
 """
 
-import logging
 import selectors
 import socket
 import threading
@@ -14,8 +13,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_REASON = 4096
 _STOPPED = "it was told to stop"
