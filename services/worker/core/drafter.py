@@ -7,13 +7,14 @@ which drafts were accepted, and goes on from its own tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 import numpy as np
 
 from services.worker.core.draft_source import DraftSource, WantedDrafts
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.layout import StepTokens
-from services.worker.core.step import Int32Array, StepInput, no_ints
+from services.worker.core.step import StepInput, no_ints
 from services.worker.core.step_check import PROPOSED_HERE
 from services.worker.speculation.draft_length import DraftLength
 
@@ -70,21 +71,21 @@ class Drafter:
         wanted: list[WantedDrafts] = []
         for index, own in enumerate(drafts):
             if PROPOSED_HERE in own:
-                drafts[index] = no_ints()
+                drafts[index] = ()
                 row = int(step.rows[index])
                 if most := min(self._length(row).next(), len(own)):
                     wanted.append(WantedDrafts(index, most, list(forced(row))[:most]))
         proposed = self.source.propose(known, batch, wanted)
         for want, found in zip(wanted, proposed, strict=True):
-            drafts[want.index] = np.array(found, np.int32)
-        counts = np.array([len(own) for own in drafts], np.int32)
-        if not counts.any():
+            drafts[want.index] = found
+        if not any(drafts):
             return known
+        counts = np.array([len(own) for own in drafts], np.int32)
         return replace(
             known,
             num_scheduled_tokens=known.num_scheduled_tokens + counts,
             num_draft_tokens=counts,
-            draft_token_ids=np.concatenate(drafts),
+            draft_token_ids=np.array(list(chain.from_iterable(drafts)), np.int32),
         )
 
     def _length(self, row: int) -> DraftLength:
@@ -94,29 +95,28 @@ class Drafter:
         return length
 
 
-def _drafts_of(step: StepInput) -> list[Int32Array]:
+def _drafts_of(step: StepInput) -> list[Sequence[int]]:
     """The drafts of each request; empty if the step has none."""
-    ends = step.num_draft_tokens.cumsum().tolist()
-    return [
-        step.draft_token_ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=False)
-    ]
+    drafts = iter(step.draft_token_ids.tolist())
+    return [list(islice(drafts, count)) for count in step.num_draft_tokens.tolist()]
 
 
 def _without_drafts(step: StepInput, batch: InputBatch) -> StepInput:
     """The step of known tokens alone. Computed tokens are those that are, without drafts of the
     step before that were rejected.
     """
+    has_drafts = len(step.num_draft_tokens) > 0
     num_scheduled = step.num_scheduled_tokens
-    if len(step.num_draft_tokens):
+    if has_drafts:
         num_scheduled = num_scheduled - step.num_draft_tokens
-    ends = step.num_computed_tokens + num_scheduled
-    num_rejected = np.maximum(ends - batch.num_tokens[step.rows], 0)
-    if num_scheduled is step.num_scheduled_tokens and not num_rejected.any():
+    num_known = batch.num_tokens[step.rows.astype(np.int64)]
+    num_computed = np.minimum(step.num_computed_tokens, num_known - num_scheduled)
+    if not (has_drafts or np.count_nonzero(num_computed != step.num_computed_tokens)):
         return step
     return replace(
         step,
         num_scheduled_tokens=num_scheduled,
-        num_computed_tokens=step.num_computed_tokens - num_rejected,
+        num_computed_tokens=num_computed,
         num_draft_tokens=no_ints(),
         draft_token_ids=no_ints(),
     )

@@ -81,7 +81,7 @@ class EndedTierLoad:
     invalid_block_ids: Int32Array
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
 class StepInput:
     """A difference to the batch, and the tokens to compute. Arrays of requests are parallel to
     `rows`; those that most steps do not need may be empty.
@@ -128,7 +128,7 @@ class RequestLogprobs:
     prompt: LogprobRows | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see StepInput
 class StepOutput:
     """The output of a step. Requests are named by their index in it."""
 

@@ -141,13 +141,15 @@ class StepCheck:
         self._check_requests()
 
     def _check_drafts(self) -> None:
-        counts, rows = self._step.num_draft_tokens, len(self._step.rows)
+        counts, rows = self._step.num_draft_tokens.tolist(), len(self._step.rows)
         entries = len(counts)
         self._require(entries in (0, rows), "num_draft_tokens", f"{entries} entries, {rows} rows")
         name, token_ids = "draft_token_ids", self._step.draft_token_ids
-        adds_up = not (counts < 0).any() and int(counts.sum()) == len(token_ids)
+        adds_up = min(counts, default=0) >= 0 and sum(counts) == len(token_ids)
         self._require(adds_up, name, "drafts do not add up to num_draft_tokens")
         if self._limits.num_speculative_tokens:
+            if token_ids.tolist().count(PROPOSED_HERE) == len(token_ids):
+                return
             token_ids = token_ids[token_ids != PROPOSED_HERE]
         self._check_token_ids(token_ids, name)
 
@@ -159,24 +161,25 @@ class StepCheck:
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
         drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
         known, room = self._known_and_room()
+        most = known + drafts - scheduled
         if self._limits.num_speculative_tokens:
-            computed = computed - self._num_rejected(computed - (known + drafts - scheduled))
-        most = np.minimum(known + drafts, room) - scheduled
-        fits = (scheduled > drafts) & (computed >= 0) & (computed <= most)
+            computed = self._without_rejected(computed, most)
+        fits = (scheduled > drafts) & (computed >= 0)
+        fits &= computed <= np.minimum(most, room - scheduled)
         if drafts is not _NO_DRAFTS:
-            fits &= (drafts == 0) | (computed == known + drafts - scheduled)
+            fits &= (drafts == 0) | (computed == most)
         if np.count_nonzero(fits) < len(fits):
             index, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
             columns = (step.rows, scheduled, computed, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
 
-    def _num_rejected(self, num_unknown: Int32Array) -> Int32Array:
-        """How many of the tokens that count as computed were rejected as drafts, given how many of
-        those to compute are not known here: at most the drafts of the step before.
+    def _without_rejected(self, computed: Int32Array, most: Int32Array) -> Int32Array:
+        """The computed tokens without those that were rejected as drafts: what is above `most`, at
+        which the tokens to compute are the last known ones. That is at most the drafts of the step
+        before.
         """
-        num_rejected = np.maximum(num_unknown, 0)
-        num_rejected[num_rejected > self._limits.num_speculative_tokens] = 0
-        return num_rejected
+        may_be_rejected = computed - most <= self._limits.num_speculative_tokens
+        return np.where(may_be_rejected, np.minimum(computed, most), computed)
 
     def _check_copies(self) -> None:
         sources, targets = self._step.copy_sources, self._step.copy_targets

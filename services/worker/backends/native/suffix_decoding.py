@@ -5,7 +5,11 @@ import weakref
 
 import numpy as np
 
-from services.worker.backends.native.library import NativeSuffixSettings, SuffixFunctions
+from services.worker.backends.native.library import (
+    NativeSuffixSettings,
+    SuffixFunctions,
+    address,
+)
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
@@ -47,15 +51,15 @@ class NativeSuffixDecoding:
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
         rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
         width = token_ids.strides[0] // token_ids.itemsize
-        tokens = token_ids.ctypes.data
         self._functions.take_in(
-            *(self._trees, tokens, width, rows.ctypes.data, num_tokens.ctypes.data, len(rows))
+            *(self._trees, address(token_ids), width),
+            *(address(rows), address(num_tokens), len(rows)),
         )
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> list[int]:
-        drafts, tokens = np.empty(most, np.int32), token_ids.ctypes.data
+        drafts = np.empty(most, np.int32)
         found = self._functions.propose(
-            self._trees, row, tokens, len(token_ids), most, drafts.ctypes.data
+            self._trees, row, address(token_ids), len(token_ids), most, address(drafts)
         )
         proposed: list[int] = drafts[:found].tolist()
         return proposed
