@@ -4,8 +4,11 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.common.errors import StepwellError
 from services.common.sampling import SamplingParams
 from services.gateway.core.admission.queue_bounds import QueueBounds
+from services.gateway.core.delivery import received
+from services.gateway.core.delta import Delta
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.model_limits import ModelLimits
@@ -192,3 +195,17 @@ class FakeFleet:
         """The handle by which a replica knows a sequence."""
         (handle,) = (handle for handle, one in replica.running.items() if one is inflight)
         return handle
+
+
+async def only_delta(mailbox: Mailbox) -> Delta:
+    """What came for the only sequence."""
+    [(index, delta)] = await received(mailbox)
+    assert index == 0
+    return delta
+
+
+async def error_of(mailbox: Mailbox) -> StepwellError:
+    """The error that the only sequence ended with."""
+    error = (await only_delta(mailbox)).error
+    assert error is not None
+    return error

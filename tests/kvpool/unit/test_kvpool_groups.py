@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.pool_operations import (
     Admit,
     BeginStep,
@@ -14,9 +13,8 @@ from services.common.pool_operations import (
     StopReason,
 )
 from services.kvpool.core.kv_pool import KVPool
-from services.kvpool.core.pool_config import PoolConfig
+from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
 from tests.kvpool.worked_examples import (
-    BLOCK_SIZE,
     admission,
     admit,
     commit,
@@ -25,36 +23,6 @@ from tests.kvpool.worked_examples import (
     lookup,
     release,
 )
-
-FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
-STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
-
-
-def pool_of(
-    *groups: KVCacheGroup,
-    num_blocks: int = 16,
-    caching: bool = True,
-    drop_last: bool = False,
-    in_flight: int | None = None,
-) -> KVPool:
-    return KVPool(
-        PoolConfig(
-            num_blocks,
-            groups,
-            caching,
-            drop_last_hit_block=drop_last,
-            max_model_len=400,
-            max_in_flight_tokens=in_flight,
-        )
-    )
-
-
-def evict(pool: KVPool, num_blocks: int) -> None:
-    """Takes so many blocks from the free queue and gives them back without a hash."""
-    admit(pool, 99, num_blocks * BLOCK_SIZE)
-    release(pool, 99)
 
 
 def test_blocks_that_are_released_as_one_list_enter_the_queue_last_group_first() -> None:
@@ -256,149 +224,6 @@ def test_a_state_needs_one_block_however_long_the_prompt():
     # One state is read, the other written: a third there is not, unless the first is read.
     assert pool.transact([Grow([1], [400], [405])]).stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert grow(pool, 1, 405, computed=404) == [1]
-
-
-# Coordinators.
-
-
-def test_without_prefix_caching_groups_of_all_kinds_find_nothing():
-    pool = pool_of(FULL, WINDOW, CHUNK, STATE, caching=False)
-    admit(pool, 1, 9, path="ab")
-    assert pool.block_tables(1) == ((1, 2, 3), (4, 5, 6), (7, 8, 9), (0, 0, 10))
-    assert lookup(pool, 2, 8, "ab") == 0
-    grow(pool, 1, 10, computed=9)
-    assert pool.block_tables(1) == ((1, 2, 3), (0, 5, 6), (0, 0, 9), (0, 0, 10))
-    assert pool.num_common_prefix_blocks() == [0, 0, 0, 0]
-    pool.check()
-
-
-def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
-    pool = pool_of(FULL, WINDOW, num_blocks=12)
-    admit(pool, 1, 16, path="abcd")
-    assert pool.block_tables(1) == ((1, 2, 3, 4), (5, 6, 7, 8))
-    grow(pool, 1, 17, computed=16)
-    assert pool.block_tables(1) == ((1, 2, 3, 4, 9), (0, 0, 7, 8, 10))
-    assert lookup(pool, 2, 16, "abcd") == 16
-    assert admit(pool, 2, 17, hit=16) == [1, 2, 3, 4, 11]
-    assert pool.block_tables(2) == ((1, 2, 3, 4, 11), (0, 0, 7, 8, 6))
-    assert pool.num_common_prefix_blocks() == [4, 0]
-    pool.check()
-
-
-def test_a_hit_shrinks_until_every_group_agrees():
-    pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
-    # States are left at 8 and at 24; the window loses what lies before.
-    admit(pool, 1, 8, path="ab")
-    commit(pool, 1, 24, hashes("abcdef")[2:])
-    grow(pool, 1, 24, computed=8)
-    commit(pool, 1, 24)
-    grow(pool, 1, 25, computed=24)
-    release(pool, 1)
-    pool.transact([BeginStep()])
-    assert lookup(pool, 2, 100, "abcdef") == 24
-    # At most 23 tokens: full attention has 20 and the window too, but of the state only 8 is
-    # there. The window at 8 needs blocks "a" and "ab", which are cached still.
-    assert lookup(pool, 3, 23, "abcdef") == 8
-    admit(pool, 3, 9, hit=8)
-    tables = pool.block_tables(3)
-    assert [len(table) for table in tables] == [3, 3, 3]
-    assert tables[1][:2] == (3, 4)
-    assert tables[2][0] == 0
-    pool.check()
-
-
-def test_a_hit_can_shrink_to_nothing():
-    pool = pool_of(WINDOW, STATE, num_blocks=8)
-    admit(pool, 1, 8, path="ab")
-    assert pool.block_tables(1) == ((1, 2), (0, 3))
-    grow(pool, 1, 13, computed=8)
-    assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
-    release(pool, 1)
-    assert pool.free_block_ids() == [6, 5, 4, 7, 2, 1, 3]
-    assert lookup(pool, 2, 8, "ab") == 8
-    assert admit(pool, 9, 4) == [6]  # 6 for the window, 5 for the state
-    assert pool.block_tables(9) == ((6,), (5,))
-    admit(pool, 8, 8)  # 4, 7 and 2: evicts "ab" of the window
-    assert pool.block_tables(8) == ((4, 7), (0, 2))
-    assert lookup(pool, 3, 8, "ab") == 0  # a window at 4, a state at 8
-    pool.check()
-
-
-def test_an_admission_counts_what_each_group_needs():
-    # Full attention needs ten blocks for 40 tokens, the window five, the state one.
-    pool = pool_of(FULL, WINDOW, STATE, num_blocks=18, in_flight=8)
-    outcome = pool.transact([Admit([admission(1, 8, reserve=40, watermark=2)])])
-    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    assert pool.transact([Admit([admission(1, 8, reserve=40, watermark=1)])]).stop is None
-
-
-def test_a_growth_fits_if_all_groups_do():
-    pool = pool_of(FULL, WINDOW, num_blocks=8)
-    admit(pool, 1, 12)  # six blocks; one is left
-    outcome = pool.transact([Grow([1], [8], [16])])
-    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # Query 12 sees tokens 7 to 12: the window gives one back, and both find room.
-    outcome = pool.transact([Grow([1], [12], [16])])
-    assert outcome.stop is None
-    assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]
-    assert pool.block_tables(1) == ((1, 2, 3, 4), (0, 5, 6, 7))
-
-
-def test_events_and_snapshots_name_the_group():
-    pool = pool_of(FULL, STATE)
-    admit(pool, 1, 8, path="ab")
-    grow(pool, 1, 9, computed=8)
-    told = [(event.group, event.hashes) for event in pool.take_events()]
-    first, second = hashes("ab")
-    assert told == [(0, (first, second)), (1, (second,))]
-    assert [(event.group, event.hashes) for event in pool.snapshot()] == told
-
-
-# EAGLE.
-
-
-def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():
-    pool = pool_of(FULL, drop_last=True)
-    admit(pool, 1, 12, path="abc")
-    assert lookup(pool, 2, 100, "abcd") == 8
-    assert admit(pool, 2, 13, hit=8) == [1, 2, 4, 5]
-    assert lookup(pool, 3, 4, "a") == 0
-
-
-def test_a_window_with_its_last_block_dropped_is_still_a_whole_window():
-    pool = pool_of(WINDOW, num_blocks=8, drop_last=True)
-    admit(pool, 1, 16, path="abcd")
-    grow(pool, 1, 17, computed=13)  # gives back "a" and "ab"
-    release(pool, 1)
-    assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
-    assert lookup(pool, 2, 16, "abcd") == 12  # blocks "ab" and "abc", and "abcd" behind them
-    evict(pool, 4)  # forgets "ab": two blocks are a window, but then none is left to drop
-    assert lookup(pool, 2, 16) == 0
-
-
-def test_states_need_nothing_behind_them_for_a_draft_head():
-    pool = pool_of(FULL, STATE, drop_last=True)
-    admit(pool, 1, 8, path="abc")
-    commit(pool, 1, 12)
-    grow(pool, 1, 12, computed=8)
-    commit(pool, 1, 12)
-    assert lookup(pool, 2, 12, "abc") == 8  # full attention has twelve tokens and drops four
-
-
-# What all requests share.
-
-
-def test_common_prefix_blocks_are_those_that_every_request_holds():
-    pool = pool_of(FULL)
-    assert pool.num_common_prefix_blocks() == [0]
-    admit(pool, 1, 13, path="abc")
-    assert pool.num_common_prefix_blocks() == [4]
-    admit(pool, 2, 13, hit=8, path="abx")
-    assert pool.num_common_prefix_blocks() == [2]
-    admit(pool, 3, 5, path="y")
-    assert pool.num_common_prefix_blocks() == [0]
-    release(pool, 3)
-    assert pool.num_common_prefix_blocks() == [2]
 
 
 # Ages.

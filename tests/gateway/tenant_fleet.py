@@ -1,0 +1,45 @@
+"""A fleet that serves two tenants."""
+
+from services.common.finish_reason import FinishReason
+from services.common.queue_state import QueueState
+from services.gateway.core.delta import Finish
+from services.gateway.core.inflight import Inflight
+from services.gateway.core.tenant import Tenant
+from tests.gateway.fake_fleet import FakeFleet
+
+A, B = Tenant("a"), Tenant("b")
+
+
+def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
+    """A fleet whose replicas run so many sequences each."""
+    world = FakeFleet(num_replicas)
+    world.connect(*world.replicas, max_num_seqs=num_places)
+    return world
+
+
+def tenants_at(world: FakeFleet, name: str = "a") -> str:
+    """The tenants of the sequences that a replica has, in order."""
+    return "".join(inflight.request.tenant.tenant_id for inflight in world.has(name))
+
+
+def schedule_all(world: FakeFleet, name: str = "a") -> None:
+    """The replica schedules all sequences that it has."""
+    replica = world.replicas[name]
+    for inflight in world.has(name):
+        replica.admitted(world.handle(replica, inflight), 0)
+
+
+def finish(world: FakeFleet, inflight: Inflight, name: str = "a") -> None:
+    replica = world.replicas[name]
+    replica.finished(world.handle(replica, inflight), Finish(FinishReason.STOP))
+
+
+def finish_first(world: FakeFleet, name: str = "a") -> None:
+    """Ends the sequence that came first."""
+    finish(world, world.has(name)[0], name)
+
+
+def moving(world: FakeFleet, seconds_per_request: float, service_seconds: float = 0.0) -> None:
+    """The scheduler announces how fast its queue moves, and that none waits there."""
+    queue = QueueState(0, 1024, 60.0, seconds_per_request, service_seconds, num_running=2)
+    world.replicas["a"].queue_changed(queue)

@@ -1,0 +1,40 @@
+"""Groups of each kind of attention, and pools of them."""
+
+from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.kvpool.core.kv_pool import KVPool
+from services.kvpool.core.pool_config import PoolConfig
+from tests.kvpool.worked_examples import (
+    BLOCK_SIZE,
+    admit,
+    release,
+)
+
+FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
+
+
+def pool_of(
+    *groups: KVCacheGroup,
+    num_blocks: int = 16,
+    caching: bool = True,
+    drop_last: bool = False,
+    in_flight: int | None = None,
+) -> KVPool:
+    return KVPool(
+        PoolConfig(
+            num_blocks,
+            groups,
+            caching,
+            drop_last_hit_block=drop_last,
+            max_model_len=400,
+            max_in_flight_tokens=in_flight,
+        )
+    )
+
+
+def evict(pool: KVPool, num_blocks: int) -> None:
+    """Takes so many blocks from the free queue and gives them back without a hash."""
+    admit(pool, 99, num_blocks * BLOCK_SIZE)
+    release(pool, 99)
