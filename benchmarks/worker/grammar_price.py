@@ -6,9 +6,10 @@ One runner decodes requests at temperature 1, in turns half of them held to the 
 `benchmarks.serving --structured` and none. Times are processor time of the one thread that
 computes; a turn is the median of its steps, and the price of a row the median over rounds of the
 difference, divided by the constrained rows. Their outputs are then given to matchers of
-llguidance's alone, which advance and make the same masks while nothing else uses the processor's
-caches: that part of the price is llguidance's. A forced token is one about which the grammar
-leaves no choice.
+llguidance's alone, which advance and make the same masks: that part of the price is llguidance's.
+With warm caches nothing else uses the processor's; with cold ones 64 MiB are read before each step,
+as a step of a model and other processes do, so that the code and the matchers come from memory. A
+forced token is one about which the grammar leaves no choice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.common.arguments import count, counts, make_parser
@@ -39,6 +41,8 @@ FORM = StructuredOutputs(
     StructuredOutputsKind.JSON, json.dumps(CONSTRAINED["structured_outputs"]["json"])
 )
 NUM_PREFIX = 128
+_READ_BYTES = 2**26
+"""More than processors keep in caches for one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +77,30 @@ def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: in
         raise ValueError("the model samples no tokens")
     lines = [
         "| rows | step without, µs | with, µs | price of a constrained row, µs "
-        "| llguidance's of it: advance + mask, µs | mask of a forced token, µs | forced tokens |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| llguidance's of it, warm: advance + mask, µs | both, cold, µs "
+        "| mask of a forced token, µs | forced tokens |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     timer = StepTimer(worker.runner, num_steps, time.thread_time)
     for number in numbers:
         load = StepsLoad("decode", number, NUM_PREFIX)
-        turns, outputs = [], list[list[int]]()
+        turns, outputs = [], list[list[list[int]]]()
         for seed in range(num_rounds + 1):
             without, held = (
                 timer.turn(load, sampling=sampling(number, seed, is_held=is_held))
                 for is_held in (False, True)
             )
             turns.append((1000 * without, 1000 * held))
-            outputs += map(list, zip(*(step[1::2] for step in timer.token_ids), strict=True))
+            held_tokens = (step[1::2] for step in timer.token_ids)
+            outputs.append([list(output) for output in zip(*held_tokens, strict=True)])
         price = statistics.median(held - without for without, held in turns[1:])
         without, held = (statistics.median(times) for times in zip(*turns[1:], strict=True))
-        alone = matcher_micros(worker.grammars, outputs)
+        alone = matcher_micros(worker.grammars, [output for turn in outputs for output in turn])
+        cold = cold_micros(worker.grammars, outputs[-1])
         lines.append(
             f"| {number} | {without:.0f} | {held:.0f} | {price / (number // 2):.1f} | "
-            f"{alone.advance:.1f} + {alone.mask:.1f} | {alone.mask_of_forced:.1f} | "
-            f"{alone.share_forced:.0%} |"
+            f"{alone.advance:.1f} + {alone.mask:.1f} | {cold:.1f} | "
+            f"{alone.mask_of_forced:.1f} | {alone.share_forced:.0%} |"
         )
     return "\n".join(lines)
 
@@ -128,6 +135,25 @@ def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> Matc
         statistics.fmean(of_forced or [0]) / 1000,
         len(of_forced) / len(masks),
     )
+
+
+def cold_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> float:
+    """What matchers take for a token of outputs that conform, all of which get one in each step, if
+    nothing of them is in caches before: the mean in microseconds.
+    """
+    matchers = [grammars.matcher(FORM) for _ in outputs]
+    for matcher in matchers:
+        matcher.compute_bitmask()
+    others = np.ones(_READ_BYTES, np.uint8)
+    nanos = 0
+    for tokens in zip(*outputs, strict=True):
+        others.max()
+        began = time.thread_time_ns()
+        for matcher, token_id in zip(matchers, tokens, strict=True):
+            matcher.consume_token(token_id)
+            matcher.compute_bitmask()
+        nanos += time.thread_time_ns() - began
+    return nanos / 1000 / sum(map(len, outputs))
 
 
 def build(model: Path, most_rows: int, num_steps: int) -> Worker:

@@ -13,4 +13,5 @@ def test_each_number_of_rows_is_measured(servable_model: Path) -> None:
     for row in rows[2:]:
         advance, mask = row[4].split(" + ")
         assert all(float(figure) > 0 for figure in (row[1], row[2], advance, mask))
-        assert row[6].endswith("%")
+        assert float(row[5]) > float(advance) + float(mask)
+        assert row[7].endswith("%")
