@@ -73,8 +73,8 @@ class CountedSuffixes:
         self._rows[row] = Row(key, num_tokens)
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
-        for row, count in zip(rows.tolist(), num_tokens.tolist(), strict=True):
-            for token in token_ids[row, self._rows[row].num_taken_in : count].tolist():
+        for row in rows.tolist():
+            for token in token_ids[row, self._rows[row].num_taken_in : num_tokens[row]].tolist():
                 self._append(self._rows[row], token)
 
     def _append(self, own: Row, token: int) -> None:
@@ -89,8 +89,8 @@ class CountedSuffixes:
                 if not self.ended[0].tokens:
                     del self.ended[0]
 
-    def propose(self, row: int, token_ids: Int32Array, most: int) -> Tokens:
-        tokens, key = token_ids.tolist(), self._rows[row].key
+    def propose(self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int) -> Tokens:
+        tokens, key = token_ids[row, : num_tokens[row]].tolist(), self._rows[row].key
         written = [row.response for row in self._rows.values() if row.response is not None]
         others = [response.tokens for response in [*self.ended, *written] if response.key == key]
         own_score, own = self._guess([tokens], tokens, most)

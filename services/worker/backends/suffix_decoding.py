@@ -35,6 +35,9 @@ class SuffixDecoding(Protocol):
     the product of their shares is at least `min_token_prob`. The drafts with the largest sum of
     these products count, of equals those of the longest match; and of the two trees the better
     ones, the request's own of equals.
+
+    Known tokens of a row are the first `num_tokens[row]` of `token_ids[row]`; `token_ids` is
+    [all rows, n]. A batch passes the same two arrays in each call.
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
@@ -43,15 +46,15 @@ class SuffixDecoding(Protocol):
         """
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
-        """Adds new tokens to the responses of these rows. `token_ids` [all rows, n] holds all
-        tokens of each, of which the first `num_tokens`, parallel to `rows`, are known. Where there
-        are too many responses, or too large ones, tokens of the one that ended first are forgotten,
-        a few for each new one.
+        """Adds new tokens to the responses of these rows. Where there are too many responses, or
+        too large ones, tokens of the one that ended first are forgotten, a few for each new one.
         """
 
-    def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Up to `most` drafts of what follows these tokens, which are all that are known of the
-        request. Calls for a row bring the same tokens as before, and further ones.
+    def propose(
+        self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
+    ) -> Sequence[int]:
+        """Up to `most` drafts of what follows the known tokens of a row. Since the call before it
+        has the same ones, and further ones.
         """
 
     def leave(self, row: int) -> None:

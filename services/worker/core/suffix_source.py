@@ -27,13 +27,13 @@ class SuffixSource:
         proposed = []
         for want in wanted:
             row = int(step.rows[want.index])
-            known = batch.token_ids[row, : batch.num_tokens[row]]
-            proposed.append(want.possible(self._trees.propose(row, known, want.most)))
+            found = self._trees.propose(row, batch.token_ids, batch.num_tokens, want.most)
+            proposed.append(want.possible(found))
         return proposed
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
         """See DraftSource. They are part of the responses."""
-        self._trees.take_in(rows, batch.token_ids, batch.num_tokens[rows])
+        self._trees.take_in(rows, batch.token_ids, batch.num_tokens)
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Nothing depends on what became of drafts."""

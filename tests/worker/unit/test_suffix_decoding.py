@@ -42,11 +42,11 @@ class Requests:
             self._append(row, tokens)
         rows = np.array(list(written), np.int32)
         for one in self._told:
-            one.take_in(rows, self.token_ids, self.num_tokens[rows])
+            one.take_in(rows, self.token_ids, self.num_tokens)
 
     def propose(self, row: int, most: int) -> list[list[int]]:
-        known = self.token_ids[row, : self.num_tokens[row]]
-        return [list(one.propose(row, known, most)) for one in self._told]
+        known = self.token_ids, self.num_tokens
+        return [list(one.propose(row, *known, most)) for one in self._told]
 
     def leave(self, row: int) -> None:
         for one in self._told:

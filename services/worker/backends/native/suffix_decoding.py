@@ -34,6 +34,11 @@ class NativeSuffixDecoding:
         )
         self._trees: int = functions.new(settings)
         weakref.finalize(self, functions.delete, self._trees)
+        self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
+        """Where drafts are written: fewer than a tree is deep."""
+        self._arrays: tuple[Int32Array, Int32Array] | None = None
+        self._addresses = 0, 0, 0
+        """Of `token_ids`, its row length in tokens, and of `num_tokens`."""
 
     @property
     def num_cached(self) -> int:
@@ -49,20 +54,27 @@ class NativeSuffixDecoding:
         self._functions.enter(self._trees, row, key, len(key), num_tokens)
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
-        rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
-        width = token_ids.strides[0] // token_ids.itemsize
-        self._functions.take_in(
-            *(self._trees, address(token_ids), width),
-            *(address(rows), address(num_tokens), len(rows)),
-        )
+        rows = np.ascontiguousarray(rows)
+        known = self._known(token_ids, num_tokens)
+        self._functions.take_in(self._trees, *known, address(rows), len(rows))
 
-    def propose(self, row: int, token_ids: Int32Array, most: int) -> list[int]:
-        drafts = np.empty(most, np.int32)
-        found = self._functions.propose(
-            self._trees, row, address(token_ids), len(token_ids), most, address(drafts)
-        )
-        proposed: list[int] = drafts[:found].tolist()
-        return proposed
+    def propose(
+        self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
+    ) -> list[int]:
+        known = self._known(token_ids, num_tokens)
+        found = self._functions.propose(self._trees, *known, row, most, self._drafts)
+        return self._drafts[:found]
+
+    def _known(self, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[int, int, int]:
+        """Addresses and row length of the arrays, as the functions take them. They are kept while
+        the same arrays come: to take them anew would cost as much as a call.
+        """
+        before = self._arrays
+        if before is None or before[0] is not token_ids or before[1] is not num_tokens:
+            self._arrays = token_ids, num_tokens
+            width = token_ids.strides[0] // token_ids.itemsize
+            self._addresses = address(token_ids), width, address(num_tokens)
+        return self._addresses
 
     def leave(self, row: int) -> None:
         self._functions.leave(self._trees, row)

@@ -17,19 +17,21 @@ extern "C" void suffix_enter(SuffixDecoding* trees, std::int32_t row, const char
   trees->enter(row, std::string(key, key_bytes), num_tokens);
 }
 
-// Of each of so many rows the tokens that are known: `num_tokens` of the matrix's row, which begins
-// `stride` tokens behind the one before.
+// The known tokens of row r: the first num_tokens[r] of `tokens`, from r * stride on.
 extern "C" void suffix_take_in(SuffixDecoding* trees, const Token* tokens, std::int64_t stride,
-                               const std::int32_t* rows, const std::int32_t* num_tokens,
+                               const std::int32_t* num_tokens, const std::int32_t* rows,
                                std::int64_t num_rows) {
   for (std::int64_t i = 0; i < num_rows; ++i) {
-    trees->take_in(rows[i], tokens + rows[i] * stride, num_tokens[i]);
+    const std::int32_t row = rows[i];
+    trees->take_in(row, tokens + row * stride, num_tokens[row]);
   }
 }
 
-extern "C" std::int64_t suffix_propose(SuffixDecoding* trees, std::int32_t row, const Token* tokens,
-                                       std::int64_t num_tokens, std::int64_t most, Token* drafts) {
-  return trees->propose(row, tokens, num_tokens, most, drafts);
+// See suffix_take_in for the known tokens.
+extern "C" std::int64_t suffix_propose(SuffixDecoding* trees, const Token* tokens,
+                                       std::int64_t stride, const std::int32_t* num_tokens,
+                                       std::int32_t row, std::int64_t most, Token* drafts) {
+  return trees->propose(row, tokens + row * stride, num_tokens[row], most, drafts);
 }
 
 extern "C" void suffix_leave(SuffixDecoding* trees, std::int32_t row) { trees->leave(row); }
