@@ -50,7 +50,7 @@ class InvarianceCheck:
         batch_invariant: bool = True,
     ) -> None:
         random = torch.Generator().manual_seed(0)
-        self._case, self._device = case, device
+        self._case = case
         self._width = -(-max(*lengths, max_model_len) // case.block_size)
         self._heads = [
             [

@@ -44,12 +44,13 @@ class KVTransfers:
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
+        """Of the requests that hold blocks."""
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load, until they are looked at after its end."""
         self._num_local: dict[Request, int] = {}
         """Tokens of their local hits."""
         self._finished_recving: set[Request] = set()
-        self._failed_recving: set[Request] = set()
+        """Requests whose load has ended, and that have not gone on since."""
         self._first_invalid: dict[Request, int] = {}
         """Of requests whose load within a step failed, the first block that they compute again."""
         self._leaving: dict[RequestKey, BlockTables] = {}
@@ -148,7 +149,6 @@ class KVTransfers:
         if request not in self._finished_recving:
             return False
         self._finished_recving.remove(request)
-        self._failed_recving.discard(request)
         del self._loading[request.key]
         request.stop_loading()
         num_local = self._num_local.pop(request)
@@ -215,7 +215,6 @@ class KVTransfers:
         self._loading.pop(request.key, None)
         self._num_local.pop(request, None)
         self._finished_recving.discard(request)
-        self._failed_recving.discard(request)
         if blocks is None:
             blocks = tuple([] for _ in range(max(1, len(self._config.groups))))
         computed = tuple(
@@ -261,7 +260,6 @@ class KVTransfers:
             if (request := self._loading.get(key)) is not None:
                 if recomputes:
                     request.num_computed_tokens = 0
-                    self._failed_recving.add(request)
                 failed.add(request)
         if recomputes:
             failed.clear()
@@ -272,7 +270,6 @@ class KVTransfers:
         failed_loads, _ = set_back(loading, tables, group, invalid, {})
         failed_running, stale = set_back(running, tables, group, invalid, scheduled_tokens(plans))
         if recomputes:
-            self._failed_recving |= failed_loads
             for request in failed_running:
                 self._first_invalid[request] = request.num_computed_tokens // group.block_size
             return failed_running
@@ -299,8 +296,8 @@ class KVTransfers:
         for state in (self._block_tables, self._loading, self._leaving, self._num_local):
             state.clear()
         self._first_invalid.clear()
-        for requests in (self._finished_recving, self._failed_recving, self._prefills):
-            requests.clear()
+        self._finished_recving.clear()
+        self._prefills.clear()
         self.deferred_frees.forget()
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
