@@ -37,17 +37,19 @@ class KeyState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What is kept of a key. Times are seconds since 1970, None for never; `models` are those that
-    may be asked for, None for all.
-    """
+    """What is kept of a key. Times are seconds since 1970."""
 
     key_id: str
     sha256: str
+    """Of the whole key, in hexadecimal."""
     tenant_id: str
     created: int
     expires: int | None = None
+    """None: never."""
     revoked: int | None = None
+    """None: it is not."""
     models: tuple[str, ...] | None = None
+    """Those that may be asked for; None: all."""
 
     def matches(self, key: bytes) -> bool:
         """Whether this is the record of the whole key, in constant time."""
@@ -63,17 +65,17 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """What the keys of one tenant may use together; None is no limit.
-
-    No request of it has a `priority` below `priority_ceiling`, where smaller runs earlier.
-    """
+    """What the keys of one tenant may use together; None is no limit."""
 
     tenant_id: str
     weight: float = 1.0
+    """Where requests of several tenants compete, each gets a share in proportion to it."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    """Prompt tokens that are not cached, and generated ones."""
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
+    """No request of it is scheduled with a smaller `priority`, which would run earlier."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:

@@ -44,20 +44,18 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """The end of a model that answers prompts with vectors of `size` numbers.
-
-    * `may_shorten`: the first numbers of a vector are one too, of the lengths
-      `matryoshka_dimensions`, or where these are none of any length (Kusupati et al., 2022).
-    * `takes_whole_prompts`: tokens see later ones, so a prompt is computed in one step, and none of
-      it is cached.
-    """
+    """The end of a model that answers prompts with vectors."""
 
     task: PoolingTask
     pooling_type: PoolingType
     size: int
+    """Numbers of a vector."""
     may_shorten: bool = False
+    """Whether the first numbers of a vector are one too (Kusupati et al., 2022)."""
     matryoshka_dimensions: tuple[int, ...] = ()
+    """The lengths of such vectors; where there are none here, any length."""
     takes_whole_prompts: bool = False
+    """Whether tokens see later ones: a prompt is computed in one step, and none of it is cached."""
 
     @property
     def reads_prefix_cache(self) -> bool:

@@ -49,6 +49,7 @@ class TurnEnd:
 
     finish_reason: FinishReason
     stop_token_id: int | None
+    """The stop token that ended it; None if none did."""
     turn: "Request"
     """The session as it was at the end of the turn, for what is told and noted of it."""
 
@@ -58,6 +59,7 @@ class Request(ComputedTokens):
     """One sequence. Equal only to itself."""
 
     request_id: str
+    """For logs, traces and aborts."""
     key: RequestKey
     """Its number in the pool's operations, never used twice by one scheduler process."""
     token_ids: list[int]
@@ -65,11 +67,13 @@ class Request(ComputedTokens):
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
+    """Smaller runs earlier under the priority policy; 0 under first come, first served."""
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
     latest_start: float | None = None
     """When it must have been scheduled for the first time, in monotonic seconds; None: no limit."""
     cache_salt: str = ""
+    """Only requests with the same one find each other's cached prefixes."""
     adapter_digest: bytes = b""
     """SHA-256 of the files of its adapter; empty: it has none. With other content an adapter of the
     same name is another one.
@@ -120,7 +124,9 @@ class Request(ComputedTokens):
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
+    """None before its end, or that of its turn."""
     stop_token_id: int | None = None
+    """The stop token that ended it; None if none did."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """Tokens that end the request: end of sequence and stop tokens."""
     fast_path_end: int = 0

@@ -173,31 +173,31 @@ class StateLayer:
 class AttentionShape:
     """What an implementation needs to know of the model and the cache.
 
-    `groups`: the KV-cache groups, each the layers that share a block table; together all layers.
     The i-th layers of all groups share their pages; a block belongs to the group whose table lists
-    it. Empty `groups` stand for one group of all layers. Only if there is one group may its layers
-    differ in `window`, `num_kv_heads` or `head_dim`.
-
-    `block_scales`: by group, how many times `block_size` tokens its blocks hold; empty: once. Pages
-    are equally large in all groups: layers with fewer or smaller heads hold more tokens in them.
-
-    `states`: recurrent layers, which are counted apart from those that attend; `state_groups`:
-    theirs, which follow the others. A block of such a group holds one state of each layer.
-
-    `dtype`: of queries, keys, values and outputs; `kv_cache_dtype`: what keys and values are kept
-    as.
+    it. Pages are equally large in all groups: layers with fewer or smaller heads hold more tokens
+    in them. Only if there is one group may its layers differ in `window`, `num_kv_heads` or
+    `head_dim`.
     """
 
     layers: tuple[AttentionLayer, ...]
     block_size: int
     num_blocks: int
     dtype: torch.dtype
+    """Of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
+    """The KV-cache groups, each the layers that share a block table; together all layers. Empty:
+    one group of all layers.
+    """
     states: tuple[StateLayer, ...] = ()
+    """Recurrent layers, which are counted apart from those that attend."""
     state_groups: tuple[tuple[int, ...], ...] = ()
+    """Their groups, which follow the others. A block of such a group holds one state of each layer.
+    """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
+    """What keys and values are kept as."""
     block_scales: tuple[int, ...] = ()
+    """By group, how many times `block_size` tokens its blocks hold; empty: once."""
 
     @property
     def has_codes(self) -> bool:

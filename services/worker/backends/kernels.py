@@ -106,32 +106,33 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a decoder: `embedding` [vocab_size, hidden_size], the layers, the `norm` after
-    the last of them, and `head`, which projects to the vocabulary.
-
-    Of a pipeline stage that is not the first, the embedding has no rows; of one that is not the
-    last, norm and head are None. `ranks`: those that the layers are divided over, whose outputs of
-    attention and MLPs are summed. `head_ranks`: of whom each has as many columns of the head.
-    """
+    """The weights of a decoder, or of one pipeline stage of it."""
 
     embedding: torch.Tensor
+    """[vocab_size, hidden_size]; without rows in a pipeline stage that is not the first."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
+    """After the last layer; None in a stage that is not the last, as is `head`."""
     head: Linear | None
+    """Projects to the vocabulary."""
     ranks: Ranks = ALONE
+    """Those that the layers are divided over, whose outputs of attention and MLPs are summed."""
     head_ranks: Ranks = ALONE
+    """Those of whom each has as many columns of the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConstants:
-    """The constants of a decoder: the factor of embeddings, cos and sin of all positions, of each
-    layer the index of its rotation, and the epsilon of all norms.
-    """
+    """The constants of a decoder."""
 
     embedding_scale: float
+    """What embeddings are multiplied by."""
     rotations: tuple[Rotation, ...]
+    """Cos and sin of all positions, of each rotary embedding that a layer has."""
     rotation_of: tuple[int, ...]
+    """Of each layer the index of its rotation."""
     epsilon: float
+    """Of all norms."""
 
 
 class FusedDecoder(Protocol):

@@ -12,16 +12,16 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SuffixRules:
-    """How drafts are found. `max_tree_depth`: most tokens of a match and its drafts together.
-    `max_cached_requests`: responses in the trees of responses, at most; 0: there are no such trees.
-    `max_spec_factor`: most drafts, as a multiple of the tokens that match. `min_token_prob`: what
-    the product of the shares of the tokens that are proposed is at least.
-    """
+    """How drafts are found in suffix trees."""
 
     max_tree_depth: int
+    """Most tokens of a match and its drafts together."""
     max_cached_requests: int
+    """Most responses in the trees of responses; 0: there are no such trees."""
     max_spec_factor: float
+    """Most drafts, as a multiple of the tokens that match."""
     min_token_prob: float
+    """What the product of the shares of the proposed tokens is at least."""
 
 
 class SuffixDecoding(Protocol):

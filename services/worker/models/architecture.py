@@ -66,41 +66,42 @@ class ExpertLayout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties that an architecture always has, and its defaults for keys of config.json.
-
-    * `mlp_bias`: the MLP has biases if config.json has `mlp_bias`.
-    * `qk_norm`: queries and keys are normalized per head.
-    * `default_window`: where `sliding_window` is absent; None: no layer has a window then.
-      `window_pattern`: of so many layers the last one has no window.
-    * `experts` None: MLPs are dense.
-    * `output_norms`: outputs of attention and MLP are normalized before they are added to the
-      residual.
-    * `norm_weight_offset`: added to the norm weights of checkpoints.
-    * `scaled_embedding`: embeddings are multiplied by the root of `hidden_size`.
-    * `query_pre_attn_scalar`: attention is scaled by the root of that key, not of `head_dim`; its
-      default. `softcaps`: defaults of `attn_logit_softcapping` and `final_logit_softcapping`, where
-      these are read.
-    * `local_theta`: base of the rotary embedding of layers with a window, if it is another one.
-    """
+    """Properties that an architecture always has, and its defaults for keys of config.json."""
 
     biases: Biases = Biases.CONFIGURED
     mlp_bias: bool = False
+    """Whether MLPs have biases where config.json has `mlp_bias`."""
     qk_norm: bool = False
+    """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
+    """The window where `sliding_window` is absent; None: no layer has one then."""
     window_pattern: int = 1
+    """With the pattern, of so many layers the last one has no window."""
     experts: ExpertLayout | None = None
+    """None: MLPs are dense."""
     activation_key: str = "hidden_act"
+    """The key of config.json for the activation of MLPs, which must be `activation`."""
     activation: Activation = Activation.SILU
     output_norms: bool = False
+    """Whether outputs of attention and MLP are normalized before they are added to the residual."""
     norm_weight_offset: float = 0.0
+    """Added to the norm weights of checkpoints."""
     scaled_embedding: bool = False
+    """Whether embeddings are multiplied by the root of `hidden_size`."""
     query_pre_attn_scalar: int | None = None
+    """The default of that key, by whose root attention is scaled, not by that of `head_dim`; None:
+    it is not read.
+    """
     softcaps: tuple[float | None, float | None] | None = None
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`; None: neither is read."""
     head_dim: int | None = None
+    """None: `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
+    """Base of the rotary embedding."""
     local_theta: float | None = None
+    """That of layers with a window, if it is another one."""
 
 
 _GEMMA = Traits(

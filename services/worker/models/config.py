@@ -34,38 +34,42 @@ _DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, to
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shapes of a decoder's tensors, and how they are used.
-
-    * `layers`: properties that may differ from layer to layer.
-    * `qkv_bias`, `output_bias`, `mlp_bias`: whether these projections have biases.
-    * `embedding_scale`, `attention_scale`: factors of embeddings, and of queries times keys.
-    * `attention_softcap`, `logits_softcap`: c tanh(x / c) instead of x, for the scores of attention
-      and for logits; None: x.
-    * `quantization`: how the checkpoint's weights are quantized; None: they are not.
-    * `checkpoint_dtype`: None if config.json does not give it.
-    """
+    """The shapes of a decoder's tensors, and how they are used."""
 
     architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the dense MLPs; those of experts have their own."""
     num_heads: int
+    """Of queries."""
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
+    """What may differ from layer to layer, for each of them."""
     rope: RopeConfig
+    """Of layers that see all tokens before them."""
     tie_word_embeddings: bool
     qkv_bias: bool
+    """Whether the projections to queries, keys and values have biases."""
     output_bias: bool
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool
+    """Whether the projections of MLPs have biases."""
     embedding_scale: float
+    """What embeddings are multiplied by."""
     attention_scale: float
+    """What products of queries and keys are multiplied by."""
     attention_softcap: float | None
+    """c: scores x of attention become c tanh(x / c); None: they stay as they are."""
     logits_softcap: float | None
+    """The same of logits."""
     checkpoint_dtype: torch.dtype | None
+    """None if config.json does not give one that models run in."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
+    """How the checkpoint's weights are quantized; None: they are not."""
 
     @property
     def traits(self) -> Traits:

@@ -55,22 +55,21 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """How prompts are pooled.
-
-    * `pooling_type`: None where the directory leaves it to the kind of model: the first state where
-      tokens see later ones, else the last.
-    * `activation`: of vectors for which the client says nothing.
-    * `num_labels`: classes; 0 for embeddings.
-    * `max_seq_length`: the longest prompt by the directory, in tokens; None: the model's.
-    * `may_shorten`, `matryoshka_dimensions`: see `services.common.pooling.Pooler`.
-    """
+    """How prompts are pooled."""
 
     task: PoolingTask
     pooling_type: PoolingType | None
+    """None where the directory leaves it to the kind of model: the first state where tokens see
+    later ones, else the last.
+    """
     activation: Activation
+    """Of vectors for which the client says nothing."""
     num_labels: int = 0
+    """Classes; 0 for embeddings."""
     max_seq_length: int | None = None
+    """The longest prompt by the directory, in tokens; None: the model's."""
     may_shorten: bool = True
+    """See `services.common.pooling.Pooler`, as for `matryoshka_dimensions`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property

@@ -34,22 +34,27 @@ _COMPRESSED = {
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """Weights of so many `bits`. `group_size`: input features that share a scale; None: all. Of FP8
-    as many output features share it: all, or a block of as many. `quantizes_inputs`: each token's
-    inputs are rounded to 8 bits. `has_input_scales`: there are scales for inputs, which are not
-    quantized here.
-    `zero_points`: whether codes have zero points. `ignored`: projections that are not quantized: a
-    name, or `re:` and a regular expression for the beginning of one; of AWQ any part of a name.
-    """
+    """How the projections of a checkpoint are quantized."""
 
     format: StoredFormat
     bits: int
+    """Of a weight's code."""
     group_size: int | None
+    """Input features that share a scale; None: all. Of FP8 as many output features share it, too:
+    all, or a block of as many.
+    """
     zero_points: bool
+    """Whether codes have zero points."""
     ignored: tuple[str, ...]
+    """Projections that are not quantized: a name, or `re:` and a regular expression for the
+    beginning of one; of AWQ any part of a name.
+    """
     quantizes_head: bool
+    """Whether the projection to the vocabulary is quantized."""
     has_input_scales: bool = False
+    """Whether the checkpoint has scales for inputs, which are not quantized here."""
     quantizes_inputs: bool = False
+    """Whether each token's inputs are rounded to 8 bits."""
 
     def quantizes(self, module: str) -> bool:
         """Whether a projection is quantized, by its name."""

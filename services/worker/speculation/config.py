@@ -40,18 +40,26 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are proposed: up to `num_speculative_tokens`, where the last `prompt_lookup_min`
-    to `prompt_lookup_max` tokens occurred before, by the draft model in the directory `model`, or
-    by suffix trees with these rules. `num_rows`: that tokens and drafts of decoding requests are to
-    fill in a step, 0 if any number; None: as many as the device computes in about the time of one.
+    """How drafts are proposed: by a draft model, by suffix trees, or else from earlier occurrences
+    of the last tokens (n-grams).
     """
 
     num_speculative_tokens: int
+    """Most drafts of a request and step."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP
+    """Without a draft model and suffix trees: how many of the last tokens must have occurred
+    before, at least.
+    """
     prompt_lookup_max: int = _DEFAULT_LOOKUP
+    """At most so many of them are looked for."""
     num_rows: int | None = None
+    """How many rows tokens and drafts of decoding requests are to fill in a step; 0: any number;
+    None: as many as the device computes in about the time of one.
+    """
     model: Path | None = None
+    """Directory of the draft model; None: there is none."""
     suffix: SuffixRules | None = None
+    """Rules of suffix trees; None: there are none."""
 
     @property
     def method(self) -> str:

@@ -16,24 +16,24 @@ from services.gateway.core.parsing.sink import Sink
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How to read the answers of one request.
-
-    * `tools`: the model's own way to write calls; None: its calls are content.
-    * `schemas`: of the tools' parameters, by name.
-    * `is_call_list`: a grammar makes the answer a list of calls, see `read_call_list`.
-    * `named`: a grammar makes the answer the arguments of this tool.
-    * `is_harmony`: the answer is read by gpt-oss's channels, `tools` or not.
-    * `single_call`: calls after the first are dropped; without `tools` those in channels are, too.
-    """
+    """How to read the answers of one request."""
 
     tools: ToolFormat | None = None
+    """The model's own way to write calls; None: its calls are content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of the tools' parameters, by name."""
     is_call_list: bool = False
+    """Whether a grammar makes the answer a list of calls, see `read_call_list`."""
     named: str | None = None
+    """The tool whose arguments a grammar makes the answer; None: there is none."""
     reasoning: ReasoningFormat | None = None
+    """How the model marks its reasoning; None: it is not told apart."""
     begins_in_reasoning: bool = False
+    """Whether the prompt ends inside of reasoning."""
     is_harmony: bool = False
+    """Whether the answer is read by gpt-oss's channels, with `tools` or without."""
     single_call: bool = False
+    """Whether calls after the first are dropped. Without `tools` all in channels are."""
 
     def make_parser(self) -> OutputParser:
         """The parser of one answer."""
