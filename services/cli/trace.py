@@ -65,7 +65,7 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
                 "-" if first is None else seconds_text(first),
                 f"{tokens[0]} + {tokens[1]}",
                 trace["request_id"] or trace["trace_id"],
-                "running" if trace["is_running"] else trace["error"] or "ok",
+                _status(trace),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -76,6 +76,14 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+def _status(trace: dict[str, Any]) -> str:
+    """How a request ended: a failure of the server, or an error of its client."""
+    if trace["is_running"]:
+        return "running"
+    client_error: str = trace["attributes"].get("stepwell.client_error", "")
+    return trace["error"] or client_error or "ok"
 
 
 def _parser() -> ClientParser:

@@ -18,7 +18,7 @@ _ASCII = str.maketrans("█░▏◆µ·…", "#.|*u-~")
 _LONGEST_NAME, _SHORTEST_BAR, _DURATION = 40, 12, 9
 _WAIT_REASON = ".wait_reason"
 _IN_THE_HEADLINE = {"stepwell.request.id"}
-_SHOWN_PREFIXES = ("stepwell.", "gen_ai.usage.", "gen_ai.latency.", "error.")
+_SHOWN_PREFIXES = ("stepwell.", "gen_ai.usage.", "gen_ai.latency.", "error.", "http.", "rpc.")
 
 Document = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ class DropReason(Enum):
     QUEUE_FULL = "queue_full"
     """Spans ended faster than the collector took them."""
     NOT_TAKEN = "not_taken"
-    """The collector refused them, or was not there or did not answer for a minute."""
+    """The collector refused them, or has not been there, or not answered, for a minute."""
     SHUTDOWN = "shutdown"
     """The service ended before the collector had taken them."""
 

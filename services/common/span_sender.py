@@ -1,8 +1,8 @@
 """Sends spans to a collector from a thread of its own, and counts those that do not arrive.
 
 A collector that is down, slow or full costs its own spans and nothing else: the queue is bounded,
-and what does not fit is dropped at once. What it does not take is sent again for a minute: so
-long it may be away without a loss, while the queue has room.
+and what does not fit is dropped at once. What it could not take is sent again until it has
+been away for a minute: so long there is no loss, while the queue has room.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from typing import NamedTuple
 
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -21,7 +20,7 @@ from services.common.span_outage import DropReason, SpanOutage
 
 LAST_EXPORT_SECONDS = 0.5
 KEPT_SECONDS = 60.0
-"""After so long a span that the collector could not take is not sent again."""
+"""Once a collector has been away for so long, what it could not take is not sent again."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,6 @@ class NotTaken(Exception):
         """`may_retry`: whether they may be taken later."""
         super().__init__(message)
         self.may_retry = may_retry
-
-
-class _Waiting(NamedTuple):
-    span: ReadableSpan
-    since: float
-    """On the monotonic clock."""
 
 
 class SpanSender(SpanProcessor):
@@ -59,14 +52,16 @@ class SpanSender(SpanProcessor):
         self._max_queue = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
         self._max_batch = _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)
         self._delay_seconds = _from_environment("OTEL_BSP_SCHEDULE_DELAY", 1000) / 1000
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[ReadableSpan] = deque()
         self._wake = threading.Event()
         self._exporting = threading.Lock()
         self._counting = threading.Lock()
         self._is_stopped = False
         self._is_given_up = False
-        self._is_away = False
-        """Whether the collector could not take the last batch."""
+        self._away_since: float | None = None
+        """When the collector first could not take a batch, on the monotonic clock; None if it took
+        the last one, or refused it.
+        """
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
@@ -79,8 +74,8 @@ class SpanSender(SpanProcessor):
         if self._is_stopped or num_waiting >= self._max_queue:
             self._drop(1, DropReason.SHUTDOWN if self._is_stopped else DropReason.QUEUE_FULL)
             return
-        self._queue.append(_Waiting(span, time.monotonic()))
-        is_due = num_waiting + 1 >= self._max_batch and not self._is_away
+        self._queue.append(span)
+        is_due = num_waiting + 1 >= self._max_batch and self._away_since is None
         if is_due and not self._wake.is_set():
             self._wake.set()
 
@@ -119,41 +114,45 @@ class SpanSender(SpanProcessor):
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())
-                if self._is_away and not self._is_stopped:
+                if self._away_since is not None and not self._is_stopped:
                     return
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[ReadableSpan]:
         """The spans that wait, a batch at most."""
-        batch: list[_Waiting] = []
+        batch: list[ReadableSpan] = []
         with contextlib.suppress(IndexError):  # what ends with the service takes from it, too
             while len(batch) < self._max_batch:
                 batch.append(self._queue.popleft())
         return batch
 
-    def _export(self, batch: list[_Waiting]) -> None:
+    def _export(self, batch: list[ReadableSpan]) -> None:
         failure = None
         try:
-            self._exporter.export([waiting.span for waiting in batch])
+            self._exporter.export(batch)
             self.num_sent += len(batch)
-            self._is_away = False
+            self._away_since = None
         except Exception as error:
             failure = str(error)
             if not isinstance(error, NotTaken):
                 logger.exception("defect while spans were exported")
-            self._is_away = isinstance(error, NotTaken) and error.may_retry
+            if not (isinstance(error, NotTaken) and error.may_retry):
+                self._away_since = None
+            elif self._away_since is None:
+                self._away_since = time.monotonic()
             self._keep_or_drop(batch)
         if not self._is_stopped:
             is_caught_up = failure is None and len(self._queue) < self._max_batch
             self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
 
-    def _keep_or_drop(self, batch: list[_Waiting]) -> None:
-        """Puts those back that were not taken and may be taken later; drops the others."""
-        may_wait, oldest = self._is_away and not self._is_stopped, time.monotonic() - KEPT_SECONDS
-        kept = [waiting for waiting in batch if may_wait and waiting.since > oldest]
-        self._queue.extendleft(reversed(kept))
-        if len(kept) < len(batch):
-            reason = DropReason.SHUTDOWN if self._is_stopped else DropReason.NOT_TAKEN
-            self._drop(len(batch) - len(kept), reason)
+    def _keep_or_drop(self, batch: list[ReadableSpan]) -> None:
+        """Puts spans back that were not taken, if they may yet be; else drops them."""
+        since = self._away_since
+        if self._is_stopped:
+            self._drop(len(batch), DropReason.SHUTDOWN)
+        elif since is not None and time.monotonic() < since + KEPT_SECONDS:
+            self._queue.extendleft(reversed(batch))
+        else:
+            self._drop(len(batch), DropReason.NOT_TAKEN)
 
     def _drop(self, num_spans: int, reason: DropReason) -> None:
         with self._counting:

@@ -98,6 +98,8 @@ def test_requests_in_a_table() -> None:
         "attributes": attributes,
     }
     failed = fine | {"request_id": "", "error": "the queue is full", "attributes": {}}
+    wrong = fine | {"attributes": {"stepwell.client_error": "invalid_argument"}}
+    assert listing([wrong], "newest", 103.0)[1].endswith("  invalid_argument")
     assert listing([fine | {"is_running": True}, fine, failed], "newest", 103.0) == [
         "   AGE    TOOK    FIRST   TOKENS  REQUEST                           STATUS",
         "3.00 s  1.50 s  20.0 ms   12 + …  cmpl-1                            running",

@@ -87,7 +87,7 @@ const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseco
 
 function outcome(trace, tokens) {
   if (trace.is_running) return "running";
-  return trace.error ? "failed" : tokens;
+  return trace.error ? "failed" : trace.attributes["stepwell.client_error"] || tokens;
 }
 
 function state(trace) {
