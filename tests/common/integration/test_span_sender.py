@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -204,11 +205,19 @@ def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stops it; threads of it may run for a moment after the signal."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+    stats = [task / "stat" for task in tasks.iterdir()]
+    until(lambda: {stat.read_text().rpartition(")")[2].split()[0] for stat in stats} == {"T"})
+
+
 def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
     monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.1)
     with stoppable() as (process, endpoint):
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         tracing = configure_tracing("gateway", endpoint, 1.0)
         sender = sender_of(tracing)
         make_spans(tracing, 3)
@@ -229,7 +238,7 @@ def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
         sender = sender_of(tracing)
         make_spans(tracing, 1)
         until(lambda: sender.num_sent == 1)
-        process.send_signal(signal.SIGSTOP)
+        stop(process)
         make_spans(tracing, 2 * BATCH + 3)
         time.sleep(1)  # several times what an export may take
         assert num_accounted(sender) == 1
