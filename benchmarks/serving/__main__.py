@@ -31,7 +31,7 @@ from benchmarks.common.arguments import checkout, counts, make_parser
 from benchmarks.common.console import log, messages
 from benchmarks.common.models import RANDOM_MODELS, is_model
 from benchmarks.serving.comparison import Schedule
-from benchmarks.serving.measurement import Options, measure
+from benchmarks.serving.measurement import Options, Part, measure
 
 DEFAULT_MODELS = ("models/demo", "135m")
 SCHEDULE = Schedule((1, 8, 32), num_rounds=5, requests_each=3, prompt_tokens=128, output_tokens=64)
@@ -63,7 +63,11 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
-        "--tracing", action="store_true", help="measure only what tracing costs, more precisely"
+        "--tracing",
+        action="store_const",
+        const=Part.TRACING,
+        dest="only",
+        help="measure only what tracing costs, more precisely",
     )
     only.add_argument(
         "--baseline",
@@ -73,16 +77,20 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     only.add_argument(
         "--stages",
-        action="store_true",
+        action="store_const",
+        const=Part.STAGES,
+        dest="only",
         help="compare one worker with two pipeline stages, of one thread each",
     )
     only.add_argument(
         "--structured",
-        action="store_true",
+        action="store_const",
+        const=Part.STRUCTURED,
+        dest="only",
         help="measure only what requests held to a schema cost the others",
     )
     parsed = parser.parse_args(argv)
-    schedule = QUICK if parsed.quick else TRACING if parsed.tracing else SCHEDULE
+    schedule = QUICK if parsed.quick else TRACING if parsed.only is Part.TRACING else SCHEDULE
     models = tuple(parsed.model or (DEFAULT_MODELS[:1] if parsed.quick else DEFAULT_MODELS))
     for model in models:
         if model not in RANDOM_MODELS and not is_model(model):
@@ -93,9 +101,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         trace_ratios=(1.0,) if parsed.quick else (0.01, 1.0),
         json_file=parsed.json,
         baseline=parsed.baseline,
-        only_tracing=parsed.tracing,
-        only_stages=parsed.stages,
-        only_structured=parsed.structured,
+        only=parsed.only,
     )
 
 

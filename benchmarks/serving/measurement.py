@@ -1,6 +1,7 @@
 """Measures the services and the same in one process, and prints each table when it is complete."""
 
 import asyncio
+import enum
 import json
 import subprocess
 import sys
@@ -34,6 +35,14 @@ PAIRED_ROUNDS = 8
 ROOT = Path(__file__).parents[2]
 
 
+class Part(enum.Enum):
+    """A measurement that can be asked for alone. STAGES and STRUCTURED are made only then."""
+
+    TRACING = "tracing"
+    STAGES = "stages"
+    STRUCTURED = "structured"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What to measure."""
@@ -41,11 +50,11 @@ class Options:
     models: tuple[str, ...]
     schedule: Schedule
     trace_ratios: tuple[float, ...]
+    """Shares of the requests that are traced, one stack for each."""
     json_file: Path | None
     baseline: Path | None
-    only_tracing: bool = False
-    only_stages: bool = False
-    only_structured: bool = False
+    """Another checkout, which is the only thing to compare with then."""
+    only: Part | None = None
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -71,21 +80,23 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
     show(machine_text(found, command))
     models = [await asyncio.to_thread(find_model, name) for name in options.models]
     for number, model in enumerate(models):
-        if options.baseline is not None:
-            results["models"][model.name] = await measure_baseline(options, model, options.baseline)
-            continue
-        if options.only_tracing:
-            results["models"][model.name] = await measure_only_tracing(options, model)
-            continue
-        if options.only_stages:
-            results["models"][model.name] = await measure_stages(options, model)
-            continue
-        if options.only_structured:
-            results["models"][model.name] = await measure_structured(options, model)
-            continue
-        found_here = await measure_model(options, model, with_tracing=number == 0)
-        results["models"][model.name] = found_here
+        figures = await _measure_wanted(options, model, with_tracing=number == 0)
+        results["models"][model.name] = figures
     return results
+
+
+async def _measure_wanted(options: Options, model: Path, *, with_tracing: bool) -> dict[str, Any]:
+    if options.baseline is not None:
+        return await measure_baseline(options, model, options.baseline)
+    match options.only:
+        case None:
+            return await measure_model(options, model, with_tracing=with_tracing)
+        case Part.TRACING:
+            return await measure_only_tracing(options, model)
+        case Part.STAGES:
+            return await measure_stages(options, model)
+        case Part.STRUCTURED:
+            return await measure_structured(options, model)
 
 
 async def measure_model(options: Options, model: Path, *, with_tracing: bool) -> dict[str, Any]:
