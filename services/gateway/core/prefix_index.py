@@ -111,14 +111,16 @@ class PrefixIndex:
     # What the source of the views writes.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """A node begins a life, empty and exact after entry 0. What it held before is void."""
+        """Makes the view of a node that begins a life: empty, and exact after entry 0. What it held
+        before is void.
+        """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
         self._show(view)
         return view
 
     def remove(self, node: str) -> None:
-        """A node is gone, or not to be used. Does nothing if it is not known."""
+        """Forgets a node that is gone, or not to be used. Does nothing if it is not known."""
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
@@ -145,7 +147,7 @@ class PrefixIndex:
         return Applied.DONE
 
     def degrade(self, node: str) -> None:
-        """What is known of a node is not to be relied on until it has been loaded again."""
+        """Marks what is known of a node as not exact, until it has been loaded again."""
         view = self._views.get(node)
         if view is not None:
             view.is_exact = False

@@ -48,13 +48,16 @@ class WriterTimes:
     flush_seconds: float = 0.005
     """Changes are collected for so long before they are written as one entry."""
     heartbeat_seconds: float = 1.0
+    """How often a lease is renewed."""
     lease_seconds: float = 3.0
+    """How long a lease holds."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
     """A snapshot is written after either of these. The log keeps two periods."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     max_unwritten_keys: int = 262_144
+    """Where more changes wait, the node begins a new life, with a snapshot."""
 
 
 @dataclass(slots=True)
@@ -62,11 +65,16 @@ class WriterCounts:
     """What was written for all pools, and what went wrong, since the start."""
 
     entries: int = 0
+    """Of the log."""
     keys: int = 0
+    """Added or removed by these entries."""
     snapshots: int = 0
     lives: int = 0
+    """Lives of nodes that began."""
     failures: int = 0
+    """Times that Redis could not be reached or did not answer in time."""
     nodes_connected: set[str] = field(default_factory=set)
+    """Nodes whose life is in the directory now."""
 
 
 class _Superseded(Exception):

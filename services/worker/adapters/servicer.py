@@ -158,20 +158,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that is not answered yet, with times of the monotonic clock in nanoseconds.
-
-    `ready_nanos`: when it had arrived, or was queued on a device. `begun`: done when the step was
-    run, or queued on a device; `downloaded`: its output, if a device still computes it.
-    """
+    """A step that is not answered yet, with times of the monotonic clock in nanoseconds."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
+    """When it had arrived, or, for a device, was queued there."""
     started_nanos: int = 0
     ended_nanos: int = 0
     begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
+    """Done when the step was run, or queued on a device."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
+    """Its output, if a device still computes it when it has begun."""
 
     def cancel(self) -> None:
         """Drops the parts that have not begun."""

@@ -264,8 +264,8 @@ class Admission:
     def _send_waiter(self, waiter: _Waiter) -> None:
         inflight = waiter.inflight
         if waiter.has_to_wait:
-            ended = self._clock.time()
-            wait = Wait(waiter.reason, waiter.began, ended, waiter.num_ahead)
+            now = self._clock.time()
+            wait = Wait(waiter.reason, waiter.began, now, waiter.num_ahead)
             inflight.mailbox.waits.append(wait)
         self._send(inflight)
 
