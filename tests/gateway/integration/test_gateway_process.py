@@ -76,7 +76,7 @@ async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
                 answer = asyncio.create_task(http.post("/v1/completions", json=body))
                 await until(lambda: scheduler.num_running == 1)
                 child.send_signal(signal.SIGTERM)
-                await asyncio.to_thread(line_with, child, "draining")
+                await asyncio.to_thread(line_with, child, "stopping")
                 scheduler.run_freely()
                 assert (await answer).json()["usage"]["completion_tokens"] == 8
             assert await asyncio.to_thread(child.wait, 10) == 0

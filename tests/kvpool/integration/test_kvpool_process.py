@@ -28,8 +28,8 @@ async def test_it_drains_on_sigterm_and_exits_with_success():
         await speaker.transact(wire.admit(wire.admission(1, 9)))
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(wire.SECONDS):
-            while b"draining" not in await process.stderr.readline():
-                pass
+            while b"stopping" not in (line := await process.stderr.readline()):
+                assert line, "it ended without a word"
         # A scheduler's open stream may finish.
         assert (await speaker.transact(wire.release(1))).num_free_blocks == 9
         await speaker.end()
