@@ -10,7 +10,8 @@ process, as they are collected.
 
 import gc
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
         if servers_of(item.nodeid) is None:
             os.nice(NICENESS)
+
+
+@pytest.fixture(params=["port", "socket"])
+def listening(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a service of a test listens: on a free port, or at a Unix socket, beside which its
+    streams have sockets of their own.
+    """
+    with tempfile.TemporaryDirectory() as directory:  # short: paths of sockets have 107 bytes
+        yield "127.0.0.1:0" if request.param == "port" else f"unix:{directory}/service.sock"

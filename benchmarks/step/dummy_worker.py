@@ -117,7 +117,7 @@ async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str)
     tracing = configure_tracing("worker", endpoint, 1.0)
     compute, runner = ComputeThread(), DummyRunner(max_num_seqs)
     servicer = WorkerServicer(compute, tracing, WorkerMetrics())
-    server = GrpcServer()
+    server = GrpcServer(has_local_streams=True)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, SERVICE)
     try:
         await server.start(address)

@@ -58,6 +58,11 @@ def is_unix_address(address: str) -> bool:
     return address.startswith(_UNIX)
 
 
+def unix_path(address: str) -> str:
+    """The path of unix:PATH."""
+    return address.removeprefix(_UNIX)
+
+
 def is_wildcard(address: str) -> bool:
     """Whether a server on host:port listens at every address of its machine, which is none that a
     client can connect to.

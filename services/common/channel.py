@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from services.common.addresses import is_unix_address
+from services.common.addresses import is_unix_address, unix_path
+from services.common.local_channel import LocalChannel
+from services.common.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from services.common.tls import Tls
-
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     # A ping after so long without traffic, during calls and between them. Without pings a partition
@@ -35,20 +35,21 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.bdp_probe", 0),
 )
 
-LOOKAHEAD_BYTES = 65_535
-
 
 def open_channel(
     address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
 ) -> grpc.aio.Channel:
     """A channel to host:port or unix:PATH. It connects when it is first used, with `tls` unless it
-    is to a socket of this machine.
+    is to a socket of this machine; there streams both ways have sockets of their own.
 
     Of each stream the peer sends `lookahead_bytes` ahead of what is read here, and the rest of a
     message that has begun once it is waited for.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
-    if tls is None or is_unix_address(address):
+    if is_unix_address(address):
+        channel = grpc.aio.insecure_channel(address, options=options)
+        return LocalChannel(channel, unix_path(address), lookahead_bytes)
+    if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     from services.common.renewing_channel import RenewingChannel  # noqa: PLC0415 - an extra
 

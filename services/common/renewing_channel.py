@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
+from services.common.forwarding_channel import ForwardingChannel
 from services.common.tls import Tls, channel_credentials
 
 
-class RenewingChannel(grpc.aio.Channel):
+class RenewingChannel(ForwardingChannel):
     """A channel whose new calls use the current certificate.
 
     A channel of grpc's keeps the certificate that it was made with. This one makes another when a
@@ -35,7 +36,6 @@ class RenewingChannel(grpc.aio.Channel):
         self._num_calls[self._channel] = 0
 
     def current(self) -> grpc.aio.Channel:
-        """The channel for a call that begins now."""
         if self._certificate is not self._tls.watch.current and not self._is_closed:
             old = self._channel
             self._open()
@@ -67,15 +67,6 @@ class RenewingChannel(grpc.aio.Channel):
         self._num_calls.clear()
         await asyncio.gather(*self._closing, *(channel.close(grace) for channel in channels))
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self.current().get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self.current().wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self.current().channel_ready()
-
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
         return _Method(self, "unary_unary", args, kwargs)
 
@@ -87,12 +78,6 @@ class RenewingChannel(grpc.aio.Channel):
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
         return _Method(self, "stream_stream", args, kwargs)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 class _Method:

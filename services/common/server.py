@@ -14,8 +14,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common import errors, status
-from services.common.addresses import is_unix_address
-from services.common.channel import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
+from services.common.addresses import is_unix_address, unix_path
+from services.common.channel import KEEPALIVE_OPTIONS
+from services.common.local_server import LocalServer
+from services.common.local_stream import streams_path
+from services.common.message_limits import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from services.common.tls import Tls
@@ -64,11 +67,14 @@ class GrpcServer:
         options: Mapping[str, int] | None = None,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: "Tls | None" = None,
+        has_local_streams: bool = False,
     ) -> None:
         """With `tls`, clients that come over the network use it, and only those that it allows are
-        served.
+        served. With `has_local_streams` a server that listens at unix:PATH also takes calls with
+        streams both ways at PATH.streams, past `interceptors`: see `LocalStream`.
         """
         self._tls = tls
+        self._local = LocalServer(max_concurrent_rpcs) if has_local_streams else None
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor(tls), *interceptors],
             options=tuple((dict(SERVER_OPTIONS) | dict(options or {})).items()),
@@ -81,12 +87,12 @@ class GrpcServer:
         self._draining = False
         self._stopping: asyncio.Task[None] | None = None
 
-    def add(
-        self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any, name: str
-    ) -> None:
+    def add(self, register: Callable[[Any, Any], None], servicer: Any, name: str) -> None:
         """Serves `servicer` through its generated `register`; `name` is the full service name."""
         register(servicer, self._server)
         self._names.append(name)
+        if self._local is not None:
+            register(servicer, _StreamHandlers(self._local, self._tls))
 
     async def start(self, address: str, health_address: str | None = None) -> str:
         """Binds and serves, live but not ready until `set_ready`; returns the bound address.
@@ -107,6 +113,8 @@ class GrpcServer:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
             _bind(self._health_server, health_address, None)
             await self._health_server.start()
+        if self._local is not None and is_unix_address(address):
+            _listen(self._local, streams_path(unix_path(address)))
         await self._server.start()
         return address if is_unix_address(address) else f"{address.rpartition(':')[0]}:{port}"
 
@@ -123,19 +131,44 @@ class GrpcServer:
         """Refuses new calls, and tells clients to connect elsewhere, while health goes on being
         served at its own address. To be followed by `drain`.
         """
-        self._stopping = asyncio.create_task(self._server.stop(grace_seconds))
+        self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
     async def end_calls(self, grace_seconds: float) -> None:
         """As `drain`, while health goes on being served at its own address."""
         self._draining = True
         await self.set_ready(False)
-        await self._server.stop(grace_seconds)
+        await self._stop(grace_seconds)
 
     async def drain(self, grace_seconds: float) -> None:
         """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
         await self.end_calls(grace_seconds)
         if self._health_server is not None:
             await self._health_server.stop(0)
+
+    async def _stop(self, grace_seconds: float) -> None:
+        if self._local is None:
+            await self._server.stop(grace_seconds)
+        else:
+            await asyncio.gather(self._server.stop(grace_seconds), self._local.stop(grace_seconds))
+
+
+class _StreamHandlers:
+    """Stands where a generated `register` expects a server: takes the handlers of methods with
+    streams both ways.
+    """
+
+    def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
+        self._local = local
+        self._check_caller = _allow if tls is None else tls.check_caller
+
+    def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
+        """The same methods as `add_registered_method_handlers` gets."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        for name, handler in handlers.items():
+            if handler.stream_stream is not None:
+                method = f"/{service}/{name}"
+                self._local.handlers[method] = _with_statuses(handler, method, self._check_caller)
 
 
 def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
@@ -151,6 +184,14 @@ def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
         return server.add_secure_port(address, tls.server_credentials())
     except RuntimeError as error:
         raise errors.Unavailable(f"cannot listen on {address}: {_why_not(address)}") from error
+
+
+def _listen(local: LocalServer, path: str) -> None:
+    """Raises Unavailable."""
+    try:
+        local.start(path)
+    except OSError as error:
+        raise errors.Unavailable(f"cannot listen on unix:{path}: {error}") from error
 
 
 def _why_not(address: str) -> str:

@@ -16,7 +16,8 @@ from services.common.retry_hint import retry_hint_seconds
 
 DOMAIN = "stepwell"
 
-_DETAILS = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
+"""Of the trailing metadata: the status with its details."""
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 _CONNECTION_ENDS = (
@@ -105,10 +106,10 @@ def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | byt
     seconds = retry_hint_seconds(error)
     details = to_rich_status(error, seconds).SerializeToString()
     if error.may_retry is False:
-        return (_DETAILS, details), (_PUSHBACK, "-1")
+        return (DETAILS_KEY, details), (_PUSHBACK, "-1")
     if seconds is None:
-        return ((_DETAILS, details),)
-    return (_DETAILS, details), (_PUSHBACK, str(round(1000 * seconds)))
+        return ((DETAILS_KEY, details),)
+    return (DETAILS_KEY, details), (_PUSHBACK, str(round(1000 * seconds)))
 
 
 RpcError = grpc.aio.AioRpcError | grpc.Call

@@ -78,7 +78,9 @@ class PoolService:
             max_pools=settings.max_pools,
             max_blocks_per_pool=settings.max_blocks_per_pool,
         )
-        self._server = GrpcServer(max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools, tls=tls)
+        self._server = GrpcServer(
+            max_concurrent_rpcs=RPCS_PER_POOL * settings.max_pools, tls=tls, has_local_streams=True
+        )
         self._server.add(
             kvpool_pb2_grpc.add_KVPoolServicer_to_server,
             KVPoolServicer(self.host, self._directory, self._feed, tracing),

@@ -171,7 +171,7 @@ class SchedulerService:
         self._ecosystem = ecosystem
         self._registration = registration
         self._model_name, self._node = shape.description.model_name, cache_node
-        self._server = GrpcServer(tls=tls)
+        self._server = GrpcServer(tls=tls, has_local_streams=True)
         self.parts = parts = Parts(
             settings,
             tracing,

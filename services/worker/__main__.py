@@ -83,7 +83,7 @@ class WorkerService:
         self._compute = ComputeThread()
         metrics = WorkerMetrics()
         self._servicer = WorkerServicer(self._compute, tracing, metrics)
-        self._server = GrpcServer(tls=tls)
+        self._server = GrpcServer(tls=tls, has_local_streams=True)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
         exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
         serve_collect(self._server, collect_in_thread(exposition.render))

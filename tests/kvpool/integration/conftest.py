@@ -1,4 +1,4 @@
-"""A pool service on a free port, and a client of it."""
+"""A pool service on a free port or at a Unix socket, and a client of it."""
 
 from collections.abc import AsyncIterator
 
@@ -20,9 +20,11 @@ def spans() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-async def service(spans: InMemorySpanExporter) -> AsyncIterator[tuple[PoolService, str]]:
+async def service(
+    listening: str, spans: InMemorySpanExporter
+) -> AsyncIterator[tuple[PoolService, str]]:
     settings = KVPoolSettings(
-        address="127.0.0.1:0",
+        address=listening,
         drain_seconds=5.0,
         max_pools=2,
         max_blocks_per_pool=1_000,

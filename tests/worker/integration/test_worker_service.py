@@ -112,10 +112,10 @@ async def servicer(exporter: InMemorySpanExporter) -> AsyncIterator[WorkerServic
 
 
 @pytest.fixture
-async def channel(servicer: WorkerServicer) -> AsyncIterator[grpc.aio.Channel]:
-    server = GrpcServer()
+async def channel(servicer: WorkerServicer, listening: str) -> AsyncIterator[grpc.aio.Channel]:
+    server = GrpcServer(has_local_streams=True)
     server.add(worker_pb2_grpc.add_WorkerServicer_to_server, servicer, GRPC_SERVICE)
-    address = await server.start("127.0.0.1:0")
+    address = await server.start(listening)
     async with open_channel(address) as channel:
         yield channel
     servicer.close()

@@ -1,0 +1,83 @@
+"""A client channel to a Unix socket, with a connection of its own for each stream of messages."""
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+
+from services.common.forwarding_channel import ForwardingChannel
+from services.common.local_call import LocalCall
+from services.common.local_stream import streams_path
+
+
+class LocalChannel(ForwardingChannel):
+    """A channel to unix:PATH. A method with streams both ways that is called without arguments is
+    called over a connection to PATH.streams, if a server listens there: see `LocalStream`. All else
+    is called over gRPC.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, path: str, lookahead_bytes: int) -> None:
+        """`channel` is grpc's own, to the same server."""
+        self._channel = channel
+        self._path = streams_path(path)
+        self._lookahead_bytes = lookahead_bytes
+        self._calls: set[LocalCall] = set()
+
+    def current(self) -> grpc.aio.Channel:
+        return self._channel
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends all calls, after `grace`."""
+        closing = asyncio.ensure_future(self._channel.close(grace))
+        if self._calls and grace:
+            await asyncio.wait([call.ended for call in self._calls], timeout=grace)
+        for call in list(self._calls):
+            call.cancel()
+        await closing
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.unary_unary(*args, **kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.unary_stream(*args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._channel.stream_unary(*args, **kwargs)
+
+    def stream_stream(
+        self,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        over_grpc = self._channel.stream_stream(
+            method, request_serializer, response_deserializer, *args, **kwargs
+        )
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            connection = None if args or kwargs else _connected(self._path)
+            if connection is None:
+                return over_grpc(*args, **kwargs)
+            call = LocalCall(
+                connection, method, request_serializer, response_deserializer, self._lookahead_bytes
+            )
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+            return call
+
+        return begin
+
+
+def _connected(path: str) -> socket.socket | None:
+    """A connection that does not block; None where no server listens."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    try:
+        connection.connect(path)
+    except OSError:
+        connection.close()
+        return None
+    return connection
