@@ -4,6 +4,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.cli.__main__ import main
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.serving_replica import (
@@ -53,3 +55,8 @@ async def live_log(
 def replay(*arguments: object) -> int:
     """Runs the command."""
     return main(["replay", *map(str, arguments)])
+
+
+def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Runs the command; returns its status, and what it wrote to standard output and error."""
+    return replay(*arguments), *capsys.readouterr()

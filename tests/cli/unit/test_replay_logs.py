@@ -1,15 +1,8 @@
-"""A replay of a log makes the same decisions, and others with other settings; where a changed log
-differs is shown.
-"""
+"""A replay of a log makes the same decisions; where a changed log differs is shown."""
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +11,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stepwell.common.v1 import common_pb2
 
-from services.cli.__main__ import main
-from services.cli.errors import CommandError
 from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
 from services.cli.replay.stand_in_model import next_token
-from services.cli.replay.statistics import RunStatistics
-from services.cli.replay.what_if import WhatIf, changed_config
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.log_entry import Entry
-from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
 from tests.cli.recorded_logs import crowded, record
-
-PNG = b"\x89PNG\r\n\x1a\n"
-
-Replayed = tuple[int, str, str]
-
-
-def replay(capsys: pytest.CaptureFixture[str], *arguments: object) -> Replayed:
-    status = main(["replay", *map(str, arguments)])
-    return status, *capsys.readouterr()
-
+from tests.cli.replaying import replayed
 
 # Any run
 
@@ -187,7 +167,7 @@ def test_a_changed_decision_is_shown_with_its_step_and_field(
     number = next(n for n, e in enumerate(log.entries) if e.get("call") == call and e["step"] == 5)
     before = log.entries[number].get(field)
     log.entries[number][field] = value
-    status, out, err = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    status, out, err = replayed(capsys, log.write(tmp_path / "steps.jsonl"))
     assert (status, err) == (1, "")
     assert f"step 5 {field}\n  logged   {json.dumps(value)}\n" in out
     assert f"  replayed {json.dumps(before)}\n" in out
@@ -221,7 +201,7 @@ def test_groups_of_other_attention_are_replayed_too(
     }
     assert all(end % 4 == 0 for end in ends), "chunks end where states are cached"
     assert any(0 in table for e in log.entries for t in tables(e) for table in t), "null blocks"
-    status, out, _ = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    status, out, _ = replayed(capsys, log.write(tmp_path / "steps.jsonl"))
     assert (status, out.splitlines()[-1]) == (0, "0 differences")
 
 
@@ -235,216 +215,6 @@ def test_a_changed_prompt_is_noticed_where_it_first_matters(
     log = record(crowded())
     added = next(e for e in log.entries if e.get("id") == "r3")
     added["cache_salt"] = ""
-    status, out, _ = replay(capsys, log.write(tmp_path / "steps.jsonl"))
+    status, out, _ = replayed(capsys, log.write(tmp_path / "steps.jsonl"))
     assert status == 1
     assert "num_computed_tokens\n" in out
-
-
-# Other settings
-
-
-def what_if(scenario: dict[str, Any], **changes: Any) -> tuple[RunStatistics, RunStatistics]:
-    return with_config(scenario, lambda config: changed_config(config, changes))
-
-
-def with_config(
-    scenario: dict[str, Any], change: Callable[[SchedulerConfig], SchedulerConfig]
-) -> tuple[RunStatistics, RunStatistics]:
-    log = record(scenario)
-    config_entry = log.entries[0]["config"]
-    config = SchedulerConfig(**config_entry)
-
-    async def run() -> tuple[RunStatistics, RunStatistics]:
-        replaying = LogReplay(Header("none", config))
-        for entry in log.entries[1:]:
-            assert await replaying.replay_entry(Field(entry)) == []
-        other = WhatIf(replaying.history, change(config))
-        return replaying.statistics, await other.run()
-
-    return asyncio.run(run())
-
-
-def test_a_larger_pool_preempts_no_request() -> None:
-    logged, other = what_if(crowded(), num_blocks=200)
-    assert logged.num_preemptions > 2
-    assert logged.num_recomputed_tokens > 10
-    assert (other.num_preemptions, other.num_recomputed_tokens) == (0, 0)
-    assert max(other.queued_steps) < max(logged.queued_steps)
-    assert logged.wait_steps[WaitReason.NO_BLOCKS] > 10
-    assert other.wait_steps[WaitReason.NO_BLOCKS] == 0
-    assert other.num_generated_tokens >= logged.num_generated_tokens - 1
-
-
-def test_a_smaller_pool_makes_requests_wait() -> None:
-    logged, other = what_if(crowded(), num_blocks=10)
-    assert sum(other.queued_steps) > sum(logged.queued_steps)
-    assert len(other.samples) > len(logged.samples)
-
-
-def test_a_smaller_max_num_seqs_makes_requests_wait() -> None:
-    logged, other = what_if(crowded(), max_num_seqs=1)
-    assert max(sample.num_running for sample in other.samples) == 1
-    assert sum(other.first_token_steps) > sum(logged.first_token_steps)
-
-
-def test_without_a_cache_there_are_no_hits() -> None:
-    logged, other = what_if(crowded(), enable_prefix_caching=False)
-    assert logged.hit_rate > 0.1
-    assert other.hit_rate == 0
-
-
-def test_a_request_of_higher_priority_is_queued_for_fewer_steps() -> None:
-    scenario = crowded(policy="priority")
-    scenario["events"][8]["add"]["priority"] = -1
-    by_priority, by_arrival = what_if(scenario, policy="fcfs")
-
-    def queued(run: RunStatistics) -> int | None:
-        return next(a.queued_steps for r, a in run.accounts.items() if r.request_id == "r8")
-
-    assert (queued(by_priority) or 0) < (queued(by_arrival) or 0)
-
-
-def test_a_budget_of_drafts_that_are_taken_away_costs_steps() -> None:
-    logged, other = what_if(crowded(num_speculative_tokens=3), num_speculative_tokens=0)
-    assert sum(sample.num_draft_tokens for sample in logged.samples) > 20
-    assert sum(sample.num_draft_tokens for sample in other.samples) == 0
-    assert len(other.samples) > len(logged.samples)
-    assert other.num_generated_tokens == logged.num_generated_tokens
-
-
-def test_a_request_that_is_too_long_for_other_settings_is_refused() -> None:
-    logged, other = what_if(crowded(), max_model_len=12)
-    assert logged.num_refused == 0
-    assert other.num_refused > 2
-    assert other.num_refused + len(other.accounts) == len(logged.accounts)
-
-
-def test_a_request_that_does_not_fit_twice_is_refused_if_two_groups_share_the_pool(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    twin = common_pb2.KVCacheGroup(
-        attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=4, num_layers=1
-    )
-    path = record(crowded(num_gpu_blocks=60), twin).write(tmp_path / "steps.jsonl")
-    status, out, _ = replay(capsys, path, "--set", "num_blocks=6")
-    assert status == 0
-    table = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
-    assert int(table["requests"].split()[1]) < 10
-
-
-def test_requests_that_can_never_be_admitted_are_an_error_of_one_sentence() -> None:
-    with pytest.raises(CommandError, match="of the requests would wait for ever"):
-        with_config(crowded(), lambda config: replace(config, num_blocks=3))
-
-
-def test_the_table_shows_the_difference(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = record(crowded()).write(tmp_path / "steps.jsonl")
-    status, out, _ = replay(capsys, path, "--set", "num_blocks=200", "--set", "policy=priority")
-    assert status == 0
-    table = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
-    assert table["requests"].split() == ["10", "10", "="]
-    logged, what_if, change = table["preemptions"].split(maxsplit=2)
-    assert (what_if, change) == ("0", f"-{logged} (-100 %)")
-    assert set(table) >= {
-        "queueing, steps, median",
-        "queueing, steps, p99",
-        "time to first token, steps, median",
-        "time to first token, steps, p99",
-        "waited for a step's tokens, steps",
-        "waited for max_num_seqs, steps",
-        "waited for blocks, steps",
-        "recomputed tokens",
-        "prefix hit rate",
-        "steps",
-        "tokens generated",
-    }
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        ("policy=lottery", 'policy must be one of fcfs, priority, not "lottery"'),
-        ("block_size=0", "block_size must be a whole number from 1 to 1000000, not 0"),
-        ("watermark=2", "watermark must be a number from 0 to 1, not 2"),
-        ("async_scheduling=perhaps", 'async_scheduling must be true or false, not "perhaps"'),
-        ("colour=blue", "there is no setting 'colour'; there are max_num_seqs"),
-        ("policy", "say NAME=VALUE"),
-        ("num_speculative_tokens=4", "can only take drafts away"),
-        ("enable_chunked_prefill=no", "must be true or false"),
-        ("enable_chunked_prefill=false", "raise max_num_batched_tokens"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, change: str, complaint: str
-) -> None:
-    path = record(crowded(2)).write(tmp_path / "steps.jsonl")
-    status, _, err = replay(capsys, path, "--set", change)
-    assert status in (1, 2)
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
-# Scenarios
-
-
-def test_a_scenario_in_which_no_request_can_be_scheduled_is_stuck(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(crowded(2, num_gpu_blocks=3)))
-    status, out, _ = replay(capsys, path)
-    printed = json.loads(out)
-    assert (status, printed["status"]) == (0, "stuck")
-    assert printed["steps"][-1]["waiting_after"] == ["r0", "r1"]
-
-
-def test_a_scenario_takes_no_options_of_logs(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "scenario.json"
-    path.write_text(json.dumps(crowded(1)))
-    assert replay(capsys, path, "--set", "policy=fcfs") == (
-        1,
-        "",
-        f"stepwell replay: {path} is a scenario: --set and --plot are for step logs\n",
-    )
-
-
-# Pictures
-
-
-def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path, picture = record(crowded()).write(tmp_path / "steps.jsonl"), tmp_path / "out.png"
-    status, out, _ = replay(capsys, path, "--plot", picture)
-    assert status == 0
-    assert out.endswith(f"drawn to {picture}\n")
-    content = picture.read_bytes()
-    assert content.startswith(PNG)
-    assert len(content) > 20_000
-
-
-def test_a_plot_that_cannot_be_written_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = record(crowded()).write(tmp_path / "steps.jsonl")
-    for name in ("missing/out.png", "out.hologram"):
-        status, _, err = replay(capsys, path, "--plot", tmp_path / name)
-        assert status == 1
-        assert err.startswith(f"stepwell replay: cannot write {tmp_path / name}: ")
-        assert err.count("\n") == 1
-
-
-def test_without_matplotlib_a_sentence_says_how_to_get_it(tmp_path: Path) -> None:
-    path = record(crowded(2)).write(tmp_path / "steps.jsonl")
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not installed')")
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "replay", path, "--plot", tmp_path / "out.png"],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr == "stepwell replay: --plot needs matplotlib: pip install 'stepwell[plot]'\n"
