@@ -156,30 +156,23 @@ class StepCheck:
     def _check_requests(self) -> None:
         """Checks all requests at once, and then the first invalid one by itself. Counts of computed
         tokens, which may be any int32, are compared with bounds: sums with them could overflow.
+        Some of them may have been rejected as drafts of the step before, and are not known here.
         """
-        step = self._step
+        step, most_rejected = self._step, self._limits.num_speculative_tokens
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
         drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
         known, room = self._known_and_room()
         most = known + drafts - scheduled
-        if self._limits.num_speculative_tokens:
-            computed = self._without_rejected(computed, most)
-        fits = (scheduled > drafts) & (computed >= 0)
-        fits &= computed <= np.minimum(most, room - scheduled)
+        num_unknown, starts = computed - most, np.minimum(computed, most)
+        fits = (scheduled > drafts) & (num_unknown <= most_rejected)
+        fits &= (starts >= 0) & (starts <= room - scheduled)
         if drafts is not _NO_DRAFTS:
-            fits &= (drafts == 0) | (computed == most)
+            fits &= (drafts == 0) | (num_unknown >= 0)
         if np.count_nonzero(fits) < len(fits):
             index, drafts = int(fits.argmin()), np.broadcast_to(drafts, fits.shape)
-            columns = (step.rows, scheduled, computed, known, room, drafts)
+            starts = starts if 0 < num_unknown[index] <= most_rejected else computed
+            columns = (step.rows, scheduled, starts, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
-
-    def _without_rejected(self, computed: Int32Array, most: Int32Array) -> Int32Array:
-        """The computed tokens without those that were rejected as drafts: what is above `most`, at
-        which the tokens to compute are the last known ones. That is at most the drafts of the step
-        before.
-        """
-        may_be_rejected = computed - most <= self._limits.num_speculative_tokens
-        return np.where(may_be_rejected, np.minimum(computed, most), computed)
 
     def _check_copies(self) -> None:
         sources, targets = self._step.copy_sources, self._step.copy_targets
