@@ -176,12 +176,11 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
-// The most rows of a block. A weight that is unpacked is so for each, so that blocks have many rows
-// even where these do not stay in the second-level cache.
+// The most rows of a block.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p) {
-  if (p.is_unpacked()) return BLOCK_ROWS;
-  const std::int64_t fitting = BLOCK_BYTES / (p.depth * p.element_bytes());
+  const std::int64_t bytes = p.is_unpacked() ? UNPACKED_BLOCK_BYTES : BLOCK_BYTES;
+  const std::int64_t fitting = bytes / (p.depth * p.element_bytes());
   return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
 }
 

@@ -90,14 +90,15 @@ struct Prefetch {
 };
 
 // total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
-// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`.
+// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`. A pass of the loop has
+// UNROLLED steps.
 //
 // The caller stores the totals before it calls another function: totals that outlive a call would
 // be kept on the stack, inside the loop too. Every fourth row has a pointer of its own, hidden from
 // the optimizer by an empty `asm`: with one pointer the compiler would keep an offset for each row,
 // and fetch some of the offsets from vector registers in every step.
 template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false,
-          int WIDTH = PANEL_WIDTH>
+          int WIDTH = PANEL_WIDTH, int UNROLLED = 1>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
                                                     std::int64_t stride, const T* panel, int steps,
                                                     Prefetch prefetch = {}) {
@@ -113,29 +114,37 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
     asm("" : "+r"(fourth));
     a += 4 * stride;
   }
-  for (int step = 0; step < steps; ++step) {
-    Vector columns[VECTORS];
+  const auto add_steps = [&]<int STEPS>() __attribute__((always_inline)) {
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; ++v) {
-      columns[v] = Ops::load(panel + v * LANES * Ops::DEPTH);
-      if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row) {
-      const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
-      const Vector value = Ops::broadcast(fourths[row / 4] + offset);
+    for (int step = 0; step < STEPS; ++step) {
+      Vector columns[VECTORS];
 #pragma GCC unroll 4
       for (int v = 0; v < VECTORS; ++v) {
-        total[row][v] = Ops::multiply_add(total[row][v], value, columns[v]);
+        columns[v] = Ops::load(panel + (step * WIDTH + v * LANES) * Ops::DEPTH);
+        if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
+      }
+      fetched += prefetch.step_bytes;
+#pragma GCC unroll 16
+      for (int row = 0; row < ROWS; ++row) {
+        const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
+        const Vector value = Ops::broadcast(fourths[row / 4] + offset + step * Ops::DEPTH);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) {
+          total[row][v] = Ops::multiply_add(total[row][v], value, columns[v]);
+        }
       }
     }
 #pragma GCC unroll 4
     for (const T*& fourth : fourths) {
-      fourth += Ops::DEPTH;
+      fourth += STEPS * Ops::DEPTH;
       asm("" : "+r"(fourth));
     }
-    panel += WIDTH * Ops::DEPTH;
-    fetched += prefetch.step_bytes;
+    panel += STEPS * WIDTH * Ops::DEPTH;
+  };
+  int step = 0;
+  for (; step + UNROLLED <= steps; step += UNROLLED) add_steps.template operator()<UNROLLED>();
+  if constexpr (UNROLLED > 1) {
+    for (; step < steps; ++step) add_steps.template operator()<1>();
   }
 }
 

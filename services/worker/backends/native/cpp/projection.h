@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "panel.h"
@@ -61,6 +62,14 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
+
+// BLOCK_BYTES of weights that are unpacked, which they are for each block. With AVX2, whose tiles
+// have few rows, the tile that unpacks takes much longer than others: there blocks have BLOCK_ROWS.
+#ifdef __AVX512F__
+constexpr std::int64_t UNPACKED_BLOCK_BYTES = 640 * 1024;
+#else
+constexpr std::int64_t UNPACKED_BLOCK_BYTES = std::numeric_limits<std::int64_t>::max();
+#endif
 
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
