@@ -107,19 +107,7 @@ class Parts:
         )
         self.metrics = Metrics(settings.model_name)
         fleet_collector = FleetCollector(self.fleet, settings.model_name)
-        own = Exposition(
-            "gateway",
-            (
-                self.metrics.registry,
-                fleet_collector,
-                IndexCollector(self.prefix_index, self.follower.counts),
-                self.discovery,
-                TenantQueueCollector(self.fleet.admission),
-                KeyedCollector(self.keyed_requests),
-                ClientSessionsCollector(self.client_sessions, settings.model_name),
-            ),
-            [TlsCollector(tls, internal_tls), TracingCollector(tracing)],
-        )
+        own = self._own_metrics(fleet_collector, tracing)
         fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
         self.observer = Observer(self.metrics, genai, self.prefix_index)
@@ -142,6 +130,22 @@ class Parts:
 
     def _replicas(self) -> list[Replica]:
         return self.membership.replicas
+
+    def _own_metrics(self, fleet_collector: FleetCollector, tracing: Tracing) -> Exposition:
+        """The metrics of this gateway, without those of replicas."""
+        return Exposition(
+            "gateway",
+            (
+                self.metrics.registry,
+                fleet_collector,
+                IndexCollector(self.prefix_index, self.follower.counts),
+                self.discovery,
+                TenantQueueCollector(self.fleet.admission),
+                KeyedCollector(self.keyed_requests),
+                ClientSessionsCollector(self.client_sessions, self.settings.model_name),
+            ),
+            [TlsCollector(self.tls, self.internal_tls), TracingCollector(tracing)],
+        )
 
 
 def _make_fleet(

@@ -144,45 +144,7 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
     """The server of the clients' API over gRPC, for so many connections."""
-    settings = parts.settings
-    streams = AnswerStreams(
-        parts.inference,
-        parts.metrics,
-        reader_timeout_seconds=settings.reader_timeout_seconds,
-    )
-    sessions = SessionCalls(
-        parts.inference,
-        parts.client_sessions,
-        parts.gate,
-        parts.observer,
-        CallRecords(parts.recorder),
-        parts.limits,
-        streams,
-    )
-    servicer = InferenceServicer(
-        parts.inference,
-        parts.keyed_requests,
-        parts.membership,
-        parts.gate,
-        parts.observer,
-        parts.limits,
-        sessions,
-        streams,
-    )
-    interceptor = RequestInterceptor(
-        parts.keys,
-        REQUEST_TYPES,
-        STREAM_TYPES,
-        admissions={GENERATE: servicer.admit, EMBED: servicer.admit},
-        arriving={GENERATE: servicer.arriving, EMBED: servicer.arriving},
-        operations={
-            GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION,
-            EMBED: names.GENAI_OPERATION_EMBEDDINGS,
-        },
-        recorder=parts.recorder,
-        max_items=settings.max_items_per_request,
-        message_timeout_seconds=settings.receive_timeout_seconds,
-    )
+    settings, servicer = parts.settings, _inference_servicer(parts)
     max_streams = settings.max_concurrent_requests + settings.max_client_sessions
     server = GrpcServer(
         max_concurrent_rpcs=max_streams + _OTHER_RPCS,
@@ -196,11 +158,55 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
             "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
         },
-        interceptors=(interceptor,),
+        interceptors=(_request_interceptor(parts, servicer),),
         tls=parts.tls,
     )
     server.add(gateway_pb2_grpc.add_InferenceServicer_to_server, servicer, SERVICE_NAME)
     return server
+
+
+def _inference_servicer(parts: Parts) -> InferenceServicer:
+    streams = AnswerStreams(
+        parts.inference,
+        parts.metrics,
+        reader_timeout_seconds=parts.settings.reader_timeout_seconds,
+    )
+    sessions = SessionCalls(
+        parts.inference,
+        parts.client_sessions,
+        parts.gate,
+        parts.observer,
+        CallRecords(parts.recorder),
+        parts.limits,
+        streams,
+    )
+    return InferenceServicer(
+        parts.inference,
+        parts.keyed_requests,
+        parts.membership,
+        parts.gate,
+        parts.observer,
+        parts.limits,
+        sessions,
+        streams,
+    )
+
+
+def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestInterceptor:
+    return RequestInterceptor(
+        parts.keys,
+        REQUEST_TYPES,
+        STREAM_TYPES,
+        admissions={GENERATE: servicer.admit, EMBED: servicer.admit},
+        arriving={GENERATE: servicer.arriving, EMBED: servicer.arriving},
+        operations={
+            GENERATE: names.GENAI_OPERATION_TEXT_COMPLETION,
+            EMBED: names.GENAI_OPERATION_EMBEDDINGS,
+        },
+        recorder=parts.recorder,
+        max_items=parts.settings.max_items_per_request,
+        message_timeout_seconds=parts.settings.receive_timeout_seconds,
+    )
 
 
 def trace_server(parts: Parts) -> GrpcServer | None:

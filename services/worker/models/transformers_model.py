@@ -66,13 +66,7 @@ def load_transformers_model(
     directory = checkpoint.directory
     config = read_transformers_config(directory)
     path = directory / "config.json"
-    longest: int | None = getattr(config, "max_position_embeddings", None)
-    if longest is None:
-        raise ModelConfigError(path, "max_position_embeddings is missing")
-    default = longest
-    if options.pooling is not None and options.pooling.max_seq_length is not None:
-        default = min(longest, options.pooling.max_seq_length)
-    max_model_len = resolve_max_model_len(options.max_model_len, default, longest, path)
+    max_model_len = _max_model_len(config, options, path)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
@@ -107,6 +101,16 @@ def load_transformers_model(
         states=layers.states,
         is_native=False,
     )
+
+
+def _max_model_len(config: PretrainedConfig, options: LoadOptions, path: Path) -> int:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    default = longest
+    if options.pooling is not None and options.pooling.max_seq_length is not None:
+        default = min(longest, options.pooling.max_seq_length)
+    return resolve_max_model_len(options.max_model_len, default, longest, path)
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
