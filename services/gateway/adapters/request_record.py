@@ -65,9 +65,8 @@ class Call:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are nanoseconds of `time.perf_counter_ns`; `timeline` begins with the arrival.
-
-    `operation` is the GenAI operation, empty for calls that generate nothing: they have no spans.
+    """What is noted of a call until it ends, for logs, metrics and spans. Times are nanoseconds of
+    `time.perf_counter_ns`.
     """
 
     call: Call
@@ -75,9 +74,13 @@ class RequestRecord:
     """By their lower-case names; over gRPC, the metadata."""
     request_id: str
     origin: TraceOrigin
+    """Its trace, the caller's span, and whether they are sampled."""
     timeline: Timeline
+    """Begins with the arrival."""
     baggage: str = ""
+    """The client's header, carried through."""
     operation: str = ""
+    """The GenAI operation; empty for calls that generate nothing, which have no spans."""
     tenant: Tenant = ANYONE
     status: str = ""
     """HTTP's status code, or gRPC's name of it."""
@@ -89,9 +92,12 @@ class RequestRecord:
     is_watched: bool = False
     """Whether its trace was read while it ran."""
     generation: Generation | None = None
+    """None before the request was read, and for calls that generate nothing."""
     is_stream: bool = False
     directory_state: str = ""
+    """How much was known of the replicas' caches when it began to be served; see DirectoryState."""
     first_token: int | None = None
+    """When the first token was there for the client; None before."""
     write_nanos: int = 0
     """What the client's reading took of the time, as far as that held up what is sent to it."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
@@ -100,6 +106,7 @@ class RequestRecord:
     generate_span_id: int = field(default_factory=new_span_id)
 
     log_fields: dict[str, str] = field(init=False)
+    """Of all log lines about it."""
 
     def __post_init__(self) -> None:
         self.log_fields = {

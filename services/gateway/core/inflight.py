@@ -72,7 +72,9 @@ class Inflight:
     was_accepted: bool = False
     """Whether a replica has taken it: from then on it waits where it would be refused before."""
     num_times_taken_back: int = 0
+    """How often it gave its place at a replica to others, or left one that could not run steps."""
     was_sent: bool = False
+    """Whether it was sent to a replica, at least once."""
     was_stopped: bool = False
     """Whether a stop string ended it."""
     wait_until: float | None = None

@@ -30,8 +30,6 @@ ENDED_HERE = "this gateway ended the session"
 """Why a session ended, where nothing is wrong."""
 
 _MAX_HANDLE = 2**32
-
-
 _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
 
 

@@ -35,16 +35,19 @@ _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step from its planning to its tokens."""
+    """A step from its planning to its tokens. Times are nanoseconds since 1970."""
 
     begun: int
+    """When its planning began."""
     span: StepSpan | None = None
+    """None if it is not traced."""
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     done: int = 0
     """When its tokens arrived."""
     compute_nanos: int = 0
+    """For how long the workers computed."""
     nanos: int = 0
     """How long it took, without its overlap with the step before."""
     only_decodes: bool = False

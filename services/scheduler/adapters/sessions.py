@@ -24,13 +24,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class GatewaySession:
-    """One gateway's stream and the requests that came through it, by handle."""
+    """One gateway's stream, and the requests that came through it."""
 
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
+    """What is to be sent to it."""
     requests: dict[int, Request] = field(default_factory=dict)
+    """Those that have not ended, by the handles that the gateway chose."""
     queue_announced: QueueState | None = None
+    """As it was told last; None: never."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
+    """As it was told last."""
 
     def reject(self, handle: int, error: StepwellError) -> None:
         """Answers a request that was refused."""

@@ -126,12 +126,16 @@ class Interruption:
     """Why a request stopped to run though it had not ended."""
 
     kind: PhaseKind
+    """Of the phase that begins with it."""
     cause: str
     step: int | None = None
+    """The step whose planning it was a part of; None if it came between steps."""
     preempted_for: str = ""
     """Id of the request that needed the blocks."""
     num_lost_tokens: int = 0
+    """Computed tokens that are computed again."""
     message: str = ""
+    """What was lost, in words."""
 
 
 @dataclass(slots=True)
@@ -184,8 +188,11 @@ class Timeline:
     current: Phase = field(init=False)
     """The open phase, the last one; also after `finish`."""
     admitted: int | None = None
+    """When it was first scheduled; None before."""
     first_token: int | None = None
+    """When it came; None before."""
     interrupted_nanos: int = 0
+    """For how long it did not run though it had been admitted."""
 
     def __post_init__(self) -> None:
         self.current = Phase(PhaseKind.QUEUE, self.queued)
