@@ -20,8 +20,8 @@ from benchmarks.soak.attack_bodies import BODIES, TEXT, costly
 from services.common.channel import open_channel
 
 ANSWER_SECONDS = 5.0
-# The message of grpc's client when a call ends while its message is being sent.
 _OWN_ERROR = "Internal error from Core"
+"""The message of grpc's client when a call ends while its message is being sent."""
 
 
 @dataclass(slots=True)

@@ -12,13 +12,13 @@ from services.cli.tls_files import TlsFiles, why_no_tls
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 _UNIX = "unix:"
-# In Host of requests over a Unix socket, where no name leads anywhere.
 _ANY_HOST = "http://localhost"
+"""In Host of requests over a Unix socket, where no name leads anywhere."""
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-# A request may be queued for long, so there is no limit between two tokens.
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
+"""A request may be queued for long, so there is no limit between two tokens."""
 
 
 class ServerAway(CommandError):

@@ -21,16 +21,16 @@ from services.common.settings import as_text, env_prefix
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
-# Where it keeps traces, it takes spans until the others have stopped.
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
+"""Where it keeps traces, it takes spans until the others have stopped."""
 
 _LOOPBACK = "127.0.0.1"
 
 # How long the SDK collects spans before it exports them; its own default is five seconds.
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
-# Clients' streams end with the gateway, and go on after the end of any other service.
 _GATEWAY_PATIENCE = 5
+"""Clients' streams end with the gateway, and go on after the end of any other service."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from services.cli.errors import CommandError
 
-# sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this.
 _LONGEST_PATH_BYTES = 107
+"""sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this."""
 _LONGEST_NAME = "scheduler-63.sock"
 _PRIVATE = 0o700
 

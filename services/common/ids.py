@@ -11,5 +11,5 @@ RequestKey = NewType("RequestKey", int)
 # Name of a pool, usually that of its replica.
 PoolId = NewType("PoolId", str)
 
-# Is never allocated. Fills entries of a block table that are not read.
 NULL_BLOCK = BlockId(0)
+"""Is never allocated. Fills entries of a block table that are not read."""

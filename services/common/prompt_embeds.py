@@ -12,8 +12,8 @@ from hashlib import sha256
 from services.common.errors import InvalidArgument
 
 PLACEHOLDER_TOKEN = 0
-# Checked at once; a multiple of every number's size.
 _CHECKED_BYTES = 2**18
+"""Checked at once; a multiple of every number's size."""
 
 
 class EmbedsDtype(enum.Enum):

@@ -13,8 +13,8 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
-# The client's names of parameters that the contract calls otherwise.
 _CLIENT_NAMES = {"logit_bias_token_ids": "logit_bias", "logit_bias_values": "logit_bias"}
+"""The client's names of parameters that the contract calls otherwise."""
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:

@@ -7,11 +7,11 @@ import re
 
 from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
-# Versions after 00 may append more.
 _TRACEPARENT = re.compile(
     "(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})"
     "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
 )
+"""Versions after 00 may append more."""
 _MAX_TRACESTATE_CHARACTERS = 512
 """More is not passed on; W3C asks for no more."""
 

@@ -16,9 +16,10 @@ _SERVICE_LABEL = "com.docker.compose.service"
 _HTTP_PORT = "8000/tcp"
 _CONNECT_SECONDS = 10.0
 _ANY_HOST = ("0.0.0.0", "::", "")
-# An engine does not restart what its own `kill` has ended, so a process in the container does it.
-# The first process, which cannot be killed from inside, is the init program; its child the service.
 _KILL = "kill -9 $(cat /proc/1/task/1/children)"
+"""An engine does not restart what its own `kill` has ended, so a process in the container does it.
+The first process, which cannot be killed from inside, is the init program; its child the service.
+"""
 
 
 class ComposeProject:

@@ -31,18 +31,18 @@ _REJECTIONS: dict[int, type[errors.StepwellError]] = {
     grpc.StatusCode.UNAVAILABLE.value[0]: errors.Unavailable,
 }
 
-# Reasons of the scheduler that clients know by another name.
 _CLIENT_REASONS = {
     "LONGER_THAN_MODEL": CONTEXT_LENGTH_EXCEEDED,
     "LARGER_THAN_POOL": CONTEXT_LENGTH_EXCEEDED,
 }
+"""Reasons of the scheduler that clients know by another name."""
 
-# Fields of AddRequest that clients know by another name.
 _CLIENT_FIELDS = {
     "prompt_token_ids": "prompt",
     "output_token_ids": "prompt",
     "adapter": "model",
 }
+"""Fields of AddRequest that clients know by another name."""
 
 
 def client_sampling_from_proto(

@@ -7,10 +7,10 @@ from opentelemetry.metrics import Meter
 from services.common import names
 from services.gateway.core.generation import Usage
 
-# The bounds that the conventions advise, in seconds.
 _REQUEST_BOUNDS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
+"""The bounds that the conventions advise, in seconds."""
 _FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip

@@ -18,12 +18,12 @@ from services.gateway.core.ports import TextTooLong
 
 T = TypeVar("T")
 
-# Below this, tokenizing costs less than a thread switch is worth.
 _INLINE_CHARACTERS = 2048
-# A template spends about as much on a message as on so many characters.
+"""Below this, tokenizing costs less than a thread switch is worth."""
 _CHARACTERS_OF_MESSAGE = 128
-# A longer text per token that may be is counted in pieces first.
+"""A template spends about as much on a message as on so many characters."""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
+"""A longer text per token that may be is counted in pieces first."""
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_TEMPLATE_MESSAGE = 300

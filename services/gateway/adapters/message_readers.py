@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from services.common.errors import Aborted, InvalidArgument
 
 _SLOTS = 16
-# How long a read may take while others wait for a slot.
 _SECONDS_UNDER_PRESSURE = 1.0
+"""How long a read may take while others wait for a slot."""
 
 
 class MessageReaders:

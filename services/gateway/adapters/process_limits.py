@@ -10,8 +10,8 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BYTES = 256 * 1024
 _NUM_ARENAS = 2
-# For what is no client's connection: listeners, schedulers, tracing, libraries.
 _FILES_BESIDES = 128
+"""For what is no client's connection: listeners, schedulers, tracing, libraries."""
 
 
 def give_memory_back() -> None:

@@ -39,14 +39,15 @@ _Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
-# The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway that
-# reads more slowly than steps are run is some steps behind. It would be hundreds behind, each with
-# a message of its own to be read, if they could wait in the transport.
 _UNREAD_BYTES = 512
-# Of one message, where several sequences are sent together.
+"""The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway
+that reads more slowly than steps are run is some steps behind. It would be hundreds behind, each
+with a message of its own to be read, if they could wait in the transport.
+"""
 _ADDED_BYTES = 64 * 1024
-# For calls of GetStats that are going on when the link is closed.
+"""Of one message, where several sequences are sent together."""
 _LAST_CALLS_SECONDS = 1.0
+"""For calls of GetStats that are going on when the link is closed."""
 
 
 class SchedulerLink:

@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-# JSON has no -inf; this is what OpenAI's API writes for a token that could not be.
 LOWEST_LOGPROB = -9999.0
+"""JSON has no -inf; this is what OpenAI's API writes for a token that could not be."""
 
 
 @dataclass(slots=True)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from services.common.errors import ResourceExhausted
 
-# Smaller ones are bounded by how many requests are served at once.
 _SMALL_BYTES = 64 * 1024
+"""Smaller ones are bounded by how many requests are served at once."""
 
 
 class BodyBudget:

@@ -7,8 +7,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 BETWEEN_EVENTS = "between_events"
 """Key of the request's state, for answers that are events: whether the last one sent is whole."""
-# An event stream's comment, as a chunk of its own.
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
+"""An event stream's comment, as a chunk of its own."""
 # When something is written to the client: soon, then every second.
 _FIRST_SECONDS, _SECONDS = 0.05, 1.0
 

@@ -39,10 +39,10 @@ MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 # How long a client may take to read a refusal, and how much it may send meanwhile.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
-# How much of a body is discarded that was answered before it was whole.
 _IGNORED_BYTES = 64 * 2**20
-# How long a client may take to read the end of the last answer on a connection.
+"""How much of a body is discarded that was answered before it was whole."""
 CLOSING_SECONDS = 30.0
+"""How long a client may take to read the end of the last answer on a connection."""
 
 
 class _Stage(enum.Enum):

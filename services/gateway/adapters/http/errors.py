@@ -14,7 +14,6 @@ from services.common import errors
 from services.common.retry_hint import retry_hint_seconds
 from services.gateway.core.idempotency.key import KeyReused
 
-# Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts.
 KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.InvalidArgument: (400, "invalid_request_error"),
     KeyReused: (422, "invalid_request_error"),
@@ -31,6 +30,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }
+"""Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts."""
 
 _MEDIA_TYPE = "application/json"
 _KEPT_BODIES = 256

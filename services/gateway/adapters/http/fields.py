@@ -14,8 +14,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-# Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed.
 _INT64 = 2**63
+"""Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed."""
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 # So many items of a list are encoded at once, and about so many bytes sent.
 _ITEMS = 32
-# Lists up to here are no long ones: those of the tokens that come at a time are not.
 _SHORT = 128
+"""Lists up to here are no long ones: those of the tokens that come at a time are not."""
 _BYTES = 16 * 1024
 
 

@@ -14,12 +14,12 @@ from services.gateway.core.timeline import Part
 
 B = TypeVar("B", bound=BaseModel)
 
-# Read, checked and sent on in one turn of the event loop.
 _SMALL_BYTES = 16 * 1024
-# Listing a hundred thousand problems would take longer than serving a request.
+"""Read, checked and sent on in one turn of the event loop."""
 _MAX_PROBLEMS = 100
-# Of a client's name for a field, no more is sent back.
+"""Listing a hundred thousand problems would take longer than serving a request."""
 _MAX_NAME = 100
+"""Of a client's name for a field, no more is sent back."""
 
 
 class BodyReader:
@@ -82,7 +82,6 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
 
 
-# Sentences for problems, by pydantic's names of them; other problems keep pydantic's message.
 _SENTENCES = {
     "extra_forbidden": ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
     "missing": ("{where} is missing", "MISSING_PARAMETER"),
@@ -90,6 +89,7 @@ _SENTENCES = {
     "alternative": ("{where} {what}", None),
     "model_type": ("{where} must be a JSON object", None),
 }
+"""Sentences for problems, by pydantic's names of them; other problems keep pydantic's message."""
 
 
 def refusal(error: ValidationError, whole: str) -> InvalidArgument:

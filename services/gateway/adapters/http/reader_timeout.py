@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-# What a client must read within the timeout, if more than that is to be sent.
 LEAST_BYTES = 16 * 1024
+"""What a client must read within the timeout, if more than that is to be sent."""
 
 
 class ReaderTimeout:

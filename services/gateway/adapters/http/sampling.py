@@ -13,8 +13,8 @@ from services.gateway.core.inference import Inference
 from services.gateway.core.request import ClientRequest, Prompt
 
 _MASK = 2**64 - 1
-# vLLM's clients send this top_k for "no limit".
 _EVERY_TOKEN = -1
+"""vLLM's clients send this top_k for "no limit"."""
 
 
 def client_request(

@@ -7,8 +7,8 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# So much is parsed in one turn of the event loop.
 _SLICE_BYTES = 16 * 1024
+"""So much is parsed in one turn of the event loop."""
 
 
 class SlicedProtocol(HttpToolsProtocol):

@@ -12,10 +12,10 @@ Take = Callable[[str], None]
 """Is given text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-# What is passed over at once within JSON: no quote and no bracket outside strings, no quote and no
-# backslash within.
 _PLAIN = re.compile(r'[^"{}\[\]]+')
+"""What is passed over at once in JSON outside strings: no quote and no bracket."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
+"""The same within strings, by their quote: not that quote, and no backslash."""
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
 
