@@ -18,8 +18,8 @@ class MessageReaders:
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._slots = asyncio.Semaphore(_SLOTS)
-        # When each read that has a slot began, and its timeout; oldest first.
         self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
+        """When each read that has a slot began, and its timeout; oldest first."""
 
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
         """The first message. Raises Aborted when it does not come in time."""

@@ -28,8 +28,8 @@ class BlockPool:
         self._free = FreeQueue([BlockId(block) for block in range(1, num_blocks)])
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
-        # ref_cnt of the blocks that several tables hold; any other block has 0 or 1.
         self._shared: dict[BlockId, int] = {}
+        """ref_cnt of the blocks that several tables hold; any other block has 0 or 1."""
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()

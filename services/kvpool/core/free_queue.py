@@ -21,8 +21,8 @@ class FreeQueue:
     def __init__(self, blocks: Sequence[BlockId]) -> None:
         """All of `blocks` are blank; the first is reused first."""
         self._blank = list(reversed(blocks))
-        # Cached blocks with the time at which they became free.
         self._cached: OrderedDict[BlockId, int] = OrderedDict()
+        """Cached blocks with the time at which they became free."""
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._cached)

@@ -59,8 +59,8 @@ class Connections:
         self.refused_turns = Turns()
         """Of those whose last request was refused for want of room."""
         self._connections: set[Connection] = set()
-        # Connections without a request, the one that has been so for longest first.
         self._idle: dict[Connection, None] = {}
+        """Connections without a request, the one that has been so for longest first."""
 
     def __len__(self) -> int:
         return len(self._connections)
