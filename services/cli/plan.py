@@ -37,21 +37,19 @@ _GATEWAY_PATIENCE = 5
 class Addresses:
     """Where the services listen: the gateway on two ports, the others on sockets in a directory,
     where each answers health checks, too.
-
-    `master_ports`: for each replica, where the ranks of its model find each other; none without
-    ranks.
-    `vllm_grpc_ports`: for each replica, where its scheduler serves vllm.grpc.engine; none where
-    they do not.
-    `admin_port`: where operators' calls are served on the loopback address; None: nowhere.
     """
 
     host: str
     http_port: int
     grpc_port: int
     run_directory: Path
+    """Where the sockets are."""
     master_ports: tuple[int, ...] = ()
+    """For each replica, where the ranks of its model find each other; none without ranks."""
     vllm_grpc_ports: tuple[int, ...] = ()
+    """For each replica, where its scheduler serves vllm.grpc.engine; none where they do not."""
     admin_port: int | None = None
+    """Where operators' calls are served on the loopback address; None: nowhere."""
 
     def socket(self, service: str) -> str:
         """The internal address of a service, of the gateway for its health alone."""

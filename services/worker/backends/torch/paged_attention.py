@@ -55,8 +55,8 @@ def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     widest = max(layer.num_kv_heads * layer.head_dim for layer in shape.layers)
     per_token = 2 * widest + MOST_ROWS * len({layer.window for layer in shape.layers})
     num_tokens = 2 * max(MAX_GROUP_TOKENS, max_model_len + BLOCK)
-    decoded = num_tokens * 2 * widest * torch.float32.itemsize if shape.has_codes else 0
-    return num_tokens * per_token * shape.dtype.itemsize + decoded
+    of_decoded = num_tokens * 2 * widest * torch.float32.itemsize if shape.has_codes else 0
+    return num_tokens * per_token * shape.dtype.itemsize + of_decoded
 
 
 class TorchPagedAttention:
