@@ -1,7 +1,7 @@
 """What adapters of few rows each add to a projection in the compiled library, many at once."""
 
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -13,16 +13,16 @@ from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.quantized import Weight, quantize_int8
 
-COLUMNS = (48, 16, 32)
+COLUMNS = (176, 48, 64)
 """Of the output, those of three factors, as of queries, keys and values."""
 DEPTH = 90
 CPU = torch.device("cpu")
 
 
-def factors(rank: int) -> tuple[LoraFactors, ...]:
+def factors(rank: int, depth: int = DEPTH) -> tuple[LoraFactors, ...]:
     ends = list(accumulate(COLUMNS))
     return tuple(
-        LoraFactors(torch.randn(rank, DEPTH), torch.randn(columns, rank), end - columns)
+        LoraFactors(torch.randn(rank, depth), torch.randn(columns, rank), end - columns)
         for columns, end in zip(COLUMNS, ends, strict=True)
     )
 
@@ -40,7 +40,7 @@ def stored(weight: torch.Tensor, form: str) -> Weight:
 
 @pytest.mark.parametrize(
     "rows_of_each",
-    [(2,) * 16, (1, 3, 2, 2, 5, 1, 1, 14, 2), (1, 1, 1), (4, 4, 4, 4, 3, 3, 3, 1)],
+    [(2,) * 16, (1,) * 18, (1, 3, 2, 2, 5, 1, 1, 14, 2), (1, 1, 1), (4, 4, 4, 4, 3, 3, 3, 1)],
 )
 @pytest.mark.parametrize("form", ["plain", "int8", "int4", "w8a8"])
 def test_adapters_of_few_rows_add_what_each_adds_alone(
@@ -53,30 +53,39 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
     linear = NativeLinear(native.functions, LargePages(), stored(weight, form), None)
     x = torch.randn(num_rows, DEPTH).to(native.dtype)
     layers = [LoraLayer(qkv=factors(4 + number % 3)) for number in range(len(rows_of_each))]
-    adapters = [
-        NativeLora([in_dtype(layer, native.dtype)], {"qkv": shape}, native.functions.panel_width)
-        for layer in layers
-    ]
+    adapters = packed(layers, shape, native)
     # Rows of an adapter lie apart from each other; the last two have none.
     order = np.random.default_rng(3).permutation(num_rows - 2).astype(np.int32)
-    starts = np.array([0, *accumulate(rows_of_each)], np.int32)
-    parts = [np.sort(order[first:end]) for first, end in pairwise(starts)]
+    ends = list(accumulate(rows_of_each))
+    parts = [np.sort(part) for part in np.split(order, ends[:-1])]
 
-    step = NativeLoraStep(LoraRows(tuple(adapters), np.concatenate(parts), starts, num_rows, CPU))
-    together = linear(x, step.layer(0).qkv)
+    together = assert_rows_are_those_alone(linear, x, adapters, parts)
 
     assert torch.equal(together[-2:], linear(x[-2:]))
-    for adapter, layer, rows in zip(adapters, layers, parts, strict=True):
-        for row in rows:
-            one = LoraRows((adapter,), np.zeros(1, np.int32), np.array([0, 1], np.int32), 1, CPU)
-            alone = linear(x[row : row + 1], NativeLoraStep(one).layer(0).qkv)
-            assert torch.equal(together[row : row + 1], alone)
+    for layer, rows in zip(layers, parts, strict=True):
         exact = linear.full(x[rows]).double()
         for one in in_dtype(layer, native.dtype).qkv:
             added = x[rows].double() @ one.a.double().T @ one.b.double().T
             exact[:, one.first : one.first + len(one.b)] += added
         error = (together[rows].double() - exact).square().mean().sqrt()
         assert error < native.tolerance * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_adapters", "depth"), [(9, 3, DEPTH), (16, 4, DEPTH), (70, 16, 4096)]
+)
+def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
+    native, num_rows: int, num_adapters: int, depth: int
+) -> None:
+    """Rows of an adapter are the same distance apart; so many deep ones are several blocks."""
+    torch.manual_seed(5)
+    shape = LoraShape(sum(COLUMNS), depth)
+    weight = torch.randn(shape.columns, depth).to(native.dtype)
+    linear = NativeLinear(native.functions, LargePages(), weight, None)
+    layers = [LoraLayer(qkv=factors(16, depth)) for _ in range(num_adapters)]
+    parts = [np.arange(first, num_rows, num_adapters) for first in range(num_adapters)]
+    x = torch.randn(num_rows, depth).to(native.dtype)
+    assert_rows_are_those_alone(linear, x, packed(layers, shape, native), parts)
 
 
 def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None:
@@ -91,6 +100,36 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
     assert adapters[0].num_bytes >= 8 * 2**20
     begins = {adapter.layers[0].parts[0].a % (2 * 2**20) for adapter in adapters}
     assert len(begins) == 3
+
+
+def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora]:
+    return [
+        NativeLora([in_dtype(layer, native.dtype)], {"qkv": shape}, native.functions.panel_width)
+        for layer in layers
+    ]
+
+
+def assert_rows_are_those_alone(
+    linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
+) -> torch.Tensor:
+    """Projects all rows in one step, the rows of each part with its adapter, and each of these in
+    a step of its own. Returns the results of all.
+    """
+    together = projected(linear, x, adapters, parts)
+    for adapter, rows in zip(adapters, parts, strict=True):
+        for row in rows:
+            alone = projected(linear, x[row : row + 1], [adapter], [np.zeros(1)])
+            assert torch.equal(together[row : row + 1], alone)
+    return together
+
+
+def projected(
+    linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
+) -> torch.Tensor:
+    starts = np.array([0, *accumulate(len(rows) for rows in parts)], np.int32)
+    order = np.concatenate(parts).astype(np.int32)
+    step = NativeLoraStep(LoraRows(tuple(adapters), order, starts, len(x), CPU))
+    return linear(x, step.layer(0).qkv)
 
 
 def in_dtype(layer: LoraLayer, dtype: torch.dtype) -> LoraLayer:

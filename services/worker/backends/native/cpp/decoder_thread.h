@@ -13,6 +13,8 @@
 
 #include "attention.h"
 #include "decoder_weights.h"
+#include "lora_linear.h"
+#include "lora_shrink.h"
 #include "norm.h"
 
 namespace stepwell {
@@ -181,7 +183,7 @@ class StepThread {
     shrink(delta, input, p.depth, team_);
     team_.wait();
     std::optional<LoraReadAhead<T>> ahead = read_ahead(delta.layer, part);
-    project(p, input, output, rows_, team_, &delta, ahead ? &*ahead : nullptr);
+    project_and_add(p, input, output, rows_, team_, delta, ahead ? &*ahead : nullptr);
   }
 
   // The A's that are read after a projection; nothing after the last one.

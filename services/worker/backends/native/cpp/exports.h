@@ -54,7 +54,7 @@ void project_in_team(const Projection<T>& projection, const T* input, Out* outpu
   in_team(threads, [&](Team team) {
     shrink(delta, input, projection.depth, team);
     team.wait();
-    project(projection, input, output, rows, team, &delta);
+    project_and_add(projection, input, output, rows, team, delta);
   });
 }
 

@@ -38,17 +38,13 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
-// What one of several tiles prefetches while it is multiplied by a chunk of so many elements. Each
-// of the last two, a half of the next chunk: memory delivers fewer lines at a time than one tile
-// could ask for, and it would wait. Those before, what `ahead` gives, if it is not null.
-template <class Element, class T>
-Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left,
-                          LoraReadAhead<T>* ahead) {
+// What one of several tiles prefetches while it is multiplied by a chunk of so many elements: each
+// of the last two, a half of the next chunk. Memory delivers fewer lines at a time than one tile
+// could ask for, and it would wait.
+template <class Element>
+Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left) {
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
-  if (rows_left > 2 * MAX_TILE_ROWS) {
-    const std::int64_t taken = elements * sizeof(Element) / sizeof(T);
-    return {ahead == nullptr ? nullptr : ahead->take(taken), STEP_BYTES};
-  }
+  if (rows_left > 2 * MAX_TILE_ROWS) return {};
   const Element* next = chunk + elements;
   return {rows_left > MAX_TILE_ROWS ? next : next + elements / 2, STEP_BYTES / 2};
 }
@@ -78,13 +74,12 @@ struct PlainPanel {
   const T* packed;
 };
 
-// Multiplies rows by one panel and writes the results. `totals` [BLOCK_ROWS, PANEL_WIDTH] is
-// scratch memory. `delta`: what adapters add to the rows, or null. `ahead`: see prefetch_of_tile.
-// `Panel`: PlainPanel<T> or CodedPanel<T>.
-template <class T, class Out, class Panel>
+// Multiplies rows by one panel and writes the results. `totals` [rows, PANEL_WIDTH] is scratch
+// memory. `Panel`: PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, for
+// adapters to add to, and prefetches for `lora`; without, `lora` is null.
+template <class T, class Out, class Panel, bool LORA>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
-                   std::int64_t panel, float* totals, const BlockDelta<T>* delta,
-                   LoraReadAhead<T>* ahead) {
+                   std::int64_t panel, float* totals, const LoraPanel<T>* lora) {
   using Element = typename Panel::Element;
   const PanelColumns<T> columns(p, panel);
   const Panel factors(p, rows, panel, columns);
@@ -94,37 +89,48 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
   const std::int64_t steps = factors.depth / DEPTH;
   const std::int64_t chunks =
       one_pass ? 1 : divide_up<std::int64_t>(steps * STEP_BYTES, CHUNK_BYTES);
+  LoraTiles<T> lora_tiles(lora, rows.count, int(chunks));
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
     const Range part{steps * chunk / chunks * DEPTH, steps * (chunk + 1) / chunks * DEPTH};
     const std::int64_t depth = part.end - part.begin;
     const Element* packed = factors.packed + part.begin * PANEL_WIDTH;
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-      float* to = totals + (chunks == 1 && delta == nullptr ? 0 : row * PANEL_WIDTH);
+      float* to = totals + (chunks == 1 && !LORA ? 0 : row * PANEL_WIDTH);
       const Prefetch prefetch =
           one_pass ? Prefetch{packed + Panel::AHEAD, STEP_BYTES}
-                   : prefetch_of_tile(packed, PANEL_WIDTH * depth, rows.count - row, ahead);
-      const auto add = prefetch.first == nullptr ? add_product<Element, ROWS, false>
-                                                 : add_product<Element, ROWS, true>;
-      add(chunk == 0 ? factors.begins : to, chunk == 0 ? 0 : PANEL_WIDTH,
-          factors.rows + row * factors.stride + part.begin, factors.stride, packed,
-          int(depth / DEPTH), prefetch, to);
+                   : prefetch_of_tile(packed, PANEL_WIDTH * depth, rows.count - row);
+      const auto multiply = [&](auto add, const auto& prefetched) {
+        add(chunk == 0 ? factors.begins : to, chunk == 0 ? 0 : PANEL_WIDTH,
+            factors.rows + row * factors.stride + part.begin, factors.stride, packed,
+            int(depth / DEPTH), prefetched, to);
+      };
+      PrefetchList list;
+      if constexpr (LORA) {
+        list = lora_tiles.next(prefetch, PANEL_WIDTH * depth * sizeof(Element));
+      }
+      if (!list.is_empty()) {
+        multiply(add_product_of_list<Element, ROWS>, list);
+      } else {
+        multiply(prefetch.first == nullptr ? add_product<Element, ROWS, false>
+                                           : add_product<Element, ROWS, true>,
+                 prefetch);
+      }
       if (chunk + 1 < chunks) return;
       factors.finish(row, ROWS, to);
-      if (delta != nullptr) return;
+      if (LORA) return;
       write_rows(p, to, ROWS, columns.first, columns.width, output + row * columns.width);
     });
   }
-  if (delta == nullptr) return;
-  delta->add_to(totals, panel);
-  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 // The functions that multiply rows by a panel, and MAX_PAIR_ROWS or fewer by a panel and the next
 // one; the latter is null where no number of rows is multiplied so.
 template <class T, class Out>
 struct PanelFunctions {
-  decltype(&project_panel<T, Out, PlainPanel<T>>) one;
-  decltype(&project_panel<T, Out, PlainPanel<T>>) pair;
+  using Function = decltype(&project_panel<T, Out, PlainPanel<T>, false>);
+
+  Function one;
+  Function pair;
 };
 
 template <class T, class Out, WeightFormat FORMAT>
@@ -136,7 +142,8 @@ PanelFunctions<T, Out> quantized_functions() {
   }
 }
 
-template <class T, class Out>
+// LORA: see project_panel.
+template <class T, class Out, bool LORA>
 PanelFunctions<T, Out> panel_functions(WeightFormat format) {
   switch (format) {
     case WeightFormat::INT8:
@@ -146,9 +153,9 @@ PanelFunctions<T, Out> panel_functions(WeightFormat format) {
     case WeightFormat::FP8:
       return quantized_functions<T, Out, WeightFormat::FP8>();
     case WeightFormat::W8A8:
-      return {project_panel<T, Out, CodedPanel<T>>, nullptr};
+      return {project_panel<T, Out, CodedPanel<T>, LORA>, nullptr};
     default:
-      return {project_panel<T, Out, PlainPanel<T>>, nullptr};
+      return {project_panel<T, Out, PlainPanel<T>, LORA>, nullptr};
   }
 }
 
@@ -157,6 +164,50 @@ template <class T>
 int panels_at_once(const Projection<T>& p, std::int64_t rows) {
   return p.is_unpacked() && rows <= MAX_PAIR_ROWS ? 2 : 1;
 }
+
+// The most rows of a block.
+template <class T>
+std::int64_t most_block_rows(const Projection<T>& p) {
+  const std::int64_t bytes = p.is_unpacked() ? UNPACKED_BLOCK_BYTES : BLOCK_BYTES;
+  const std::int64_t fitting = bytes / (p.depth * p.element_bytes());
+  return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
+}
+
+// The blocks of rows that are projected one after the other, and the panels that each is multiplied
+// by, counted in those that are read side by side.
+template <class T>
+struct Blocks {
+  Blocks(const Projection<T>& projection, std::int64_t num_rows)
+      : p(projection),
+        rows(num_rows),
+        groups(divide_up(rows, MAX_TILE_ROWS)),
+        count(divide_up(rows, most_block_rows(p))),
+        at_once(panels_at_once(p, rows)),
+        panels(divide_up<std::int64_t>(p.num_panels(), at_once)) {}
+
+  Range rows_of(std::int64_t block) const {
+    return {groups * block / count * MAX_TILE_ROWS,
+            std::min(rows, groups * (block + 1) / count * MAX_TILE_ROWS)};
+  }
+
+  // Whether a panel, the first of an item, is read beside the next one.
+  bool is_pair(std::int64_t panel) const { return at_once == 2 && panel + 1 < p.num_panels(); }
+
+  // Rows of the input as panels are multiplied by them.
+  InputRows<T> near(const T* input, Range range) const {
+    InputRows<T> own{input + range.begin * p.depth, p.depth, int(range.end - range.begin)};
+    if (p.format != WeightFormat::W8A8) return without_set_conflicts(own, p.depth);
+    own.codes = codes_of(own, p.depth);
+    return own;
+  }
+
+  const Projection<T>& p;
+  std::int64_t rows;
+  std::int64_t groups;
+  std::int64_t count;
+  int at_once;
+  std::int64_t panels;
+};
 
 }  // namespace
 
@@ -176,51 +227,28 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);
 }
 
-// The most rows of a block.
-template <class T>
-std::int64_t most_block_rows(const Projection<T>& p) {
-  const std::int64_t bytes = p.is_unpacked() ? UNPACKED_BLOCK_BYTES : BLOCK_BYTES;
-  const std::int64_t fitting = bytes / (p.depth * p.element_bytes());
-  return std::clamp<std::int64_t>(round_down(fitting, MAX_TILE_ROWS), MAX_TILE_ROWS, BLOCK_ROWS);
-}
-
 // input [rows, depth] -> output [rows, columns], or [rows, columns / 2] if the projection is gated.
 // Every thread of the team calls it and computes a part. `Out` is T, or float for results that are
-// not rounded. `delta`: what adapters add, whose `inside` is computed; null for nothing. `ahead`:
-// what to prefetch meanwhile, or null.
+// not rounded.
 template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
-                               std::int64_t rows, Team team, const LoraDelta<T>* delta = nullptr,
-                               LoraReadAhead<T>* ahead = nullptr) {
-  const std::int64_t most_rows = most_block_rows(p);
-  const std::int64_t groups = divide_up(rows, MAX_TILE_ROWS);
-  const std::int64_t blocks = divide_up(rows, most_rows);
-  const int at_once = panels_at_once(p, rows);
-  const std::int64_t panels = divide_up<std::int64_t>(p.num_panels(), at_once);
-  const std::int64_t width = p.is_gated() ? p.columns / 2 : p.columns;
+                               std::int64_t rows, Team team) {
+  const Blocks<T> blocks(p, rows);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, false>(p.format);
   alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
-  const PanelFunctions<T, Out> functions = panel_functions<T, Out>(p.format);
-  WorkItems items(team, blocks * panels);
+  WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};
-  BlockDelta<T> added;
-  std::int64_t block = -1, first = 0;
+  std::int64_t block = -1;
+  Out* to = nullptr;
   for (std::int64_t item; (item = items.next()) >= 0;) {
-    if (item / panels != block) {
-      block = item / panels;
-      first = groups * block / blocks * MAX_TILE_ROWS;
-      const std::int64_t end = std::min(rows, groups * (block + 1) / blocks * MAX_TILE_ROWS);
-      near = {input + first * p.depth, p.depth, int(end - first)};
-      if (p.format == WeightFormat::W8A8) {
-        near.codes = codes_of(near, p.depth);
-      } else {
-        near = without_set_conflicts(near, p.depth);
-      }
-      if (delta != nullptr) added.begin(*delta, first, near.count);
+    if (item / blocks.panels != block) {
+      block = item / blocks.panels;
+      const Range own = blocks.rows_of(block);
+      near = blocks.near(input, own);
+      to = output + own.begin * p.output_width();
     }
-    const std::int64_t panel = item % panels * at_once;
-    const bool is_pair = at_once == 2 && panel + 1 < p.num_panels();
-    (is_pair ? functions.pair : functions.one)(p, near, output + first * width, panel, totals,
-                                               delta == nullptr ? nullptr : &added, ahead);
+    const std::int64_t panel = item % blocks.panels * blocks.at_once;
+    (blocks.is_pair(panel) ? functions.pair : functions.one)(p, near, to, panel, totals, nullptr);
   }
 }
 

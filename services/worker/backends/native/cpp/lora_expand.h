@@ -9,6 +9,14 @@
 
 namespace stepwell {
 
+// Consecutive panels of a projection, and the totals [count, rows, PANEL_WIDTH] of their rows.
+struct PanelRun {
+  std::int64_t first;
+  int count;
+  float* totals;
+  std::int64_t stride;  // From the totals of a panel to those of the next one.
+};
+
 // Some rows of one adapter that are added to totals together.
 template <class T>
 struct ExpandTile {
@@ -16,24 +24,97 @@ struct ExpandTile {
   const int* at;    // The rows of the totals.
   const T* inside;  // Their rows of LoraDelta's `inside`, `stride` elements apart.
   std::int64_t stride;
-  // Adds them to the totals of a panel.
-  void (*add)(const ExpandTile&, std::int64_t panel, float* totals);
+  // Adds them to the totals of panels.
+  void (*add)(const ExpandTile&, const PanelRun&);
 };
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Adds ROWS rows times VECTORS vectors of columns of a panel of B to rows of the totals, which have
-// PANEL_WIDTH columns. Prefetches the next panel. With APART, the elements of a row that the second
-// vector is multiplied by begin `apart` elements behind those for the first.
-template <class T, int ROWS, int VECTORS, bool APART = false>
-inline __attribute__((always_inline)) void add_expanded(float* totals, const ExpandTile<T>& tile,
-                                                        const T* rows, const T* panel,
-                                                        std::int64_t apart = 0) {
+// Most panels that a few rows are multiplied by together. Those of B are short, and lie one after
+// the other: together they are one stream, and rows are read once for all.
+constexpr int PANELS_AT_ONCE = 4;
+
+// How many panels ROWS rows are multiplied by together, so that registers hold the sums.
+template <int ROWS>
+constexpr int panels_of_tile() {
+  return std::clamp(2 * MAX_SMALL_TILE_ROWS / ROWS, 1, PANELS_AT_ONCE);
+}
+
+// Adds ROWS rows times PANELS panels of B to the totals of the rows, whose panels are
+// `totals_stride` apart. The elements of a row that the second vector of a panel is multiplied by
+// begin `apart` elements behind those for the first. With PREFETCH, fetches as many panels that
+// follow.
+template <class T, int ROWS, int PANELS, bool PREFETCH>
+__attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* rows,
+                                          std::int64_t apart, const T* panel, float* totals,
+                                          std::int64_t totals_stride) {
   using Ops = PanelOps<T>;
   constexpr std::int64_t STEP = PANEL_WIDTH * Ops::DEPTH;
   const int steps = int(tile.adapter->rank / Ops::DEPTH);
   if (steps < 1) __builtin_unreachable();
-  const T* next = panel + steps * STEP;
+  const std::int64_t panel_size = steps * STEP;
+  const auto place = [&](int row, int v) {
+    return totals + tile.at[row] * PANEL_WIDTH + v / PANEL_VECTORS * totals_stride +
+           v % PANEL_VECTORS * LANES;
+  };
+  Vector total[ROWS][PANELS * PANEL_VECTORS];
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; ++row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) total[row][v] = load(place(row, v));
+  }
+  for (int step = 0; step < steps; ++step, rows += Ops::DEPTH, panel += STEP) {
+    Vector left[ROWS], right[ROWS];
+#pragma GCC unroll 4
+    for (int row = 0; row < ROWS; ++row) {
+      left[row] = Ops::broadcast(rows + row * tile.stride);
+      right[row] = Ops::broadcast(rows + row * tile.stride + apart);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < PANELS; ++i) {
+      const T *first = panel + i * panel_size, *second = first + LANES * Ops::DEPTH;
+      const Vector left_columns = Ops::load(first), right_columns = Ops::load(second);
+      if constexpr (PREFETCH) {
+        __builtin_prefetch(first + PANELS * panel_size, 0, 2);
+        __builtin_prefetch(second + PANELS * panel_size, 0, 2);
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < ROWS; ++row) {
+        Vector(&sums)[PANELS * PANEL_VECTORS] = total[row];
+        sums[2 * i] = Ops::multiply_add(sums[2 * i], left[row], left_columns);
+        sums[2 * i + 1] = Ops::multiply_add(sums[2 * i + 1], right[row], right_columns);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int row = 0; row < ROWS; ++row) {
+#pragma GCC unroll 8
+    for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) store(place(row, v), total[row][v]);
+  }
+}
+
+// Adds to `count` panels, at most PANELS.
+template <class T, int ROWS, int PANELS, bool PREFETCH>
+inline void add_several(int count, const ExpandTile<T>& tile, const T* rows, std::int64_t apart,
+                        const T* panel, float* totals, std::int64_t totals_stride) {
+  if constexpr (PANELS > 1) {
+    if (count < PANELS) {
+      add_several<T, ROWS, PANELS - 1, PREFETCH>(count, tile, rows, apart, panel, totals,
+                                                 totals_stride);
+      return;
+    }
+  }
+  add_panels<T, ROWS, PANELS, PREFETCH>(tile, rows, apart, panel, totals, totals_stride);
+}
+
+// Adds ROWS rows times VECTORS vectors of columns of a panel of B to rows of the totals, which have
+// PANEL_WIDTH columns. Prefetches the next panel.
+template <class T, int ROWS, int VECTORS>
+inline __attribute__((always_inline)) void add_columns(const ExpandTile<T>& tile, const T* rows,
+                                                       const T* panel, float* totals) {
+  constexpr std::int64_t STEP = PANEL_WIDTH * PanelOps<T>::DEPTH;
+  const int steps = int(tile.adapter->rank / PanelOps<T>::DEPTH);
+  if (steps < 1) __builtin_unreachable();
   Vector total[ROWS][VECTORS];
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
@@ -42,25 +123,8 @@ inline __attribute__((always_inline)) void add_expanded(float* totals, const Exp
       total[i][v] = load(totals + tile.at[i] * PANEL_WIDTH + v * LANES);
     }
   }
-  if constexpr (APART) {
-    for (int step = 0; step < steps; ++step) {
-      const Vector left = Ops::load(panel), right = Ops::load(panel + LANES * Ops::DEPTH);
-#pragma GCC unroll 4
-      for (int i = 0; i < ROWS; ++i) {
-        const T* row = rows + i * tile.stride;
-        total[i][0] = Ops::multiply_add(total[i][0], Ops::broadcast(row), left);
-        total[i][1] = Ops::multiply_add(total[i][1], Ops::broadcast(row + apart), right);
-      }
-      __builtin_prefetch(next, 0, 2);
-      __builtin_prefetch(next + STEP / 2, 0, 2);
-      rows += Ops::DEPTH;
-      panel += STEP;
-      next += STEP;
-    }
-  } else {
-    multiply<T, ROWS, VECTORS, true>(total, rows, tile.stride, panel, steps,
-                                     {next, STEP * sizeof(T)});
-  }
+  multiply<T, ROWS, VECTORS, true>(total, rows, tile.stride, panel, steps,
+                                   {panel + steps * STEP, STEP * sizeof(T)});
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 2
@@ -70,27 +134,46 @@ inline __attribute__((always_inline)) void add_expanded(float* totals, const Exp
   }
 }
 
+// How many panels, of `most`, begin in `inside` where the first does, in both vectors; 0 if B is
+// zero in one of the first's. `begins`: LoraProjection's, from the first panel on.
+inline int num_alike(const int* begins, int most) {
+  if (begins[0] < 0 || begins[1] < 0) return 0;
+  int count = 1;
+  while (count < most && begins[2 * count] == begins[0] && begins[2 * count + 1] == begins[1]) {
+    ++count;
+  }
+  return count;
+}
+
 // See ExpandTile::add. The vectors of a panel may belong to two factors, as those of gates and
 // values do, each with its own elements of `inside`.
-template <class T, int ROWS>
-void add_tile(const ExpandTile<T>& tile, std::int64_t panel, float* totals) {
+template <class T, int ROWS, bool PREFETCH>
+void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
   const LoraProjection<T>& p = *tile.adapter;
-  const T* b = p.b + panel * PANEL_WIDTH * p.rank;
-  const int left = p.begins[panel * PANEL_VECTORS], right = p.begins[panel * PANEL_VECTORS + 1];
-  if (left == right) {
-    if (left >= 0) add_expanded<T, ROWS, 2>(totals, tile, tile.inside + left, b);
-    return;
-  }
-  if constexpr (ROWS <= MAX_SMALL_TILE_ROWS) {
-    if (left >= 0 && right >= 0) {
-      add_expanded<T, ROWS, 2, true>(totals, tile, tile.inside + left, b, right - left);
-      return;
+  for (int i = 0; i < run.count;) {
+    const std::int64_t panel = run.first + i;
+    const int* begins = p.begins + panel * PANEL_VECTORS;
+    const T* b = p.b + panel * PANEL_WIDTH * p.rank;
+    const T *left = tile.inside + begins[0], *right = tile.inside + begins[1];
+    float* totals = run.totals + i * run.stride;
+    if constexpr (ROWS <= MAX_SMALL_TILE_ROWS) {
+      constexpr int PANELS = panels_of_tile<ROWS>();
+      if (const int count = num_alike(begins, std::min(run.count - i, PANELS))) {
+        add_several<T, ROWS, PANELS, PREFETCH>(count, tile, left, right - left, b, totals,
+                                               run.stride);
+        i += count;
+        continue;
+      }
     }
-  }
-  if (left >= 0) add_expanded<T, ROWS, 1>(totals, tile, tile.inside + left, b);
-  if (right >= 0) {
-    add_expanded<T, ROWS, 1>(totals + LANES, tile, tile.inside + right,
-                             b + LANES * PanelOps<T>::DEPTH);
+    ++i;
+    if (begins[0] == begins[1]) {
+      if (begins[0] >= 0) add_columns<T, ROWS, 2>(tile, left, b, totals);
+      continue;
+    }
+    if (begins[0] >= 0) add_columns<T, ROWS, 1>(tile, left, b, totals);
+    if (begins[1] >= 0) {
+      add_columns<T, ROWS, 1>(tile, right, b + LANES * PanelOps<T>::DEPTH, totals + LANES);
+    }
   }
 }
 
@@ -101,33 +184,96 @@ void add_tile(const ExpandTile<T>& tile, std::int64_t panel, float* totals) {
 template <class T>
 class BlockDelta {
  public:
-  // The block has `count` rows from `row` on.
-  void begin(const LoraDelta<T>& delta, std::int64_t row, int count) {
+  // The block has `count` rows from `row` on. `prefetches`: the B's of panels are not prefetched
+  // before these are added to, so that each prefetches those that follow it.
+  void begin(const LoraDelta<T>& delta, std::int64_t row, int count, bool prefetches) {
     const StepLora<T>& step = *delta.step;
     row_ = row;
     tiles_.clear();
     tiles_.reserve(step.num_adapters);
+    adapters_.clear();
+    adapters_.reserve(step.num_adapters);
     for (int adapter = 0; adapter < step.num_adapters; ++adapter) {
       const LoraProjection<T>& p = delta.of(adapter);
       if (p.a == nullptr) continue;
       const int* last = step.rows + step.starts[adapter + 1];
       const int* begin = std::lower_bound(step.rows + step.starts[adapter], last, int(row));
       const int* end = std::lower_bound(begin, last, int(row) + count);
+      if (begin == end) continue;
+      adapters_.push_back(&p);
       const T* inside = delta.inside + (begin - step.rows) * step.width;
       for_row_tiles(0, int(end - begin), [&]<int ROWS>(int i) {
-        tiles_.push_back({&p, begin + i, inside + i * step.width, step.width, add_tile<T, ROWS>});
+        const auto add = prefetches ? add_tile<T, ROWS, true> : add_tile<T, ROWS, false>;
+        tiles_.push_back({&p, begin + i, inside + i * step.width, step.width, add});
       });
     }
   }
 
-  // Adds to the block's totals [count, PANEL_WIDTH] of a panel.
-  void add_to(float* totals, std::int64_t panel) const {
-    for (const ExpandTile<T>& tile : tiles_) tile.add(tile, panel, totals - row_ * PANEL_WIDTH);
+  // Adds to the block's totals of panels.
+  void add_to(PanelRun run) const {
+    run.totals -= row_ * PANEL_WIDTH;
+    for (const ExpandTile<T>& tile : tiles_) tile.add(tile, run);
+  }
+
+  // Adds the B's of panels to what is prefetched, those of part `part` of `parts` of the adapters.
+  void add_part(const PanelRun& run, int part, int parts, PrefetchList& list) const {
+    const int count = int(adapters_.size());
+    for (int i = count * part / parts; i < count * (part + 1) / parts; ++i) {
+      const LoraProjection<T>& p = *adapters_[i];
+      list.add(p.b + run.first * PANEL_WIDTH * p.rank,
+               run.count * PANEL_WIDTH * p.rank * sizeof(T));
+    }
   }
 
  private:
   std::vector<ExpandTile<T>> tiles_;
+  std::vector<const LoraProjection<T>*> adapters_;  // Those of the block's rows.
   std::int64_t row_ = 0;
+};
+
+// A panel of a run that adapters add to, the one at place `index`.
+template <class T>
+struct LoraPanel {
+  const BlockDelta<T>& delta;
+  const PanelRun& run;
+  int index;
+  LoraReadAhead<T>* next;  // The A's that are read next; null for none.
+};
+
+// What the tiles of rows of a panel prefetch for adapters: those that prefetch no weights, or, if
+// there are two tiles, both. A single tile fetches nothing for them: it prefetches weights in every
+// step.
+template <class T>
+class LoraTiles {
+ public:
+  // Each of `chunks` chunks of depth is multiplied by all tiles.
+  LoraTiles(const LoraPanel<T>* panel, int rows, int chunks)
+      : panel_(panel),
+        is_spare_(rows > 2 * MAX_TILE_ROWS),
+        count_(rows > MAX_TILE_ROWS
+                   ? chunks * divide_up(is_spare_ ? rows - 2 * MAX_TILE_ROWS : rows, MAX_TILE_ROWS)
+                   : 0) {}
+
+  // What the next tile of a chunk of `bytes` bytes prefetches, with `weights`, a half of a chunk;
+  // empty if nothing for adapters.
+  PrefetchList next(const Prefetch& weights, std::int64_t bytes) {
+    PrefetchList list;
+    if (count_ == 0 || is_spare_ != (weights.first == nullptr)) return list;
+    const PanelRun& run = panel_->run;
+    panel_->delta.add_part(run, panel_->index * count_ + done_++, run.count * count_, list);
+    if (!is_spare_) {
+      list.add(weights.first, bytes / 2);
+    } else if (panel_->next != nullptr) {
+      panel_->next->add_part(count_, std::max<std::int64_t>(bytes - list.bytes(), 0), list);
+    }
+    return list;
+  }
+
+ private:
+  const LoraPanel<T>* panel_;
+  bool is_spare_;
+  int count_;
+  int done_ = 0;
 };
 
 }  // namespace stepwell

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "panel.h"
+#include "prefetch_list.h"
 #include "quads.h"
 #include "quantized.h"
 #include "rounding.h"
@@ -38,6 +39,10 @@ struct Projection {
   bool is_unpacked() const { return format != WeightFormat::PLAIN && format != WeightFormat::W8A8; }
 
   std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
+
+  // The columns of the output, and how many a panel becomes.
+  std::int64_t output_width() const { return is_gated() ? columns / 2 : columns; }
+  int panel_output_width() const { return is_gated() ? LANES : PANEL_WIDTH; }
 
   std::int64_t group_bytes() const {
     if (format == WeightFormat::W8A8) return 2 * SCALES_BYTES + code_bytes(format, coded_depth());
@@ -73,8 +78,6 @@ constexpr std::int64_t UNPACKED_BLOCK_BYTES = std::numeric_limits<std::int64_t>:
 
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
-
-constexpr std::int64_t LINE_BYTES = 64;
 
 // How many elements ahead of a sequential stream the loop prefetches.
 constexpr std::int64_t PREFETCH_AHEAD = 2048;
@@ -154,21 +157,20 @@ InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth)
   return {copy.data(), stride, rows.count};
 }
 
-// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// the panel. PREFETCH and `prefetch` as in `multiply`. A function of its own, so that `multiply`
-// has all registers.
-template <class T, int ROWS, bool PREFETCH>
-__attribute__((noinline)) void add_product(const float* from, std::int64_t from_stride, const T* a,
-                                           std::int64_t stride, const T* panel, int steps,
-                                           Prefetch prefetch, float* to) {
-  if (steps < 1) __builtin_unreachable();
-  Vector total[ROWS][PANEL_VECTORS];
+// Loads and stores totals of some rows, which are `stride` elements apart.
+template <int ROWS>
+inline __attribute__((always_inline)) void load_totals(Vector (&total)[ROWS][PANEL_VECTORS],
+                                                       const float* from, std::int64_t stride) {
 #pragma GCC unroll 16
-  for (int i = 0; i < ROWS; ++i, from += from_stride) {
+  for (int i = 0; i < ROWS; ++i, from += stride) {
 #pragma GCC unroll 4
     for (int v = 0; v < PANEL_VECTORS; ++v) total[i][v] = load(from + v * LANES);
   }
-  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, prefetch);
+}
+
+template <int ROWS>
+inline __attribute__((always_inline)) void store_totals(const Vector (&total)[ROWS][PANEL_VECTORS],
+                                                        float* to) {
 #pragma GCC unroll 16
   for (int i = 0; i < ROWS; ++i) {
 #pragma GCC unroll 4
@@ -176,13 +178,46 @@ __attribute__((noinline)) void add_product(const float* from, std::int64_t from_
   }
 }
 
+// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
+// the panel. PREFETCH and `prefetch` as in `multiply`. A function of its own, so that `multiply`
+// has all registers, at the beginning of a cache line, so that other code does not move its loop.
+template <class T, int ROWS, bool PREFETCH>
+__attribute__((noinline, aligned(64))) void add_product(const float* from, std::int64_t from_stride,
+                                                        const T* a, std::int64_t stride,
+                                                        const T* panel, int steps,
+                                                        Prefetch prefetch, float* to) {
+  if (steps < 1) __builtin_unreachable();
+  Vector total[ROWS][PANEL_VECTORS];
+  load_totals(total, from, from_stride);
+  multiply<T, ROWS, PANEL_VECTORS, PREFETCH>(total, a, stride, panel, steps, prefetch);
+  store_totals(total, to);
+}
+
+// The same with a list of pieces to prefetch, which is not empty.
+template <class T, int ROWS>
+__attribute__((noinline)) void add_product_of_list(const float* from, std::int64_t from_stride,
+                                                   const T* a, std::int64_t stride, const T* panel,
+                                                   int steps, const PrefetchList& list, float* to) {
+  constexpr std::int64_t DEPTH = PanelOps<T>::DEPTH;
+  Vector total[ROWS][PANEL_VECTORS];
+  load_totals(total, from, from_stride);
+  for (int piece = 0, done = 0; piece < list.count(); ++piece) {
+    const int end = list.end_of(piece, steps);
+    if (end == done) continue;
+    multiply<T, ROWS, PANEL_VECTORS, true>(total, a + done * DEPTH, stride,
+                                           panel + done * DEPTH * PANEL_WIDTH, end - done,
+                                           list.over(piece, end - done));
+    done = end;
+  }
+  store_totals(total, to);
+}
+
 // The columns of the output that a panel's totals become: from `first` on, of `width` in a row; and
 // the bias that belongs to each column of the panel.
 template <class T>
 struct PanelColumns {
   PanelColumns(const Projection<T>& p, std::int64_t panel)
-      : first(panel * (p.is_gated() ? LANES : PANEL_WIDTH)),
-        width(p.is_gated() ? p.columns / 2 : p.columns) {
+      : first(panel * p.panel_output_width()), width(p.output_width()) {
     store(bias, bias_of(p.bias, first, width - first));
     store(bias + LANES,
           p.is_gated() ? bias_of(p.bias == nullptr ? nullptr : p.bias + width, first, width - first)

@@ -82,8 +82,7 @@ template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
                                                        const InputRows<T>& rows, Out* output,
                                                        std::int64_t panel, float* totals,
-                                                       const BlockDelta<T>* delta,
-                                                       LoraReadAhead<T>*) {
+                                                       const LoraPanel<T>* lora) {
   constexpr std::int64_t CHUNK = CHUNK_BYTES / (PANEL_WIDTH * sizeof(T));
   alignas(64) T unpacked[CHUNK * PANEL_WIDTH];
   alignas(64) float sums[BLOCK_ROWS * PANEL_WIDTH];
@@ -92,13 +91,13 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   const PanelTotals all{totals, sums};
   begin_totals(columns, std::min(rows.count, MAX_TILE_ROWS), totals);
   // Totals of a tile that ends in one piece lie where those of the tile before did.
-  const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || delta != nullptr;
+  const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || lora != nullptr;
   const auto totals_of = [&](int row) { return all.from(is_kept ? row : 0); };
   const auto finish = [&](int row, int count) {
     float* to = totals_of(row).totals;
     const T* tile = rows.first + row * rows.stride;
     if (p.has_offsets) add_offsets(tile, rows.stride, count, groups, to);
-    if (delta != nullptr) return;
+    if (lora != nullptr) return;
     write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
   };
   if (rows.count <= MAX_TILE_ROWS) {
@@ -131,9 +130,6 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
       multiply_pieces.template operator()<MAX_TILE_ROWS>();
     }
   }
-  if (delta == nullptr) return;
-  delta->add_to(totals, panel);
-  write_rows(p, totals, rows.count, columns.first, columns.width, output);
 }
 
 // Multiplies MAX_PAIR_ROWS rows or fewer by a panel and the next one, and writes the results.
@@ -141,8 +137,7 @@ template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
                                                       const InputRows<T>& rows, Out* output,
                                                       std::int64_t first, float* totals,
-                                                      const BlockDelta<T>* delta,
-                                                      LoraReadAhead<T>*) {
+                                                      const LoraPanel<T>* lora) {
   const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};
   const std::int64_t size = rows.count * PANEL_WIDTH;
   for (int i = 0; i < 2; ++i) begin_totals(columns[i], rows.count, totals + i * size);
@@ -157,7 +152,7 @@ __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
     if (p.has_offsets) {
       add_offsets(rows.first, rows.stride, rows.count, Groups(p, panel), totals);
     }
-    if (delta != nullptr) delta->add_to(totals, panel);
+    if (lora != nullptr) continue;
     write_rows(p, totals, rows.count, columns[i].first, columns[i].width, output);
   }
 }

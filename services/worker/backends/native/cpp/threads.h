@@ -16,12 +16,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <climits>
 #include <cstdint>
 #include <ctime>
 #include <vector>
+
+#include "rounding.h"
 
 namespace stepwell {
 
@@ -111,10 +114,10 @@ struct Team {
 
 // Gives a thread the items [0, count), fewer than 2^24, of one round: those of its own part in
 // order, then items that other threads have not begun, from the end of their parts. So one thread
-// that is held up delays the others by no more than an item, and each thread reads a sequential
-// stream. Remaining items that are of an older round have not been touched in this one; the first
-// thread that reaches them sets them to the whole part. Between two rounds the team must pass a
-// barrier. The idea is that of work stealing (Blumofe and Leiserson).
+// that is held up delays the others by no more than what it has taken, and each thread reads a
+// sequential stream. Remaining items that are of an older round have not been touched in this one;
+// the first thread that reaches them sets them to the whole part. Between two rounds the team must
+// pass a barrier. The idea is that of work stealing (Blumofe and Leiserson).
 class WorkItems {
  public:
   WorkItems(Team team, std::int64_t count) : team_(team), count_(count) {
@@ -123,26 +126,48 @@ class WorkItems {
 
   // The next item, or -1 if none remains.
   std::int64_t next() {
-    if (team_.size == 1) return taken_ < count_ ? taken_++ : -1;
-    for (; others_ < team_.size; ++others_) {
-      const std::int64_t item = take((team_.index + others_) % team_.size);
-      if (item >= 0) return item;
+    const Range taken = next(1, 1);
+    return taken.begin < taken.end ? taken.begin : -1;
+  }
+
+  // The next items: of the thread's own part at most `most`, up to a multiple of `group`; of
+  // another part one. None if none remains.
+  Range next(std::int64_t most, std::int64_t group) {
+    if (team_.size == 1) {
+      const Range taken = begin_of({taken_, count_}, most, group);
+      taken_ = taken.end;
+      return taken;
     }
-    return -1;
+    for (; others_ < team_.size; ++others_) {
+      const Range taken = take((team_.index + others_) % team_.size, most, group);
+      if (taken.begin < taken.end) return taken;
+    }
+    return {};
   }
 
  private:
-  std::int64_t take(int thread) {
+  static Range begin_of(Range range, std::int64_t most, std::int64_t group) {
+    const std::int64_t end = std::min(range.begin + most, round_down(range.begin, group) + group);
+    return {range.begin, std::min(end, range.end)};
+  }
+
+  Range take(int thread, std::int64_t most, std::int64_t group) {
     constexpr std::uint64_t MASK = (1 << 24) - 1;
     std::atomic<std::uint64_t>& packed = team_.remaining[thread].packed;
     std::uint64_t seen = packed.load(std::memory_order_acquire);
     while (true) {
       Range range = {std::int64_t(seen >> 24 & MASK), std::int64_t(seen & MASK)};
       if (seen >> 48 != round_) range = team_.part_of(thread, count_);
-      if (range.begin >= range.end) return -1;
-      const std::int64_t item = thread == team_.index ? range.begin++ : --range.end;
+      if (range.begin >= range.end) return {};
+      Range taken = {range.end - 1, range.end};
+      if (thread == team_.index) {
+        taken = begin_of(range, most, group);
+        range.begin = taken.end;
+      } else {
+        range.end = taken.begin;
+      }
       const std::uint64_t rest = round_ << 48 | std::uint64_t(range.begin) << 24 | range.end;
-      if (packed.compare_exchange_weak(seen, rest, std::memory_order_acq_rel)) return item;
+      if (packed.compare_exchange_weak(seen, rest, std::memory_order_acq_rel)) return taken;
     }
   }
 

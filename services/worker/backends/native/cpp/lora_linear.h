@@ -1,0 +1,57 @@
+// A projection to which adapters add: see lora.h.
+
+#pragma once
+
+#include <algorithm>
+
+#include "linear.h"
+#include "lora_expand.h"
+
+namespace stepwell {
+
+// See `project`. `delta`: what adapters add, whose `inside` is computed. `ahead`: what to prefetch
+// meanwhile, or null. Adapters add to several panels together. A function of its own, so that
+// `project` takes no longer for them.
+template <class T, class Out>
+[[gnu::noinline]] void project_and_add(const Projection<T>& p, const T* input, Out* output,
+                                       std::int64_t rows, Team team, const LoraDelta<T>& delta,
+                                       LoraReadAhead<T>* ahead = nullptr) {
+  const Blocks<T> blocks(p, rows);
+  const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p.format);
+  const std::int64_t block_rows = std::min(rows, most_block_rows(p));
+  // Panels that are multiplied before adapters add to them: their totals fit in memory for a block.
+  const std::int64_t most =
+      std::clamp<std::int64_t>(BLOCK_ROWS / block_rows, 1, PANELS_AT_ONCE) / blocks.at_once;
+  alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
+  WorkItems items(team, blocks.count * blocks.panels);
+  InputRows<T> near{};
+  BlockDelta<T> added;
+  std::int64_t block = -1, left = divide_up(blocks.count * blocks.panels, team.size);
+  Out* to = nullptr;
+  for (Range taken; (taken = items.next(most, blocks.panels)).begin < taken.end;) {
+    if (taken.begin / blocks.panels != block) {
+      block = taken.begin / blocks.panels;
+      const Range own = blocks.rows_of(block);
+      near = blocks.near(input, own);
+      to = output + own.begin * p.output_width();
+      added.begin(delta, own.begin, near.count, p.is_unpacked() || near.count <= MAX_TILE_ROWS);
+    }
+    const std::int64_t first = taken.begin % blocks.panels * blocks.at_once;
+    const std::int64_t count =
+        std::min((taken.end - taken.begin) * blocks.at_once, p.num_panels() - first);
+    const PanelRun run{first, int(count), totals, near.count * PANEL_WIDTH};
+    for (int i = 0; i < run.count; i += blocks.at_once, --left) {
+      if (ahead != nullptr) ahead->begin_panel(left);
+      const LoraPanel<T> panel{added, run, i, ahead};
+      const auto function = blocks.is_pair(first + i) ? functions.pair : functions.one;
+      function(p, near, to, first + i, totals + i * run.stride, &panel);
+    }
+    added.add_to(run);
+    for (int i = 0; i < run.count; ++i) {
+      write_rows(p, totals + i * run.stride, near.count, (first + i) * p.panel_output_width(),
+                 p.output_width(), to);
+    }
+  }
+}
+
+}  // namespace stepwell

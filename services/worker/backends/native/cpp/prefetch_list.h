@@ -1,0 +1,49 @@
+// Pieces of memory that are prefetched one after the other while a tile of rows is multiplied.
+//
+// They are spread over the steps of the multiplication: memory delivers some bytes in each, and the
+// processor drops prefetches beyond those that it can have under way.
+
+#pragma once
+
+#include <algorithm>
+
+#include "panel.h"
+#include "rounding.h"
+
+namespace stepwell {
+
+constexpr std::int64_t LINE_BYTES = 64;
+
+class PrefetchList {
+ public:
+  bool is_empty() const { return count_ == 0; }
+  int count() const { return count_; }
+  std::int64_t bytes() const { return count_ == 0 ? 0 : ends_[count_ - 1]; }
+
+  // Adds a piece, unless the list is full.
+  void add(const void* first, std::int64_t bytes) {
+    if (count_ == MOST_PIECES || bytes <= 0) return;
+    pieces_[count_] = first;
+    ends_[count_] = this->bytes() + bytes;
+    ++count_;
+  }
+
+  // Of `steps` steps of depth, how many are done when a piece is fetched.
+  int end_of(int piece, int steps) const { return int(steps * ends_[piece] / bytes()); }
+
+  // A piece in `steps` steps, at most a line for each of their PANEL_VECTORS prefetches.
+  Prefetch over(int piece, int steps) const {
+    const std::int64_t bytes = ends_[piece] - (piece > 0 ? ends_[piece - 1] : 0);
+    const std::int64_t of_step = round_up(divide_up(bytes, steps), PANEL_VECTORS);
+    return {pieces_[piece], std::min<std::int64_t>(of_step, PANEL_VECTORS * LINE_BYTES)};
+  }
+
+ private:
+  static constexpr int MOST_PIECES = 24;
+
+  const void* pieces_[MOST_PIECES];
+  std::int64_t ends_[MOST_PIECES];  // Bytes up to the end of each piece.
+  int count_ = 0;
+};
+
+}  // namespace stepwell
