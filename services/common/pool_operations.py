@@ -117,7 +117,8 @@ class Admission:
     """Blocks wholly below are published."""
     num_reserve_slots: int
     """Token slots, hits included, for which blocks must be free, so that `num_watermark_blocks`
-    stay free besides.
+    stay free besides; 0: no more than `num_slots`. Of a request that holds blocks these are counted
+    before windows give back what it no longer sees.
     """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()

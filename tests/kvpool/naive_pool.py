@@ -232,7 +232,7 @@ class NaivePool:
         request, spare = admission.request, admission.num_watermark_blocks
         held = [len(table) for table in self.tables[request]]
         later = [self._counted(g, n, admission.num_reserve_slots) for g, n in enumerate(held)]
-        if sum(later) + spare > len(self.free):
+        if admission.num_reserve_slots and sum(later) + spare > len(self.free):
             return StopReason.NO_BLOCKS, 0, 0
         self._settle(request, admission.num_hit_tokens)
         now = [self._lacking(g, n, admission.num_slots) for g, n in enumerate(held)]

@@ -227,7 +227,8 @@ class RequestBlocks:
             group.num_reserved(table, admission.num_reserve_slots)
             for group, table in zip(self._groups, tables, strict=True)
         )
-        if num_reserved > self._blocks.num_free_blocks - admission.num_watermark_blocks:
+        num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks
+        if admission.num_reserve_slots and num_reserved > num_left:
             return None
         self.coordinator.remove_skipped_blocks(tables, _num_stored(admission))
         num_left = self._blocks.num_free_blocks - admission.num_watermark_blocks

@@ -263,7 +263,6 @@ class AdmissionPlanner:
         *,
         joins: bool,
     ) -> Admission:
-        reserve = request.num_tokens if self.config.scheduler_reserve_full_isl else end
         slots = end + num_drafts + self.config.num_lookahead_tokens
         slots = min(slots, self.config.max_model_len)
         return Admission(
@@ -272,7 +271,7 @@ class AdmissionPlanner:
             num_hit_tokens=hit,
             num_slots=slots,
             num_commit_tokens=end,
-            num_reserve_slots=reserve,
+            num_reserve_slots=self.config.num_reserve_slots(request.num_tokens),
             num_watermark_blocks=self.config.num_watermark_blocks if joins else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,

@@ -113,6 +113,12 @@ class SchedulerConfig:
         """Requests that may run at once."""
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
+    def num_reserve_slots(self, num_tokens: int) -> int:
+        """Slots for which an admission needs blocks besides those of its first step, of a request
+        with so many tokens.
+        """
+        return num_tokens if self.scheduler_reserve_full_isl else 0
+
     @cached_property
     def fences_frees(self) -> bool:
         """Whether blocks that a step in flight writes must not be free before its output has come:

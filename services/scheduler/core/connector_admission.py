@@ -209,14 +209,13 @@ class ConnectorAdmission:
         )
         config, end = self._config, hit + num_external
         is_whole = end == request.num_tokens
-        reserve = request.num_tokens if config.scheduler_reserve_full_isl else end
         return Admission(
             request=request.key,
             max_hit_tokens=prefixes.max_hit_tokens(request),
             num_hit_tokens=hit,
             num_slots=end,
             num_commit_tokens=0,
-            num_reserve_slots=max(reserve, end),
+            num_reserve_slots=config.num_reserve_slots(request.num_tokens),
             num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
             traceparent=request.traceparent,
             resumed=request.status is RequestStatus.PREEMPTED,
