@@ -101,7 +101,7 @@ async def _serve(
             settings.step_log, config, pool_port, shape, connector
         ) as scheduler:
             executor = TracedExecutor(workers, tracing)
-            ecosystem.publish_events(lambda: scheduler.waiting, shape)
+            ecosystem.publish_events(scheduler)
             node = node_name(owner.name, owner.started_unix_nanos)
             service = SchedulerService(
                 settings,

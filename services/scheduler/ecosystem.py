@@ -4,7 +4,6 @@ settings ask for it: vllm.grpc.engine, and KV events. What is not asked for is n
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from services.scheduler.adapters.sessions import Sessions
 from services.scheduler.adapters.statistics import Statistics
 from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.request import Request
+from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
@@ -50,26 +49,21 @@ class Ecosystem:
                 "--kv-events-replay-endpoint needs --kv-events-endpoint, where subscribers begin",
                 field="kv_events_replay_endpoint",
             )
-        if settings.prefix_match_unit is not None and (
-            settings.vllm_grpc_address or settings.kv_events_endpoint
-        ):
-            raise InvalidArgument(
-                "--prefix-match-unit is refused with --kv-events-endpoint and --vllm-grpc-address: "
-                "KV events tell of whole blocks",
-                field="prefix_match_unit",
-            )
         self._log = KVEventLog(settings.kv_events_buffer_steps)
         wanted = settings.vllm_grpc_address or settings.kv_events_endpoint
         self.recorder = KVEventRecorder(self._log) if wanted else None
         self._server: GrpcServer | None = None
         self._publisher: ZmqEventPublisher | None = None
 
-    def publish_events(self, waiting: Callable[[], Iterable[Request]], shape: ReplicaShape) -> None:
-        """Records and publishes events from here on; `waiting` gives the requests of the queue.
-        Raises Unavailable if the endpoint cannot be used.
+    def publish_events(self, scheduler: Scheduler) -> None:
+        """Records and publishes events of a scheduler's pool from here on. Raises Unavailable if
+        the endpoint cannot be used.
         """
+        config = scheduler.config
         if self.recorder is not None:
-            self.recorder.watch(waiting, shape.groups)
+            self.recorder.watch(
+                lambda: scheduler.queues.queued, config.all_groups, config.hash_block_size
+            )
         settings = self._settings
         if settings.kv_events_endpoint is None:
             return
@@ -80,7 +74,7 @@ class Ecosystem:
 
         self._publisher = ZmqEventPublisher(
             self._log,
-            EventEncoder(shape.groups, as_arrays=settings.kv_events_encoding == "array"),
+            EventEncoder(config.all_groups, as_arrays=settings.kv_events_encoding == "array"),
             endpoint=settings.kv_events_endpoint,
             replay_endpoint=settings.kv_events_replay_endpoint,
             topic=settings.kv_events_topic,

@@ -15,13 +15,14 @@ NUM_RECORDINGS = {
     "basic": 53,
     "pooling": 4,
     "lora": 12,
-    "session": 18,
+    "session": 19,
     "connector": 42,
     "grammar": 15,
     "encoder": 22,
     "control": 26,
     "groups": 37,
     "mixed": 90,
+    "events": 14,
 }
 """Recordings by family."""
 _NAME = re.compile(rb'\{"name": ?"(\w+)"')

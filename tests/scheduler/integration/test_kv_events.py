@@ -36,6 +36,12 @@ WINDOW = common_pb2.KVCacheGroup(
     window=2 * BLOCK_SIZE,
     num_layers=2,
 )
+STATE = common_pb2.KVCacheGroup(
+    attention_type=common_pb2.ATTENTION_TYPE_STATE_SPACE,
+    block_size=BLOCK_SIZE,
+    num_layers=2,
+    mamba_cache_mode=common_pb2.MAMBA_CACHE_MODE_ALIGN,
+)
 WIDE = common_pb2.KVCacheGroup(
     attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=2 * BLOCK_SIZE, num_layers=2
 )
@@ -123,6 +129,24 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
         assert removed
         assert {event.group_idx for event in removed} == set(range(len(groups)))
         assert (await replica.stats()).num_preemptions > 0
+
+
+async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
+    """Where prompts are found inside blocks: of 11 tokens two blocks of 4, and one hash of 2."""
+    worker = FakeWorker(groups=[FULL, STATE])
+    async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):
+        await run(replica, [prompt(11)], sampling=sampling(1))
+        seen = [event for _, _, payload in await subscriber.replay(0) for event in decode(payload)]
+        parts = [
+            event for event in seen if isinstance(event, BlockStored) and event.block_size == 2
+        ]
+        assert {event.group_idx for event in parts} == {0, 1}
+        assert {tuple(event.token_ids) for event in parts} == {tuple(prompt(11)[8:10])}
+        stored: dict[int, set[int]] = {}
+        for event in seen:
+            if isinstance(event, BlockStored):
+                stored.setdefault(event.group_idx or 0, set()).update(event.block_hashes)
+        assert stored == await pool_hashes(replica.pool_address)
 
 
 async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path: Path) -> None:

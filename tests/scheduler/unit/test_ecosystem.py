@@ -34,12 +34,6 @@ def test_events_are_not_sent_again_where_they_are_not_sent() -> None:
         ecosystem.Ecosystem(SchedulerSettings(**SETTINGS, kv_events_replay_endpoint="tcp://*:1"))
 
 
-def test_events_of_whole_blocks_are_refused_where_hashes_stand_for_less() -> None:
-    settings = SchedulerSettings(**SETTINGS, kv_events_endpoint="tcp://*:1", prefix_match_unit=8)
-    with pytest.raises(InvalidArgument, match="--prefix-match-unit is refused with"):
-        ecosystem.Ecosystem(settings)
-
-
 def test_nothing_is_recorded_unless_something_needs_it() -> None:
     assert ecosystem.Ecosystem(SchedulerSettings(**SETTINGS)).recorder is None
     wanted = SchedulerSettings(**SETTINGS, vllm_grpc_address="127.0.0.1:0")

@@ -35,6 +35,14 @@ def test_a_snapshot_lists_runs_of_blocks() -> None:
     assert log.snapshot() == [stored("abc"), stored("x", "b"), stored("d", "c")]
 
 
+def test_a_part_of_a_block_is_listed_apart_from_whole_ones() -> None:
+    log = KVEventLog(10)
+    whole = BlockStored((h("b"),), None, pack_token_ids([0, 1]), 0, CacheNamespace())
+    log.append((whole, stored("c", "b")))
+    assert log.snapshot() == [whole, stored("c", "b")]
+    assert [event.block_size for event in log.snapshot()] == [2, 1]
+
+
 def test_a_parent_that_was_stored_again_later_is_listed_before_its_children() -> None:
     log = KVEventLog(10)
     log.append((stored("abc"),))

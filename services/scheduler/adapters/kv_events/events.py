@@ -39,6 +39,11 @@ class BlockStored:
     namespace: CacheNamespace
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a block; of a hash, where it is about a part of a block."""
+        return len(self.token_ids) // (4 * len(self.block_hashes))
+
+    @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
         """For each block what its hash has besides tokens, in vLLM's form: the adapter, then, in
         the first block of a sequence, the salt.

@@ -136,15 +136,20 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """One event for each run of blocks of which each is the parent of the next."""
+        """One event for each run of blocks of one size of which each is the parent of the next."""
         run: list[_Key] = []
         for key in keys:
-            if run and (key[0], self._blocks[key].parent) != run[-1]:
+            if run and not self._follows(key, run[-1]):
                 yield self._event(run)
                 run = []
             run.append(key)
         if run:
             yield self._event(run)
+
+    def _follows(self, key: _Key, before: _Key) -> bool:
+        block = self._blocks[key]
+        is_child = (key[0], block.parent) == before
+        return is_child and len(block.token_ids) == len(self._blocks[before].token_ids)
 
     def _event(self, run: list[_Key]) -> BlockStored:
         first = self._blocks[run[0]]

@@ -8,7 +8,7 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common.block_hash import HASH_BYTES, BlockHash, pack_token_ids
 from services.common.ids import RequestKey
-from services.common.kv_cache_groups import KVCacheGroup, chain_block_size
+from services.common.kv_cache_groups import KVCacheGroup, hit_block_size
 from services.common.pool_operations import Admit, Commit, Lookup, Operation, Release
 from services.scheduler.adapters.kv_events.events import (
     AllBlocksCleared,
@@ -25,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request that the pool knows, and how many hashes of its chain have been published."""
+    """A request that the pool knows, and how many hashes of its chain have been committed."""
 
     request: Request
-    num_published: int = 0
+    num_committed: int = 0
 
 
 _Sources = dict[BlockHash, tuple[Request, int]]
@@ -39,9 +39,10 @@ _Sources = dict[BlockHash, tuple[Request, int]]
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
-    A request is looked up in the queue when an operation names it first, and kept until it is
-    released. Its chain has a hash for each `chain_block_size` tokens; a block of a group is named
-    by the last hash in it.
+    A request is looked up in the queues when an operation names it first, and kept until it is
+    released. Its chain has a hash for each `hash_block_size` tokens; a block of a group is named by
+    the last hash in it. A hash inside a block, by which a part of it is found, is a block of its
+    own tokens alone, as in vLLM.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -50,14 +51,22 @@ class KVEventRecorder:
         self._known: dict[RequestKey, _Known] = {}
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
+        self._hashes_per_hit = 1
+        """Hashes of whole blocks of every group. Where these differ, blocks behind the last such
+        point may be published later than they were committed.
+        """
 
     def watch(
-        self, waiting: Callable[[], Iterable[Request]], groups: Sequence[KVCacheGroup]
+        self,
+        waiting: Callable[[], Iterable[Request]],
+        groups: Sequence[KVCacheGroup],
+        hash_block_size: int,
     ) -> None:
-        """Sets where requests wait, and the groups of the pool."""
+        """Sets where requests wait, the groups of the pool, and the tokens of a hash."""
         self._waiting = waiting
-        self._hash_block_size = size = chain_block_size(groups)
-        self._hashes_per_block = tuple(group.block_size // size for group in groups)
+        self._hash_block_size = hash_block_size
+        self._hashes_per_block = tuple(group.block_size // hash_block_size for group in groups)
+        self._hashes_per_hit = hit_block_size(groups) // hash_block_size
 
     def opened(self) -> None:
         """The pool begins a new life, empty."""
@@ -85,8 +94,9 @@ class KVEventRecorder:
                 case Admit():
                     self._find([admission.request for admission in operation.admissions])
                     for admission in operation.admissions:
-                        if (known := self._known.get(admission.request)) is not None:
-                            known.num_published = admission.num_hit_tokens // self._hash_block_size
+                        known = self._known.get(admission.request)
+                        if known is not None and not admission.holds_blocks:
+                            known.num_committed = admission.num_hit_tokens // self._hash_block_size
                         self._add_sources(sources, admission.request, admission.num_commit_tokens)
         if response.events:
             self._log.append(tuple(self._events(response.events, sources)))
@@ -109,9 +119,10 @@ class KVEventRecorder:
         if known is None:
             return
         request, end = known.request, num_tokens // self._hash_block_size
-        for index in range(known.num_published, min(end, len(request.block_hashes))):
+        begin = known.num_committed - known.num_committed % self._hashes_per_hit
+        for index in range(begin, min(end, len(request.block_hashes))):
             sources[request.block_hashes[index]] = (request, index)
-        known.num_published = max(known.num_published, end)
+        known.num_committed = max(known.num_committed, end)
 
     def _events(
         self, reported: Iterable[kvpool_pb2.Event], sources: Mapping[BlockHash, tuple[Request, int]]
@@ -137,18 +148,21 @@ class KVEventRecorder:
                 logger.error("a stored block is left out of the events: its tokens are not known")
                 continue
             request, end = source[0], source[1] + 1
-            if run is not None and run[0] is request and run[2] == end - num_hashes:
+            is_whole = end % num_hashes == 0
+            begin = end - num_hashes if is_whole else end - 1
+            if is_whole and run is not None and run[0] is request and run[2] == begin:
                 run = (request, run[1], end)
                 continue
             if run is not None:
                 yield self._run(*run, stored.group)
-            run = (request, end - num_hashes, end)
+            run = (request, begin, end)
         if run is not None:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
         """The blocks of a group in the hashes from `begin` to `end` of a request's chain."""
-        size, num_hashes = self._hash_block_size, self._hashes_per_block[group]
+        size = self._hash_block_size
+        num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(
             block_hashes=tuple(request.block_hashes[begin + num_hashes - 1 : end : num_hashes]),
             parent_block_hash=request.block_hashes[begin - 1] if begin else None,
@@ -160,7 +174,7 @@ class KVEventRecorder:
         )
 
     def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:
-        """The source of a block that is published later than it was committed, as states are."""
+        """The source of a block that is published again, as after a load that failed."""
         for known in self._known.values():
             if block_hash in known.request.block_hashes:
                 return known.request, known.request.block_hashes.index(block_hash)

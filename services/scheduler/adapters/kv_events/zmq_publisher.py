@@ -80,7 +80,7 @@ class EventEncoder:
             "block_hashes": [external_block_hash(block) for block in event.block_hashes],
             "parent_block_hash": None if parent is None else external_block_hash(parent),
             "token_ids": unpack_token_ids(event.token_ids),
-            "block_size": group.block_size,
+            "block_size": event.block_size,
             "lora_id": event.namespace.lora_id,
             "medium": MEDIUM,
             "lora_name": event.namespace.lora_name or None,

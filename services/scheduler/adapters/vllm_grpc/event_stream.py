@@ -131,7 +131,7 @@ class EventStream:
 
     def _stored(self, event: BlockStored) -> common_pb2.KvBlocksStored:
         group = self._groups[event.group_idx]
-        tokens, size = unpack_token_ids(event.token_ids), group.block_size
+        tokens, size = unpack_token_ids(event.token_ids), event.block_size
         stored = common_pb2.KvBlocksStored(
             blocks=[
                 common_pb2.KvBlock(
