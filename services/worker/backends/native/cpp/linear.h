@@ -106,7 +106,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
       };
       PrefetchList list;
       if constexpr (LORA) {
-        list = lora_tiles.next(prefetch, PANEL_WIDTH * depth * sizeof(Element));
+        lora_tiles.next(prefetch, PANEL_WIDTH * depth * sizeof(Element), list);
       }
       if (!list.is_empty()) {
         multiply(add_product_of_list<Element, ROWS>, list);

@@ -90,8 +90,8 @@ class LoraReadAhead {
     for (std::int64_t i = adapters_.begin; i < adapters_.end; ++i) left_ += size_of(i);
   }
 
-  // To be called before each panel, with the number of those to come, about as many as `panels`.
-  void begin_panel(std::int64_t panels) {
+  // To be called before panels are multiplied, with about the number of all those to come.
+  void begin_panels(std::int64_t panels) {
     of_panel_ = divide_up(left_, std::max(panels, INT64_C(1)));
   }
 

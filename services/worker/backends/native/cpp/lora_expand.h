@@ -254,11 +254,10 @@ class LoraTiles {
                    ? chunks * divide_up(is_spare_ ? rows - 2 * MAX_TILE_ROWS : rows, MAX_TILE_ROWS)
                    : 0) {}
 
-  // What the next tile of a chunk of `bytes` bytes prefetches, with `weights`, a half of a chunk;
-  // empty if nothing for adapters.
-  PrefetchList next(const Prefetch& weights, std::int64_t bytes) {
-    PrefetchList list;
-    if (count_ == 0 || is_spare_ != (weights.first == nullptr)) return list;
+  // Adds to an empty list what the next tile of a chunk of `bytes` bytes prefetches, with
+  // `weights`, a half of a chunk; nothing if it prefetches nothing for adapters.
+  void next(const Prefetch& weights, std::int64_t bytes, PrefetchList& list) {
+    if (count_ == 0 || is_spare_ != (weights.first == nullptr)) return;
     const PanelRun& run = panel_->run;
     panel_->delta.add_part(run, panel_->index * count_ + done_++, run.count * count_, list);
     if (!is_spare_) {
@@ -266,7 +265,6 @@ class LoraTiles {
     } else if (panel_->next != nullptr) {
       panel_->next->add_part(count_, std::max<std::int64_t>(bytes - list.bytes(), 0), list);
     }
-    return list;
   }
 
  private:

@@ -40,8 +40,9 @@ template <class T, class Out>
     const std::int64_t count =
         std::min((taken.end - taken.begin) * blocks.at_once, p.num_panels() - first);
     const PanelRun run{first, int(count), totals, near.count * PANEL_WIDTH};
-    for (int i = 0; i < run.count; i += blocks.at_once, --left) {
-      if (ahead != nullptr) ahead->begin_panel(left);
+    if (ahead != nullptr) ahead->begin_panels(left);
+    left -= taken.end - taken.begin;
+    for (int i = 0; i < run.count; i += blocks.at_once) {
       const LoraPanel<T> panel{added, run, i, ahead};
       const auto function = blocks.is_pair(first + i) ? functions.pair : functions.one;
       function(p, near, to, first + i, totals + i * run.stride, &panel);
