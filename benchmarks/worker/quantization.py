@@ -6,7 +6,8 @@ Four runners of one model: with its weights as they are stored, in 8 bits, in 8 
 projections in 8 bits too (W8A8), and in 4 bits of groups of 128; the heads of those have 8. Each
 runs the same steps again and again: decodes of 1, 8 and 32 requests behind prefixes of 128 tokens,
 and a prompt of 512. A turn is a few steps, of which the median counts; the ratio is the median over
-rounds of the time with stored weights to that with others.
+rounds of the time with stored weights to that with others. On a machine that other programs use,
+--processor-time with one thread leaves out when they run.
 
 With an interpreter that has llama-cpp-python and gguf, llama.cpp takes turns with them, with the
 same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0. It runs the loads
@@ -18,7 +19,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -80,6 +82,11 @@ def main() -> None:
         "--model", default="135m", help="a directory, or the size of a random model"
     )
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count processor time in place of wall time; with one thread",
+    )
     parser.add_argument("--rounds", type=int, default=9, help="turns of each kind of weights")
     parser.add_argument("--steps", type=int, default=16, help="steps of a turn")
     parser.add_argument(
@@ -97,9 +104,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.concurrency) - set(DECODE_LEVELS):
         parser.error(f"argument --concurrency: no load has {min(unknown)} requests")
+    if arguments.steps < 2:
+        parser.error("argument --steps: the first step of a decode is not timed, so at least 2")
+    if arguments.processor_time and (arguments.threads > 1 or arguments.llamacpp_python):
+        parser.error("argument --processor-time: needs --threads 1, and no --llamacpp-python")
+    clock = time.process_time if arguments.processor_time else time.perf_counter
     torch.set_num_threads(arguments.threads)
     model = find_model(arguments.model)
-    timers: dict[str, Timer] = {**build_timers(model, arguments.steps, arguments.threads)}
+    timers: dict[str, Timer] = {**build_timers(model, arguments.steps, arguments.threads, clock)}
     with ExitStack() as running:
         if arguments.llamacpp_python:
             timers |= start_llamacpp(running, arguments.llamacpp_python, model, arguments.threads)
@@ -122,8 +134,13 @@ def start_llamacpp(
     return timers
 
 
-def build_timers(model: Path, num_steps: int, num_threads: int) -> dict[str, StepTimer]:
-    """A timer for each kind of weights."""
+def build_timers(
+    model: Path,
+    num_steps: int,
+    num_threads: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, StepTimer]:
+    """A timer for each kind of weights. `clock` gives seconds."""
     with tempfile.TemporaryDirectory(prefix="stepwell-int4-") as directory:
         int4_model = Path(directory) / "int4"
         write_int4_model(model, int4_model)
@@ -134,13 +151,17 @@ def build_timers(model: Path, num_steps: int, num_threads: int) -> dict[str, Ste
             "int4": (int4_model, QuantizationSetting.INT8),
         }
         return {
-            name: _build_timer(path, quantization, num_steps, num_threads)
+            name: _build_timer(path, quantization, num_steps, num_threads, clock)
             for name, (path, quantization) in kinds.items()
         }
 
 
 def _build_timer(
-    model: Path, quantization: QuantizationSetting, num_steps: int, num_threads: int
+    model: Path,
+    quantization: QuantizationSetting,
+    num_steps: int,
+    num_threads: int,
+    clock: Callable[[], float],
 ) -> StepTimer:
     most = max(load.num_requests * load.num_blocks(num_steps) for load in LOADS)
     settings = WorkerSettings(
@@ -153,7 +174,7 @@ def _build_timer(
         max_num_batched_tokens=1024,
         num_blocks=1 + most,
     )
-    return StepTimer(build_worker(settings, "benchmark", lambda: None).runner, num_steps)
+    return StepTimer(build_worker(settings, "benchmark", lambda: None).runner, num_steps, clock)
 
 
 def table(timers: Mapping[str, Timer], num_rounds: int, loads: Sequence[StepsLoad]) -> str:

@@ -1,5 +1,6 @@
 """The speed of quantized weights is measured, on a model that takes no time."""
 
+import itertools
 from pathlib import Path
 
 from benchmarks.worker.quantization import LOADS, PROMPT, build_timers, table
@@ -15,3 +16,9 @@ def test_every_load_is_measured_with_each_kind_of_weights(random_model: Path) ->
     kinds = ["stored", "int8", "w8a8", "int4"]
     assert [row[:2] for row in rows[2:]] == [[load.name, kind] for load in loads for kind in kinds]
     assert all(float(figure) > 0 for row in rows[2:] for figure in row[2:])
+
+
+def test_steps_are_timed_with_the_clock_given(random_model: Path) -> None:
+    """A clock that goes on by a second each time it is read."""
+    timers = build_timers(random_model, 2, 1, itertools.count().__next__)
+    assert [timer.turn(PROMPT) for timer in timers.values()] == [1000] * len(timers)
