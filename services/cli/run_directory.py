@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.cli.errors import CommandError
+from services.common.local_stream import streams_path
 
 _LONGEST_PATH_BYTES = 107
 """sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this."""
-_LONGEST_NAME = "scheduler-63.sock"
+_LONGEST_NAME = streams_path("scheduler-63.sock")
 _PRIVATE = 0o700
 
 

@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from services.common.local_stream import FrameKind, LocalStream, opening
+from services.common.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
+from services.common.message_limits import MAX_MESSAGE_BYTES
 from services.common.status import DETAILS_KEY
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _LOST = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="Socket closed")
+_UNREADABLE = status_pb2.Status(code=code_pb2.UNKNOWN, message="the status cannot be decoded")
 _CANCELLED = status_pb2.Status(code=code_pb2.CANCELLED, message="Locally cancelled")
 
 
@@ -38,12 +41,22 @@ class LocalCall:
         self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
 
     async def write(self, request: Any) -> None:
-        """Raises InvalidStateError once the call has ended."""
+        """Raises InvalidStateError once the call has ended, and AioRpcError for a message that is
+        too large, which ends it. A cancelled write cancels the call.
+        """
         if self.ended.done():
             raise asyncio.InvalidStateError("the call has ended")
-        self._stream.send(FrameKind.MESSAGE, self._serialize(request))
+        message = self._serialize(request)
+        if len(message) > MAX_MESSAGE_BYTES:
+            self._end(TOO_LARGE)
+            raise _error(TOO_LARGE)
+        self._stream.send(FrameKind.MESSAGE, message)
         if self._stream.has_unsent:
-            await self._stream.drained()
+            try:
+                await self._stream.drained()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
 
     async def done_writing(self) -> None:
         """Tells the server that no message follows."""
@@ -51,8 +64,16 @@ class LocalCall:
 
     async def read(self) -> Any:
         """The next message; EOF at the end. Raises AioRpcError if the call ends with an error, and
-        CancelledError if it was cancelled.
+        CancelledError if it was cancelled. A cancelled read cancels the call, so that no later read
+        gets the message that this one waited for.
         """
+        try:
+            return await self._read()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def _read(self) -> Any:
         data = None if self.cancelled() else await self._stream.read()
         if data is not None:
             return self._deserialize(data)
@@ -60,9 +81,7 @@ class LocalCall:
         if status is _CANCELLED:
             raise asyncio.CancelledError
         if status.code:
-            metadata = _trailing_metadata(status)
-            code = _CODES[status.code]
-            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, status.message)
+            raise _error(status)
         return grpc.aio.EOF
 
     async def __aiter__(self) -> AsyncIterator[Any]:
@@ -89,14 +108,18 @@ class LocalCall:
         return _trailing_metadata(await asyncio.shield(self.ended))
 
     async def code(self) -> grpc.StatusCode:
-        return _CODES[(await asyncio.shield(self.ended)).code]
+        return _code(await asyncio.shield(self.ended))
 
     async def details(self) -> str:
         return str((await asyncio.shield(self.ended)).message)
 
     def _take(self, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.STATUS:
-            self._end(status_pb2.Status.FromString(payload))
+            try:
+                status = status_pb2.Status.FromString(payload)
+            except DecodeError:
+                status = _UNREADABLE
+            self._end(status)
 
     def _lost(self) -> None:
         self._end(_LOST)
@@ -105,6 +128,15 @@ class LocalCall:
         if not self.ended.done():
             self.ended.set_result(status)
         self._stream.close()
+
+
+def _code(status: status_pb2.Status) -> grpc.StatusCode:
+    return _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+
+
+def _error(status: status_pb2.Status) -> grpc.aio.AioRpcError:
+    metadata = _trailing_metadata(status)
+    return grpc.aio.AioRpcError(_code(status), grpc.aio.Metadata(), metadata, status.message)
 
 
 def _trailing_metadata(status: status_pb2.Status) -> grpc.aio.Metadata:

@@ -1,9 +1,10 @@
 """The server's side of streams over a Unix socket."""
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from inspect import isasyncgenfunction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,11 +12,17 @@ from typing import Any, NoReturn
 import grpc
 from google.rpc import code_pb2, status_pb2
 
-from services.common.local_stream import FrameKind, LocalStream, opened
-from services.common.message_limits import LOOKAHEAD_BYTES
+from services.common.local_stream import TOO_LARGE, FrameKind, LocalStream, opened
+from services.common.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.status import DETAILS_KEY
 
+logger = logging.getLogger(__name__)
+
 _BACKLOG = 64
+_OPENING_SECONDS = 10.0
+"""How long a connection may take to name its method."""
+_ACCEPT_PAUSE_SECONDS = 1.0
+"""How long no connection is accepted after one could not be, as without file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
@@ -26,25 +33,40 @@ class LocalServer:
     `max_calls` are served at once; further ones are refused with RESOURCE_EXHAUSTED.
     """
 
-    def __init__(self, max_calls: int | None = None) -> None:
+    def __init__(
+        self, max_calls: int | None = None, opening_seconds: float = _OPENING_SECONDS
+    ) -> None:
+        """Ends connections that name no method within `opening_seconds`."""
         self.handlers: dict[str, Any] = {}
         """grpc's, by the name of the method."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
         """Those that serve a call."""
+        self.opening_seconds = opening_seconds
+        self.unopened: set[_Call] = set()
+        """Connections that have named no method so far."""
         self._listener: socket.socket | None = None
         self._path = Path()
 
     def start(self, path: str) -> None:
         """Listens at `path`, in place of a socket that is there. Raises OSError."""
         self._path = Path(path)
-        listener = self._listener = socket.socket(socket.AF_UNIX)
-        listener.setblocking(False)
-        if self._path.is_socket():
-            self._path.unlink(missing_ok=True)
-        listener.bind(path)
-        listener.listen(_BACKLOG)
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.setblocking(False)
+            if self._path.is_socket():
+                self._path.unlink(missing_ok=True)
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self._listener = listener
+        self._go_on_accepting()
+
+    @property
+    def takes_calls(self) -> bool:
+        return self._listener is not None
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more calls, and ends those that run after `grace_seconds`."""
@@ -59,13 +81,28 @@ class LocalServer:
             task.cancel()
         if self.tasks:
             await asyncio.wait(self.tasks)
+        for call in list(self.unopened):
+            call.close()
+
+    def _go_on_accepting(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        if self._listener is not None:
-            with suppress(OSError):  # such as where the client has gone again
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                _Call(self, connection)
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the client has gone again
+            return
+        except OSError as error:
+            logger.warning("no stream is accepted for a second: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_ACCEPT_PAUSE_SECONDS, self._go_on_accepting)
+            return
+        connection.setblocking(False)
+        _Call(self, connection)
 
 
 class _Call:
@@ -80,6 +117,9 @@ class _Call:
         self._status = _OK
         self._is_cancelled = False
         self._stream = LocalStream(connection, LOOKAHEAD_BYTES, self._take, self._lost)
+        server.unopened.add(self)
+        loop = asyncio.get_running_loop()
+        self._opening = loop.call_later(server.opening_seconds, self.close)
 
     def peer(self) -> str:
         return "unix:"
@@ -105,9 +145,20 @@ class _Call:
             self._status = status_pb2.Status.FromString(rich)
         raise grpc.aio.AbortError(details)
 
+    def close(self) -> None:
+        """Ends the connection without a status."""
+        self._has_opened()
+        self._stream.close()
+
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits while the client reads none."""
-        self._stream.send(FrameKind.MESSAGE, self._handler.response_serializer(response))
+        """Sends a response, and waits while the client reads none. Raises AbortError for one that
+        is too large, which ends the call.
+        """
+        message = self._handler.response_serializer(response)
+        if len(message) > MAX_MESSAGE_BYTES:
+            self._status = TOO_LARGE
+            raise grpc.aio.AbortError(TOO_LARGE.message)
+        self._stream.send(FrameKind.MESSAGE, message)
         if self._stream.has_unsent:
             await self._stream.drained()
 
@@ -121,16 +172,22 @@ class _Call:
         elif kind is FrameKind.OPEN and self._handler is None:
             self._open(payload)
         else:
-            self._stream.close()
+            self.close()
             self._lost()
 
+    def _has_opened(self) -> None:
+        self._opening.cancel()
+        self._server.unopened.discard(self)
+
     def _lost(self) -> None:
+        self._has_opened()
         self._is_cancelled = True
         if self._task is not None:
             self._task.cancel()
 
     def _open(self, payload: bytes) -> None:
         server = self._server
+        self._has_opened()
         try:
             method, lookahead_bytes = opened(payload)
         except ValueError:
@@ -139,13 +196,15 @@ class _Call:
         self._handler = server.handlers.get(method)
         if self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")
+        elif not server.takes_calls:
+            self._end(_STOPPED)
         elif server.max_calls is not None and len(server.tasks) >= server.max_calls:
             self._refuse(code_pb2.RESOURCE_EXHAUSTED, f"{server.max_calls} streams are served")
         else:
             self._stream.limit_sending(min(lookahead_bytes, LOOKAHEAD_BYTES))
             self._task = asyncio.create_task(self._serve(), name=method)
             server.tasks.add(self._task)
-            self._task.add_done_callback(server.tasks.discard)
+            self._task.add_done_callback(self._served)
 
     def _refuse(self, code: code_pb2.Code, message: str) -> None:
         self._end(status_pb2.Status(code=code, message=message))
@@ -153,6 +212,11 @@ class _Call:
     def _end(self, status: status_pb2.Status) -> None:
         self._stream.send(FrameKind.STATUS, status.SerializeToString())
         self._stream.close_when_sent()
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._server.tasks.discard(task)
+        if task.cancelled():  # before `_serve` began
+            self._end(_STOPPED)
 
     async def _serve(self) -> None:
         status = _DEFECT

@@ -13,7 +13,14 @@ import struct
 from collections import deque
 from collections.abc import Callable
 
+from google.rpc import code_pb2, status_pb2
+
 from services.common.message_limits import MAX_MESSAGE_BYTES
+
+TOO_LARGE = status_pb2.Status(
+    code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
+)
+"""How a call ends whose next message is larger than the peer receives."""
 
 _HEADER = struct.Struct("!BI")
 _LOOKAHEAD = struct.Struct("!I")
@@ -128,7 +135,7 @@ class LocalStream:
             self._reader = self._loop.create_future()
             await self._reader
         message = self._messages.popleft()
-        self._num_unread_bytes -= len(message)
+        self._num_unread_bytes -= _HEADER.size + len(message)
         if self._is_held and not self._is_ahead and not self._is_closed:
             self._is_held = False
             self._loop.add_reader(self._connection, self._receive)
@@ -205,18 +212,18 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        """Whether the frame that has begun is there."""
+        """Whether the frame that has begun is there, or is none."""
         if len(self._begun) < _HEADER.size:
             return False
-        length: int = _HEADER.unpack_from(self._begun)[1]
-        return len(self._begun) >= _HEADER.size + min(length, MAX_MESSAGE_BYTES)
+        kind, length = _HEADER.unpack_from(self._begun)
+        return not _is_frame(kind, length) or len(self._begun) >= _HEADER.size + length
 
     def _take_frames(self, received: bytes | memoryview) -> int:
         """Takes the complete frames; returns how many bytes they are."""
         start = 0
         while len(received) - start >= _HEADER.size and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)
-            if kind > FrameKind.STATUS or length > MAX_MESSAGE_BYTES:
+            if not _is_frame(kind, length):
                 self._lose()
                 break
             end = start + _HEADER.size + length
@@ -229,10 +236,14 @@ class LocalStream:
     def _take(self, kind: FrameKind, payload: bytes) -> None:
         if kind is FrameKind.MESSAGE:
             self._messages.append(payload)
-            self._num_unread_bytes += len(payload)
+            self._num_unread_bytes += _HEADER.size + len(payload)
             _wake(self._reader)
         else:
             self._on_frame(kind, payload)
+
+
+def _is_frame(kind: int, length: int) -> bool:
+    return kind <= FrameKind.STATUS and length <= MAX_MESSAGE_BYTES
 
 
 def _wake(waiter: "asyncio.Future[None] | None") -> None:

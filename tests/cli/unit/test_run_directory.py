@@ -5,6 +5,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,12 @@ from services.cli.ports import claim_port
 from services.cli.run_directory import run_directory
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
 def test_the_directory_is_private_and_removed_at_the_end() -> None:
     with run_directory() as path:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -21,8 +29,9 @@ def test_the_directory_is_private_and_removed_at_the_end() -> None:
     assert not path.exists()
 
 
-def test_a_long_path_would_not_fit_an_address(tmp_path: Path) -> None:
-    long = tmp_path / ("long" * 25)
+@pytest.mark.parametrize("num_bytes", [71, 150], ids=["for streams alone", "for all"])
+def test_a_long_path_would_not_fit_an_address(directory: Path, num_bytes: int) -> None:
+    long = directory / ("x" * (num_bytes - len(f"{directory}/")))
     long.mkdir()
     code = """
 from services.cli.run_directory import run_directory
@@ -37,7 +46,7 @@ with run_directory() as path:
         text=True,
         check=True,
     ).stdout.strip()
-    assert len(f"{path}/scheduler-63.sock") <= 107
+    assert len(f"{path}/scheduler-63.sock.streams") <= 107
     assert list(long.iterdir()) == []
 
 

@@ -6,8 +6,7 @@ import asyncio
 import socket
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +24,22 @@ from services.common.local_stream import FrameKind, LocalStream, streams_path
 from services.common.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.server import GrpcServer
 from services.common.status import from_peer, from_rpc_error
-
-NAME = "stepwell.kvpool.v1.KVPool"
-SECONDS = 60.0
-FEW = 512
-"""Bytes that the client of a test lets wait unread."""
-
-Behavior = Callable[[AsyncIterator[Any], Any], AsyncIterator[kvpool_pb2.TransactResponse]]
-
-
-def request(number: int, padding: int = 0) -> kvpool_pb2.TransactRequest:
-    return kvpool_pb2.TransactRequest(sequence=number, pool_id="x" * padding)
-
-
-def response(number: int) -> kvpool_pb2.TransactResponse:
-    return kvpool_pb2.TransactResponse(sequence=number)
-
-
-class Pool(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers transactions as it is told, and counts what it has answered."""
-
-    def __init__(self, behavior: Behavior) -> None:
-        self.num_answered = 0
-        self.ended = asyncio.Event()
-        self._behavior = behavior
-
-    async def Transact(self, requests: AsyncIterator[Any], context: Any) -> Any:  # noqa: N802
-        try:
-            async for answer in self._behavior(requests, context):
-                yield answer
-                self.num_answered += 1
-        finally:
-            self.ended.set()
-
-
-async def echoed(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
-    async for one in requests:
-        yield response(one.sequence)
+from tests.common.streamed_pool import (
+    FEW,
+    NAME,
+    SECONDS,
+    Pool,
+    echoed,
+    request,
+    response,
+    serving,
+)
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as path:
         yield Path(path)
-
-
-@asynccontextmanager
-async def serving(
-    behavior: Behavior, address: str, *, max_calls: int | None = None, lookahead: int = FEW
-) -> AsyncIterator[tuple[GrpcServer, Pool, Any]]:
-    """A server, and a method that begins a call of it."""
-    pool = Pool(behavior)
-    server = GrpcServer(has_local_streams=True, max_concurrent_rpcs=max_calls)
-    server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, NAME)
-    bound = await server.start(address)
-    async with open_channel(bound, lookahead_bytes=lookahead) as channel, asyncio.timeout(SECONDS):
-        transact = kvpool_pb2_grpc.KVPoolStub(channel).Transact
-        yield server, pool, transact
-    await server.drain(0)
 
 
 async def test_each_message_is_answered_and_the_end_is_seen(listening: str) -> None:
