@@ -72,8 +72,11 @@ class LocalChannel(ForwardingChannel):
 
 
 def _connected(path: str) -> socket.socket | None:
-    """A connection that does not block; None where no server listens."""
-    connection = socket.socket(socket.AF_UNIX)
+    """A connection that does not block; None where no server listens, or no descriptor is left."""
+    try:
+        connection = socket.socket(socket.AF_UNIX)
+    except OSError:
+        return None
     connection.setblocking(False)
     try:
         connection.connect(path)

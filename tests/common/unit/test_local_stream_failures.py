@@ -90,6 +90,25 @@ async def test_without_descriptors_the_server_waits_and_then_accepts(
         call.cancel()
 
 
+async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None:
+    async with serving(echoed, listening) as (_, _, transact):
+        with without_descriptors():
+            call = transact()
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await call.read()
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        while True:
+            call = transact()
+            try:
+                await call.write(request(1))
+                assert await call.read() == response(1)
+            except grpc.aio.AioRpcError:  # while the channel pauses before it connects again
+                await asyncio.sleep(0.1)
+            else:
+                break
+        call.cancel()
+
+
 async def test_a_cancelled_read_cancels_its_call(listening: str) -> None:
     """Otherwise the answer to the request before would be read as that to the next one."""
     async with serving(echoed, listening) as (_, pool, transact):
