@@ -161,6 +161,10 @@ class _Call:
         self._stream.send(FrameKind.MESSAGE, message)
         if self._stream.has_unsent:
             await self._stream.drained()
+        if self._stream.is_broken:
+            self.close()
+            self._lost()
+            await asyncio.sleep(0)  # where the call's task is cancelled
 
     async def _requests(self) -> AsyncIterator[Any]:
         while (data := await self._stream.read()) is not None:

@@ -90,6 +90,8 @@ class LocalStream:
         self._is_held = False
         """Whether nothing is received until messages are read."""
         self._unsent = bytearray()
+        self.is_broken = False
+        """Whether the peer was found to have closed the connection when it was sent something."""
         self._has_ended = self._is_closing = self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -180,6 +182,7 @@ class LocalStream:
         except BlockingIOError:
             return 0
         except OSError:  # the peer has closed it
+            self.is_broken = True
             return len(frame)
 
     def _send_on(self) -> None:

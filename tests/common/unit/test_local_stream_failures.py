@@ -145,6 +145,21 @@ async def test_a_cancelled_write_cancels_its_call(listening: str) -> None:
         assert call.cancelled()
 
 
+async def test_a_handler_that_only_writes_is_ended_with_its_client(listening: str) -> None:
+    async def floods(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
+        await anext(requests)
+        for number in range(10**6):
+            yield response(number)
+
+    async with serving(floods, listening) as (_, pool, transact):
+        call = transact()
+        await call.write(request(1))
+        await call.read()
+        call.cancel()
+        await pool.ended.wait()
+        assert pool.num_answered < 100_000
+
+
 async def test_a_request_that_is_too_large_ends_its_call_with_that_reason(at_socket: str) -> None:
     async with serving(echoed, at_socket) as (_, _, transact):
         call = transact()
