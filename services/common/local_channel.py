@@ -10,11 +10,15 @@ from services.common.forwarding_channel import ForwardingChannel
 from services.common.local_call import LocalCall
 from services.common.local_stream import streams_path
 
+_TRANSIENT_FAILURE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
 
 class LocalChannel(ForwardingChannel):
     """A channel to unix:PATH. A method with streams both ways that is called without arguments is
     called over a connection to PATH.streams, if a server listens there: see `LocalStream`. All else
-    is called over gRPC.
+    is called over gRPC, and waits for its connection where a server listens at PATH.streams: gRPC
+    itself refuses calls for up to a quarter of a second after a server has come back, in which a
+    stream may have begun.
     """
 
     def __init__(self, channel: grpc.aio.Channel, path: str, lookahead_bytes: int) -> None:
@@ -37,13 +41,13 @@ class LocalChannel(ForwardingChannel):
         await closing
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.unary_unary(*args, **kwargs)
+        return self._waiting(self._channel.unary_unary(*args, **kwargs))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.unary_stream(*args, **kwargs)
+        return self._waiting(self._channel.unary_stream(*args, **kwargs))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.stream_unary(*args, **kwargs)
+        return self._waiting(self._channel.stream_unary(*args, **kwargs))
 
     def stream_stream(
         self,
@@ -69,6 +73,23 @@ class LocalChannel(ForwardingChannel):
             return call
 
         return begin
+
+    def _waiting(self, method: Any) -> Any:
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if self._channel.get_state() is _TRANSIENT_FAILURE and _is_there(self._path):
+                kwargs = {"wait_for_ready": True} | kwargs
+            return method(*args, **kwargs)
+
+        return begin
+
+
+def _is_there(path: str) -> bool:
+    """Whether a server listens."""
+    connection = _connected(path)
+    if connection is None:
+        return False
+    connection.close()
+    return True
 
 
 def _connected(path: str) -> socket.socket | None:

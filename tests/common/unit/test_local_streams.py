@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import given
 from hypothesis import strategies as st
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
@@ -196,6 +197,24 @@ async def test_without_a_socket_for_streams_they_go_over_grpc(directory: Path) -
         await call.write(request(1))
         assert await call.read() == response(1)
     await server.drain(0)
+
+
+async def test_other_calls_succeed_as_soon_as_streams_do(directory: Path) -> None:
+    """Each was tried while no server was there, and is refused then without waiting."""
+    address = f"unix:{directory / 'pool.sock'}"
+    check = health_pb2.HealthCheckRequest()
+    async with open_channel(address) as channel, asyncio.timeout(SECONDS):
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(2):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Check(check)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        async with serving(echoed, address):
+            call = kvpool_pb2_grpc.KVPoolStub(channel).Transact()
+            await call.write(request(1))
+            assert await call.read() == response(1)
+            assert await stub.Check(check)
+            assert await anext(aiter(stub.Watch(check)))
 
 
 @pytest.mark.parametrize(
