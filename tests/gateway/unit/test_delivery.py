@@ -238,6 +238,23 @@ async def test_an_error_is_raised_after_what_came_before_it(tokenizer) -> None:
     assert sink.token_ids == [[7]]
 
 
+@pytest.mark.parametrize("num_tokens", [1, TOKENS_AT_A_TIME + 1])
+async def test_tokens_that_come_together_with_an_error_are_put_before_it(
+    tokenizer, num_tokens: int
+) -> None:
+    sink = Pieces()
+    engine, delivery = make(tokenizer, sink)
+    running = asyncio.create_task(delivery.run())
+    await turns()
+    tokens = [7] * num_tokens
+    engine.inflights[0].tokens(tokens)
+    engine.inflights[0].failed(Unavailable("lost"))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(Unavailable, match="lost"):
+            await running
+    assert [token for piece in sink.token_ids for token in piece] == tokens
+
+
 async def test_an_end_from_outside_waits_for_what_is_drained_and_aborts_the_rest(tokenizer) -> None:
     sink = Pieces(one_at_a_time=True)
     engine, delivery = make(tokenizer, sink)
