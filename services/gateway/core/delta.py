@@ -60,7 +60,7 @@ def parts_of(
     deltas: list[tuple[int, Delta]], max_tokens: int
 ) -> Sequence[Sequence[tuple[int, Delta]]]:
     """Deltas, each with its sequence's index, in parts of about so many tokens each; none is empty.
-    Errors are the last part, so that what came before them is delivered.
+    Where tokens came with errors, these are the last part, so that the tokens are delivered.
 
     Nearly always there is one part: a delta holds the tokens of one step unless its reader was
     slow.
@@ -69,12 +69,12 @@ def parts_of(
     for _, delta in deltas:
         num_tokens += len(delta.token_ids)
         has_error |= delta.error is not None
-    if has_error:
+    if has_error and num_tokens:
         errors = [
             (index, Delta(error=delta.take_error())) for index, delta in deltas if delta.error
         ]
         before = [(index, delta) for index, delta in deltas if delta != Delta()]
-        return (*parts_of(before, max_tokens), errors) if before else (errors,)
+        return (*parts_of(before, max_tokens), errors)
     return (deltas,) if num_tokens <= max_tokens else _parts_of_tokens(deltas, max_tokens)
 
 
