@@ -109,7 +109,6 @@ class Sampler:
         """`grammars`: needed by requests with `structured_outputs`. `row_sampler`: by default
         NumPy's.
         """
-        self._vocab_size = vocab_size
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}
