@@ -151,7 +151,7 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
         await until(lambda: len(scheduler.adds) == NUM_PLACES + 2)
         scheduler.run_freely()
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
-        assert served.gateway.fleet.admission.places.of(Tenant("key-1")).num_running == 0
+        assert served.gateway.fleet.admission.places.usage(Tenant("key-1")).num_running == 0
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:

@@ -177,7 +177,7 @@ def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
     for inflight in world.has("a"):
         inflight.tokens([1, 2, 3])
     queue = world.fleet.admission
-    use = queue.places.of(A)
+    use = queue.places.usage(A)
     assert (use.num_running, use.num_waiting) == (2, 0)
     world.start(tenant=B)
     assert (use.num_running, use.num_waiting) == (1, 1)
@@ -211,7 +211,7 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     finish(world, mailboxes[1].inflights[0])
     mailboxes[2].close()
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 1, 1, 0]
-    assert world.fleet.admission.places.of(A).num_starting == 2
+    assert world.fleet.admission.places.usage(A).num_starting == 2
 
 
 # Order.

@@ -9,7 +9,7 @@ from services.common.errors import (
 )
 from services.common.queue_state import QueueState
 from services.gateway.core.admission.capacity import Capacity
-from services.gateway.core.admission.places import Use
+from services.gateway.core.admission.places import TenantUsage
 from services.gateway.core.admission.queue_bounds import TenantQueueFull, expected_wait
 from services.gateway.core.admission.wait import WaitReason
 from services.gateway.core.tenant import ANYONE, Tenant
@@ -146,7 +146,7 @@ async def test_a_sequence_that_was_lost_does_not_wait_again() -> None:
         finish_first(world, "b")
     assert len(world.has("b")) == 1
     finish_first(world, "b")
-    assert world.fleet.admission.places.of(A).num_running == 0
+    assert world.fleet.admission.places.usage(A).num_running == 0
 
 
 async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
@@ -234,11 +234,11 @@ def test_requests_that_are_read_count_as_queued_where_there_are_no_tenants_too()
 def test_a_tenant_expects_to_wait_for_its_own_and_for_others_turns() -> None:
     capacity = Capacity(num_places=10, num_free=0, seconds_per_request=0.1)
     assert expected_wait(A, 4, [], capacity) == pytest.approx(0.4)
-    few = [Use(B, num_waiting=2)]
+    few = [TenantUsage(B, num_waiting=2)]
     assert expected_wait(A, 4, few, capacity) == pytest.approx(0.6)
-    many = [Use(Tenant("b", weight=2.0), num_waiting=100)]
+    many = [TenantUsage(Tenant("b", weight=2.0), num_waiting=100)]
     assert expected_wait(A, 4, many, capacity) == pytest.approx(1.4)
-    served = [Use(B, num_running=5)]
+    served = [TenantUsage(B, num_running=5)]
     assert expected_wait(A, 4, served, capacity) == pytest.approx(0.8), "half of the places move"
     free = Capacity(num_places=10, num_free=3, seconds_per_request=0.1)
     assert expected_wait(A, 4, [], free) == pytest.approx(0.1)

@@ -195,9 +195,9 @@ def test_with_tenants_a_turn_keeps_its_place_and_does_not_queue_again() -> None:
     world.say(world.turn(session, 1, tenant=A), 7)
     mailbox = world.turn(session, 2, tenant=A)
     assert mailbox.routes[0].reason is RoutingReason.SESSION
-    assert world.fake.fleet.admission.places.of(A).num_running == 1
+    assert world.fake.fleet.admission.places.usage(A).num_running == 1
     world.say(mailbox, 8)
-    assert world.fake.fleet.admission.places.of(A).num_running == 0
+    assert world.fake.fleet.admission.places.usage(A).num_running == 0
 
 
 def test_one_turn_at_a_time() -> None:

@@ -1,5 +1,5 @@
-"""What a tenant notices of another one that floods, in simulated time: the gateway's division of
-places, before a replica whose steps take longer for each prompt and each sequence in them.
+"""The waits of one tenant while another one sends too much, in simulated time: the gateway's
+admission, before a replica whose steps take longer with each prompt and each sequence in them.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Which tenant may take a place that is free."""
+"""Which tenant may take a free place, and which has to give one back."""
 
 import pytest
 from hypothesis import given
@@ -19,20 +19,20 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Places of which each tenant has so many, and all have asked just now."""
+    """Places of which each tenant has its count; the last request of each came just now."""
     places = Places(clock or Clock())
     for tenant, count in counts.items():
-        places.of(tenant).num_running = count
+        places.usage(tenant).num_running = count
     return places
 
 
 def may_take(places: Places, tenant: Tenant, num_free: int, num_places: int = 32) -> bool:
-    return places.divided(num_free, num_places).may_take(places.of(tenant))
+    return places.fair_shares(num_free, num_places).may_take_place(places.usage(tenant))
 
 
-def gives_back(places: Places, num_free: int = 0, num_places: int = 32) -> Tenant | None:
-    use = places.divided(num_free, num_places).gives_back()
-    return None if use is None else use.tenant
+def to_preempt(places: Places, num_free: int = 0, num_places: int = 32) -> Tenant | None:
+    usage = places.fair_shares(num_free, num_places).to_preempt()
+    return None if usage is None else usage.tenant
 
 
 def test_a_tenant_alone_may_have_all_places_and_a_few_ahead() -> None:
@@ -55,9 +55,9 @@ def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
 def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
     """It waits for 3, and has a share of 16: one more is kept free."""
     places = running({A: 20, B: 8})
-    places.of(B).num_waiting = 3
+    places.usage(B).num_waiting = 3
     assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
-    places.of(B).num_waiting = 30
+    places.usage(B).num_waiting = 30
     assert [may_take(places, A, num_free) for num_free in (8, 9)] == [False, True]
 
 
@@ -88,55 +88,55 @@ def test_of_few_places_none_is_kept_free() -> None:
 
 def test_the_tenant_with_most_above_its_share_gives_back_what_one_below_waits_for() -> None:
     places = running({A: 20, B: 0, HEAVY: 12})
-    assert gives_back(places) is None, "no other waits"
-    places.of(B).num_waiting = 1
-    assert gives_back(places) is A
-    assert gives_back(places, num_free=1) is None
-    places.of(B).num_running = 6
-    assert gives_back(places) is None, "it has its share"
+    assert to_preempt(places) is None, "no other waits"
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is A
+    assert to_preempt(places, num_free=1) is None
+    places.usage(B).num_running = 6
+    assert to_preempt(places) is None, "it has its share"
 
 
 def test_no_tenant_gives_back_what_is_its_share() -> None:
     places = running({A: 16, B: 15})
-    places.of(B).num_waiting = 1
-    assert gives_back(places) is None
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is None
 
 
 def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
     """It lacks 4 answers of 128 tokens, each of which counts twice."""
     places = running({A: 16, B: 16})
-    places.of(B).lag = 4 * 2 * 128.0
+    places.usage(B).lag = 4 * 2 * 128.0
     assert may_take(places, B, 1)
     assert not may_take(places, A, 1), "it is kept for the other one"
-    places.of(B).num_waiting = 1
-    assert gives_back(places) is None, "but none is given back for it"
-    places.of(B).lag -= 1.0
+    places.usage(B).num_waiting = 1
+    assert to_preempt(places) is None, "but none is given back for it"
+    places.usage(B).lag -= 1.0
     assert may_take(places, A, 1)
 
 
 def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service() -> None:
     places = running({A: 12, B: 20})
-    places.of(A).num_waiting = 1
-    places.of(B).lag = 1.0
-    assert gives_back(places) is None
-    places.of(B).num_running += 1
-    assert gives_back(places) is B, "it is more than the square root of its share"
-    places.of(B).num_running -= 1
-    places.of(B).lag = 0.0
-    assert gives_back(places) is B
+    places.usage(A).num_waiting = 1
+    places.usage(B).lag = 1.0
+    assert to_preempt(places) is None
+    places.usage(B).num_running += 1
+    assert to_preempt(places) is B, "it is more than the square root of its share"
+    places.usage(B).num_running -= 1
+    places.usage(B).lag = 0.0
+    assert to_preempt(places) is B
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
     """An eighth of its share of 32; two where that is less."""
     places = running({A: 8, B: 3})
-    places.of(A).num_starting = 3
+    places.usage(A).num_starting = 3
     assert may_take(places, A, 53, 64)
-    places.of(A).num_starting = 4
+    places.usage(A).num_starting = 4
     assert not may_take(places, A, 53, 64)
     assert may_take(places, B, 53, 64)
-    places.of(B).num_starting = 1
+    places.usage(B).num_starting = 1
     assert may_take(places, B, 3, 5)
-    places.of(B).num_starting = 2
+    places.usage(B).num_starting = 2
     assert not may_take(places, B, 3, 5)
 
 
@@ -146,26 +146,26 @@ def test_few_sequences_of_a_tenant_start_at_once() -> None:
 def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
     """Of 20 that run, in four steps; at most half of its share of 16."""
     places = running({A: 20, B: 3})
-    use = places.of(A)
-    use.mean_output_tokens = mean_output_tokens
-    use.num_starting = num_starting - 1
+    usage = places.usage(A)
+    usage.mean_output_tokens = mean_output_tokens
+    usage.num_starting = num_starting - 1
     assert may_take(places, A, 9)
-    use.num_starting = num_starting
+    usage.num_starting = num_starting
     assert not may_take(places, A, 9)
 
 
 def test_nothing_is_given_back_for_what_may_not_start_yet() -> None:
     places = running({A: 22, B: 10})
-    places.of(B).num_waiting = 1
-    places.of(B).num_starting = 2
-    assert gives_back(places) is None
-    places.of(B).num_starting = 1
-    assert gives_back(places) is A
+    places.usage(B).num_waiting = 1
+    places.usage(B).num_starting = 2
+    assert to_preempt(places) is None
+    places.usage(B).num_starting = 1
+    assert to_preempt(places) is A
 
 
 def test_a_tenant_alone_starts_as_many_as_there_are_places() -> None:
     places = running({A: 20})
-    places.of(A).num_starting = 20
+    places.usage(A).num_starting = 20
     assert may_take(places, A, 12)
 
 
@@ -173,10 +173,10 @@ def test_every_tenant_may_have_one_place() -> None:
     """Of four places, to which eight tenants have equal rights."""
     many = [Tenant(f"t{number}") for number in range(7)]
     places = running({A: 2, **dict.fromkeys(many[:2], 1), **dict.fromkeys(many[2:], 0)})
-    places.of(many[2]).num_waiting = 1
-    assert gives_back(places, num_places=4) is A
-    places.of(A).num_running = 1
-    assert gives_back(places, num_places=4) is None
+    places.usage(many[2]).num_waiting = 1
+    assert to_preempt(places, num_places=4) is A
+    places.usage(A).num_running = 1
+    assert to_preempt(places, num_places=4) is None
 
 
 def test_a_tenant_that_asks_no_more_has_no_share() -> None:
@@ -229,42 +229,42 @@ def test_giving_back_ends_with_a_free_place_or_with_no_tenant_above_its_share(
     tenants = [Tenant(str(number), weight) for number, (*_, weight) in enumerate(counts)]
     places = running({})
     for tenant, (num_running, num_waiting, _) in zip(tenants, counts, strict=True):
-        use = places.of(tenant)
-        use.num_running, use.num_waiting = num_running, num_waiting
+        usage = places.usage(tenant)
+        usage.num_running, usage.num_waiting = num_running, num_waiting
 
     def num_free() -> int:
-        return num_places - sum(use.num_running for use in places)
+        return num_places - sum(usage.num_running for usage in places)
 
     def at_least(tenant: Tenant) -> int:
-        return min(places.of(tenant).num_running, int(num_places * places.share(tenant)))
+        return min(places.usage(tenant).num_running, int(num_places * places.share(tenant)))
 
     before = {tenant: at_least(tenant) for tenant in tenants}
-    while (giver := gives_back(places, num_free(), num_places)) is not None:
+    while (giver := to_preempt(places, num_free(), num_places)) is not None:
         assert num_free() <= 0
-        places.of(giver).num_running -= 1
-        places.of(giver).num_waiting += 1
-    assert all(places.of(tenant).num_running >= count for tenant, count in before.items())
+        places.usage(giver).num_running -= 1
+        places.usage(giver).num_waiting += 1
+    assert all(places.usage(tenant).num_running >= count for tenant, count in before.items())
 
 
 @pytest.mark.parametrize("num_places", [8, 32, 100])
 def test_a_tenant_has_its_share_at_once_while_another_one_floods(num_places: int) -> None:
-    """One takes whatever it may, and gives back as much as is the other one's."""
+    """Tenant A takes every place that it may, and gives back the share of B."""
     places = running({A: 0, B: 0})
 
     def num_free() -> int:
-        return num_places - sum(use.num_running for use in places)
+        return num_places - sum(usage.num_running for usage in places)
 
     def take_all(tenant: Tenant) -> None:
         while True:
-            places.of(tenant).num_waiting = 100
-            while gives_back(places, num_free(), num_places) not in (None, tenant):
-                places.of(A if tenant is B else B).num_running -= 1
+            places.usage(tenant).num_waiting = 100
+            while to_preempt(places, num_free(), num_places) not in (None, tenant):
+                places.usage(A if tenant is B else B).num_running -= 1
             if not may_take(places, tenant, num_free(), num_places):
                 return
-            places.of(tenant).num_running += 1
+            places.usage(tenant).num_running += 1
 
     take_all(A)
-    assert places.of(A).num_running == num_places - (num_places >= 16)
+    assert places.usage(A).num_running == num_places - (num_places >= 16)
     take_all(B)
     take_all(A)
-    assert {use.num_running for use in places} == {num_places // 2}
+    assert {usage.num_running for usage in places} == {num_places // 2}

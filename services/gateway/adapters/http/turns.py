@@ -1,4 +1,4 @@
-"""Calls that can wait, of which some are made in each turn of the event loop."""
+"""A queue of calls with low priority, of which some are made in each turn of the event loop."""
 
 import asyncio
 import time
@@ -6,24 +6,24 @@ from collections import deque
 from collections.abc import Callable
 
 _SHARE = 0.5
-"""Of the processor time that everything else in a turn took, so much may be added to it."""
+"""Processor time for these calls, as a part of what everything else in the turn took."""
 
 
 class Turns:
-    """Calls in their order, one in each turn of the event loop, however many wait: what else there
-    is to be done has its turns between them. Where turns are long for other reasons, more are made,
-    for half of that time, so that those that wait do not become ever more.
+    """Makes calls in their order, one in each turn of the event loop, so that a burst of them
+    delays nothing else by more than one call. After a long turn it makes more, until they have
+    taken half of the time that the rest of the turn took: else the queue would grow under load.
     """
 
     def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
-        """`processor_seconds` is what the event loop's thread has used."""
+        """`processor_seconds` returns the processor time of the event loop's thread."""
         self._processor_seconds = processor_seconds
         self._calls: deque[Callable[[], None]] = deque()
         self._ended = 0.0
-        """When the last turn's calls had been made, in processor time."""
+        """The processor time at the end of the last turn's calls."""
 
     def add(self, call: Callable[[], None]) -> None:
-        """Makes a call soon."""
+        """Appends a call to the queue."""
         if not self._calls:
             self._next_turn()
         self._calls.append(call)

@@ -1,1 +1,1 @@
-"""Which request is next where those of several tenants want more than the replicas can run."""
+"""Fair admission: which waiting sequence of which tenant is sent to the replicas next."""

@@ -1,4 +1,4 @@
-"""Lets sequences through to the replicas, those of each tenant as its share allows."""
+"""Sends sequences to the replicas as far as they have places and tenants have shares in them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from services.common import names
 from services.gateway.core.admission.arrivals import Arrivals
 from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.fair_queue import FairQueue, Order
-from services.gateway.core.admission.places import Division, Places, Use
+from services.gateway.core.admission.places import FairShares, Places, TenantUsage
 from services.gateway.core.admission.queue_bounds import (
     QueueBounds,
     TenantQueueFull,
@@ -25,43 +25,43 @@ from services.gateway.core.tenant import Tenant
 from services.gateway.core.timeline import Part
 
 _SHARE_OF_NEWEST = 0.1
-"""In the mean length of a tenant's answers."""
+"""Weight of the newest answer's length in the mean of its tenant's."""
 _SWEEP_SECONDS = 0.1
-"""How often sequences are looked for that have waited too long."""
+"""Time between two searches for sequences that have waited too long."""
 _ENDED_AT_A_TIME = 2
-"""Of those, in one turn of the event loop, in which their clients are answered: the requests that
-came together in the first moment of a flood are too late together.
+"""Sequences that are ended for that in one turn of the event loop. Those that came together in a
+burst are too late together, and each error is written to its client in that turn.
 """
 
 
 @dataclass(slots=True)
 class _Waiter:
-    """A sequence that waits."""
+    """A sequence that waits for a place."""
 
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
-    """Sequences of its tenant that waited before it."""
+    """Sequences of its tenant that waited when it came."""
     began: float
-    was_sent: bool = False
-    """Whether it had a place and gave it back: then it waits without a limit of time."""
+    """On the event loop's clock, in seconds."""
+    was_preempted: bool = False
+    """Whether it had a place and lost it: then no time limit of the queue holds for it."""
     has_to_wait: bool = False
-    """Whether it did not get a place at once."""
+    """Whether it did not get a place in the call of `add`."""
 
 
 class Admission:
-    """Queues the sequences of tenants while the replicas have no place for them, each tenant's in a
-    queue of its own that is bounded in number and time; the replicas' own queues stay short.
+    """Queues sequences while the replicas have no place for them. Each tenant has its own queue,
+    bounded in number and time. The replicas' own queues stay short, in order of arrival.
 
-    1. `add` queues a sequence. `admit` sends those that may go, and is called whenever a place may
-       have become free: a sequence left its replica, or a replica reported.
-    2. Places says which tenants may take one, FairQueue which of these is next. Sequences of one
-       tenant go by priority, then in order of arrival.
-    3. Where a tenant below its share would have to wait for a place, a sequence of a tenant above
-       its share is taken back from its replica: it waits here, and goes on with its tokens so far.
-    4. A tenant has few sequences at once whose prompts are not computed yet, so that those of other
-       tenants do not wait for all of them.
-    5. What a sequence will cost is estimated when it is sent, and settled when it has left.
+    1. `add` queues a sequence. `admit` sends the sequences that have a place, and is called
+       whenever one may have become free: a sequence left its replica, or a replica reported.
+    2. `FairShares` says which tenants may take a place, and `FairQueue` which of these is next. The
+       sequences of a tenant are sent by priority, then in order of arrival.
+    3. While a tenant below its share waits and no place is free, sequences of tenants above their
+       shares are preempted: aborted at their replica and queued here with their tokens so far.
+    4. The tokens of a sequence are charged to its tenant when it is sent, with an estimate of its
+       output, and corrected when it has left its replica.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Admission:
         capacity: Callable[[], Capacity | None],
         send: Callable[[Inflight], object],
     ) -> None:
-        """`capacity` is what the ready replicas can take now; while it is not known, everything
-        goes through. `send` sends a sequence to one of them.
+        """`capacity` is that of all ready replicas at present; while it returns None, sequences are
+        sent without regard to shares. `send` sends a sequence to one of them.
         """
         self.arrivals = Arrivals()
         self.places = Places(clock.time)
@@ -85,7 +85,7 @@ class Admission:
         self._waiters: dict[Inflight, _Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
-        """Sequences that were sent, and of which it is not known yet that they were scheduled."""
+        """Sequences that were sent, before their replica says that it scheduled them."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
@@ -96,16 +96,16 @@ class Admission:
         return iter(list(self._waiters))
 
     def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
-        """The sequences that wait, why, and for how many seconds so far."""
+        """Each waiting sequence, what it waits for, and its wait so far in seconds."""
         now = self._clock.time()
         waiters = self._waiters.values()
         return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
 
-    # Requests and sequences that come.
+    # New requests and sequences.
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises TenantQueueFull if the tenant's queue takes no further request, DeadlineExceeded
-        if one with this deadline would not be done in time.
+        if a request would not end by `deadline`, which is on the event loop's clock, in seconds.
         """
         num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
         share, capacity = self.places.share(tenant), self._capacity()
@@ -120,7 +120,9 @@ class Admission:
         self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
     def add(self, inflight: Inflight) -> None:
-        """Queues a new sequence, and sends it if it may go at once."""
+        """Queues a new sequence, and sends it at once if its tenant may take a place. Where the
+        queue is full, the sequence fails with TenantQueueFull.
+        """
         tenant = inflight.request.tenant
         for idle in self.places.drop_idle():
             self._queue.forget(idle)
@@ -130,10 +132,10 @@ class Admission:
         except TenantQueueFull as error:
             inflight.failed(error)
             return
-        use, capacity, now = self.places.of(tenant), self._capacity(), self._clock.time()
-        use.asked_at = now
+        usage, capacity, now = self.places.usage(tenant), self._capacity(), self._clock.time()
+        usage.asked_at = now
         waiter = _Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
-        self._enqueue(waiter, self._credit(use, capacity))
+        self._enqueue(waiter, self._credit(usage, capacity))
         self.admit()
         waiter.has_to_wait = inflight in self._waiters
         if waiter.has_to_wait:
@@ -142,7 +144,7 @@ class Admission:
         self._sweep_later()
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes a sequence from the queue of its tenant. Does nothing if it does not wait."""
+        """Removes a sequence from the queue of its tenant. Does nothing if it is in none."""
         waiter = self._waiters.get(inflight)
         if waiter is not None:
             self._queue.remove(inflight.request.tenant, _order(inflight))
@@ -151,10 +153,12 @@ class Admission:
     # Places that are taken and become free.
 
     def admit(self) -> None:
-        """Sends the sequences that may go now."""
+        """Sends waiting sequences until no tenant with one may take a place, and ends those that
+        are too late; with many of these, the rest follows in later turns of the event loop.
+        """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
-            waiter = self._queue.take(self._may_take_place(self._divided()))
+            waiter = self._queue.take(self._may_take_place(self._preempt()))
             if waiter is None:
                 return
             self._remove(waiter)
@@ -169,71 +173,71 @@ class Admission:
     def sent(self, inflight: Inflight, route: Route) -> None:
         """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.tenant
-        use = self.places.of(tenant)
-        use.num_running += 1
-        use.num_starting += 1
+        usage = self.places.usage(tenant)
+        usage.num_running += 1
+        usage.num_starting += 1
         self._starting.add(inflight)
-        charge = charge_for(inflight, route, use.mean_output_tokens, self._clock.time())
+        charge = charge_for(inflight, route, usage.mean_output_tokens, self._clock.time())
         self._charges[inflight] = charge
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Notes that a sequence was scheduled by its replica: its tenant may start another one."""
+        """Counts a sequence that its replica scheduled no longer as starting, and sends others."""
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """Frees the place of a sequence that left its replica, for whatever reason. Does nothing if
+        """Frees the place of a sequence that ended or was lost, and sends others. Does nothing if
         it had none.
         """
         charge = self._charges.get(inflight)
         if charge is not None:
             self._free_place(inflight)
-            use = self.places.of(inflight.request.tenant)
-            _note_time(use.service_time, inflight, charge, self._clock.time())
+            usage = self.places.usage(inflight.request.tenant)
+            _measure(usage.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
-            use.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - use.mean_output_tokens)
+            usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Counts a sequence no longer among those that start; returns whether it was one."""
+        """Counts a sequence no longer as starting; returns whether it was."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
-        self.places.of(inflight.request.tenant).num_starting -= 1
+        self.places.usage(inflight.request.tenant).num_starting -= 1
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """Frees the place of a sequence, and corrects the charge by what came of it."""
+        """Frees the place of a sequence, and corrects its charge by the tokens that it has made."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = inflight.request.tenant
-        self.places.of(tenant).num_running -= 1
+        self.places.usage(tenant).num_running -= 1
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
         self._queue.charge(tenant, charge.difference(num_output))
 
-    def _may_take_place(self, division: Division | None) -> Callable[[Tenant], bool]:
-        if division is None:
+    def _may_take_place(self, shares: FairShares | None) -> Callable[[Tenant], bool]:
+        if shares is None:
             return lambda _: True
-        return lambda tenant: division.may_take(self.places.of(tenant))
+        return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
-    def _divided(self) -> Division | None:
-        """How places are divided now, after those that are to be given back were; None while that
-        is not known.
+    def _preempt(self) -> FairShares | None:
+        """Preempts sequences until no tenant has to give back a place; returns the shares then.
+        None while the capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
-            division = self.places.divided(capacity.num_free, capacity.num_places, lags)
-            use = division.gives_back()
-            if use is None:
-                return division
-            self._take_back(self._latest(use.tenant))
+            shares = self.places.fair_shares(capacity.num_free, capacity.num_places, lags)
+            usage = shares.to_preempt()
+            if usage is None:
+                return shares
+            self._take_back(self._victim(usage.tenant))
         return None
 
-    def _latest(self, tenant: Tenant) -> Inflight:
-        """The sequence of a tenant that gives its place back: of those with the last priority, the
-        one that was taken back least often, and of these the one that came last. Only the end of
-        its last block has to be computed again.
+    def _victim(self, tenant: Tenant) -> Inflight:
+        """The sequence of a tenant that is preempted: of those with the largest `priority`, the one
+        that was taken back least often, and of these the one that came last. Its full blocks stay
+        cached, so that only the tokens after them are computed again.
         """
         running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
         return max(
@@ -241,25 +245,24 @@ class Admission:
         )
 
     def _take_back(self, inflight: Inflight) -> None:
-        """Takes a sequence back from its replica. It waits before those of its tenant that came
-        later.
-        """
+        """Aborts a sequence at its replica, and queues it by its priority and order of arrival."""
         self._free_place(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
-        waiter = _Waiter(inflight, WaitReason.PREEMPTED, 0, now, was_sent=True, has_to_wait=True)
+        reason = WaitReason.PREEMPTED
+        waiter = _Waiter(inflight, reason, 0, now, was_preempted=True, has_to_wait=True)
         self._enqueue(waiter, 0.0)
 
     def _enqueue(self, waiter: _Waiter, credit_tokens: float) -> None:
         inflight = waiter.inflight
         self._waiters[inflight] = waiter
-        self.places.of(inflight.request.tenant).num_waiting += 1
+        self.places.usage(inflight.request.tenant).num_waiting += 1
         self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: _Waiter) -> None:
-        """Forgets a waiter that was taken from the queue."""
+        """Removes a waiter that is in the queue no more from all other counts."""
         del self._waiters[waiter.inflight]
-        self.places.of(waiter.inflight.request.tenant).num_waiting -= 1
+        self.places.usage(waiter.inflight.request.tenant).num_waiting -= 1
 
     def _send_waiter(self, waiter: _Waiter) -> None:
         inflight = waiter.inflight
@@ -269,13 +272,13 @@ class Admission:
             inflight.mailbox.waits.append(wait)
         self._send(inflight)
 
-    def _credit(self, use: Use, capacity: Capacity | None) -> float:
-        """The tokens of as many answers as the tenant's share of all places holds."""
+    def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
+        """The charge of as many answers as the tenant's share of all places holds, in tokens."""
         if capacity is None:
             return 0.0
-        return use.tokens_of(capacity.num_places * self.places.share(use.tenant))
+        return usage.tokens_of(capacity.num_places * self.places.share(usage.tenant))
 
-    # What waits too long.
+    # Sequences that wait too long.
 
     def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
         if self._waiters and not self._is_sweeping:
@@ -283,7 +286,7 @@ class Admission:
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time: a few now, and if there are more, the
+        """Ends sequences that can no longer start in time: _ENDED_AT_A_TIME of them now, and the
         rest in later turns of the event loop.
         """
         self._is_sweeping = False
@@ -297,8 +300,8 @@ class Admission:
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence has waited for longer than it may."""
-        if waiter.was_sent:
+        """Whether a sequence has waited until its latest start."""
+        if waiter.was_preempted:
             return False
         request = waiter.inflight.request
         seconds = self._service_seconds(request.tenant, capacity)
@@ -306,7 +309,7 @@ class Admission:
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """How long sequences of the tenant usually run at most, as far as that is known."""
+        """A running time that few sequences of the tenant exceed, in seconds; 0: not known."""
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 
@@ -315,9 +318,9 @@ def _order(inflight: Inflight) -> Order:
     return inflight.request.priority, inflight.number
 
 
-def _note_time(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Counts the time of a sequence that was served from its first token to its last; of one that
-    was not, where it was already longer than usual.
+def _measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
+    """Adds the running time of a sequence. One that had output when it was sent is left out, and
+    one that did not reach its end, unless its time so far is already longer than usual.
     """
     if charge.num_output_tokens_before:
         return

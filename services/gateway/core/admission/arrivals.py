@@ -1,4 +1,4 @@
-"""Requests that were let in and have no sequences yet: they are read, tokenized and checked."""
+"""Counts of requests that passed the first check and are still read, tokenized and checked."""
 
 from collections import Counter
 from types import TracebackType
@@ -7,7 +7,7 @@ from services.gateway.core.tenant import Tenant
 
 
 class Arrival:
-    """One such request, which counts until `end` or the end of a `with` block."""
+    """One such request. It counts until `end`, or the end of a `with` block."""
 
     def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
         self._counts = counts
@@ -15,9 +15,7 @@ class Arrival:
         counts[tenant.tenant_id] += 1
 
     def end(self) -> None:
-        """Counts the request no longer: its sequences are counted instead, or it was refused.
-        Idempotent.
-        """
+        """Ends the count: its sequences were queued, or it was refused. Idempotent."""
         if self._tenant_id is None:
             return
         self._counts[self._tenant_id] -= 1
@@ -38,8 +36,8 @@ class Arrival:
 
 
 class Arrivals:
-    """Counts the requests that will soon wait in a queue, so that a burst does not pass a check of
-    the queue's length before its first request stands there.
+    """The number of such requests of each tenant. They count as waiting when the length of a queue
+    is checked: else all requests of a burst would pass before the first one is queued.
     """
 
     def __init__(self) -> None:

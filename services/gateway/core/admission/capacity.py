@@ -1,4 +1,4 @@
-"""What all ready replicas can take together, and how fast."""
+"""The places of all ready replicas together, and the rate at which they serve requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from typing import Protocol
 from services.common.queue_state import QueueState
 
 
-class Taker(Protocol):
-    """A replica, as far as its capacity goes."""
+class ReplicaCapacity(Protocol):
+    """What is read of a replica to sum up the capacity of all."""
 
     @property
     def num_places(self) -> int | None:
-        """Sequences that it may have; None if it does not say."""
+        """Sequences that it should have at once; None while its `max_num_seqs` is not known."""
 
     @property
     def num_free_places(self) -> int:
-        """Of those places, the free ones; less than 0 while sequences wait there."""
+        """The places without a sequence; less than 0 while sequences wait at the replica."""
 
     @property
     def queue(self) -> QueueState | None:
-        """Its queue, as it announced it last; None if it has not yet."""
+        """The newest state of its queue; None before the first one has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The places of several replicas, and the speed at which requests go through them."""
+    """The places of several replicas, and the times of requests there, in seconds."""
 
     num_places: int
     num_free: int
@@ -37,10 +37,10 @@ class Capacity:
     """Time from a request's admission to its end; 0: not known."""
 
 
-def capacity_of(replicas: Sequence[Taker]) -> Capacity | None:
-    """The capacity of replicas; None if there are none, or one does not say how much it takes.
+def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
+    """The capacity of replicas; None if there are none, or the places of one are not known.
 
-    Those that have not measured their speed count as fast as the others, by their places.
+    A replica without measured times is taken to serve as many requests per place as the others.
     """
     num_places, num_measured, rate = 0, 0, 0.0
     service_seconds: list[float] = []

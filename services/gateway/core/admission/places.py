@@ -1,4 +1,4 @@
-"""How the places of replicas are divided among tenants. A place is one of the `max_num_seqs`
+"""The fair share of each tenant in the places of the replicas. A place is one of the `max_num_seqs`
 sequences that a replica runs at once.
 """
 
@@ -11,116 +11,128 @@ from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
-"""So long after its last request a tenant counts as one that asks."""
-_KEPT_FREE = 16
-"""One in so many places is kept free, at most."""
-_AHEAD = 16
-"""A tenant alone may have one sequence in so many places ahead, so that no step runs short."""
+"""Seconds after its last request in which an idle tenant still has a share."""
+_PLACES_PER_RESERVED = 16
+"""At most one place in 16 is reserved for tenants below their shares."""
+_PLACES_PER_QUEUED = 16
+"""A tenant alone may have one sequence for every 16 places queued at the replicas, so that a place
+that becomes free is taken in the next step.
+"""
 _LEAST_STARTING = 2
-"""So many sequences of a tenant may be starting in any case."""
-_STARTING_ALWAYS, _STARTING_AT_MOST = 8, 2
-"""Of its share, one in so many may be where that is more, and one in so many at most."""
+"""Any tenant may have two starting sequences,"""
+_SHARE_PER_STARTING = 8
+"""or an eighth of its share,"""
+_SHARE_PER_STARTING_AT_MOST = 2
+"""or as many as end meanwhile, up to half of its share: the largest of the three."""
 _STEPS_TO_START = 4
-"""With two steps in flight, so many run about while a sequence starts: from when it is sent until
-its first step is known to be done.
+"""Steps from when a sequence is sent until the gateway learns of its first one, with two steps in
+flight.
 """
 
 
 @dataclass(slots=True)
-class Use:
-    """What one tenant has, and wants, at present."""
+class TenantUsage:
+    """The sequences of one tenant that wait, start and run, and the service that it has had."""
 
     tenant: Tenant
     num_waiting: int = 0
+    """At the gateway."""
     num_running: int = 0
+    """At replicas: each has a place."""
     num_starting: int = 0
-    """Of those, the ones that were not scheduled yet."""
+    """The part of `num_running` of which no step is known yet."""
     asked_at: float = 0.0
+    """When its last request came, in steady seconds."""
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """So many tokens less it was served than another tenant that waits."""
+    """Tokens that it was served less than the waiting tenant that was served most, by weight."""
 
     def tokens_of(self, num_answers: float) -> float:
-        """What so many answers of the tenant are charged, their prompts left out."""
+        """The charge of `num_answers` of its mean length, in tokens, without their prompts."""
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
     def num_ending(self, num_steps: int) -> int:
-        """Of its sequences that run, how many end in so many steps of a token each, rounded up."""
+        """The running sequences that end within `num_steps` of one token each, by the mean length
+        of its answers; rounded up.
+        """
         return math.ceil(self.num_running * num_steps / max(1.0, self.mean_output_tokens))
 
 
-class Division:
-    """How places are divided at one moment.
+class FairShares:
+    """Which tenant may take a free place, and which has to give one back, at one moment.
 
-    1. Each tenant that asked lately has a share of all places, in proportion to its weight: one at
-       least. Below its share a tenant may take any free place; where none is free, the tenant that
-       is furthest above its share gives one back.
-    2. Above its share a tenant may take the places that those below theirs do not wait for, but for
-       one that is kept free for each of those (trunk reservation; Kelly, "Loss networks", 1991), so
-       that places seldom have to be given back.
-    3. How many places a tenant needs varies by the square root of their number (Halfin and Whitt,
-       1981). One that lacks the service of as many answers, since it asked for less before, counts
-       as below its share with so many more places, for which no other gives one back; and it gives
-       none of them back as long as it lacks any.
-    4. A tenant has few sequences at once that start: else the prompts of a flood would be computed
-       together, before those of others that come meanwhile. As many start as end while one does,
-       so that its places do not empty: more where its answers are short.
-    5. A tenant alone has all places.
+    1. The share of a tenant is its part of all places by weight, rounded down, and at least 1.
+       Below its share it may take any free place. If none is free, the tenant furthest above its
+       share is preempted.
+    2. Above its share a tenant may take a free place only if more are free than the waiting
+       sequences of the tenants below theirs need, and one more for each of those tenants. These
+       reserved places make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
+    3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
+       Whitt, 1981). So a tenant whose `lag` is at least that many mean answers has its share and
+       its square root in rules 1 and 2, but no other one is preempted for what exceeds the share.
+       While its `lag` is above 0, a tenant keeps that many places above its share.
+    4. Few sequences of a tenant start at once: else all prompts of a burst would be computed before
+       those of requests that come meanwhile. Where its answers are short, as many may start as end
+       in the time of a start: else places would stay free.
+    5. With one tenant, there are no shares: it may take every place, and queue a few sequences at
+       the replicas.
     """
 
-    def __init__(self, uses: Collection[Use], num_free: int, num_places: int) -> None:
-        """Of `num_places`, `num_free` are free; below 0, sequences are ahead of those that run."""
-        self._uses = uses
+    def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
+        """Of `num_places`, `num_free` are free; less than 0 while sequences wait at replicas."""
+        self._usages = usages
         self._num_free = num_free
         self._num_places = num_places
-        self._weights = sum(use.tenant.weight for use in uses)
-        self._num_awaited = num_kept = 0
-        self._has_to_have = False
-        for use in uses:
-            num_more = self._most_to_take(use) - use.num_running
-            self._num_awaited += max(0, min(use.num_waiting, num_more))
-            num_kept += num_more > use.num_waiting
-            is_below = use.num_waiting > 0 and use.num_running < self._share(use)
-            self._has_to_have |= is_below and self._may_start(use)
-        self._num_kept = min(num_kept, num_places // _KEPT_FREE)
+        self._total_weight = sum(usage.tenant.weight for usage in usages)
+        self._num_needed = num_below = 0
+        self._waits_below_share = False
+        for usage in usages:
+            num_missing = self._target(usage) - usage.num_running
+            self._num_needed += max(0, min(usage.num_waiting, num_missing))
+            num_below += num_missing > usage.num_waiting
+            is_below = usage.num_waiting > 0 and usage.num_running < self._share(usage)
+            self._waits_below_share |= is_below and self._may_start(usage)
+        self._num_reserved = min(num_below, num_places // _PLACES_PER_RESERVED)
 
-    def may_take(self, use: Use) -> bool:
-        """Whether the tenant may have a place that is free."""
-        if len(self._uses) == 1:
-            return self._num_free > -max(1, self._num_places // _AHEAD)
-        if self._num_free <= 0 or not self._may_start(use):
+    def may_take_place(self, usage: TenantUsage) -> bool:
+        """Whether the next waiting sequence of a tenant may be sent to a replica."""
+        if len(self._usages) == 1:
+            return self._num_free > -max(1, self._num_places // _PLACES_PER_QUEUED)
+        if self._num_free <= 0 or not self._may_start(usage):
             return False
-        if use.num_running < self._most_to_take(use):
+        if usage.num_running < self._target(usage):
             return True
-        return self._num_free > self._num_awaited + self._num_kept
+        return self._num_free > self._num_needed + self._num_reserved
 
-    def gives_back(self) -> Use | None:
-        """The tenant that is to give back a place; None while there is no need, or none that has
-        more than its share.
+    def to_preempt(self) -> TenantUsage | None:
+        """The tenant that has to give back a place. None if a place is free, if no tenant below its
+        share waits for one, or if no tenant is above its share.
         """
-        if self._num_free > 0 or not self._has_to_have:
+        if self._num_free > 0 or not self._waits_below_share:
             return None
-        most = max(self._uses, key=self._num_to_give)
-        return most if self._num_to_give(most) > 0 else None
+        furthest = max(self._usages, key=self._excess)
+        return furthest if self._excess(furthest) > 0 else None
 
-    def _share(self, use: Use) -> int:
-        return max(1, int(self._num_places * use.tenant.weight / self._weights))
+    def _share(self, usage: TenantUsage) -> int:
+        return max(1, int(self._num_places * usage.tenant.weight / self._total_weight))
 
-    def _may_start(self, use: Use) -> bool:
-        share = self._share(use)
-        most = min(use.num_ending(_STEPS_TO_START), share // _STARTING_AT_MOST)
-        return use.num_starting < max(_LEAST_STARTING, share // _STARTING_ALWAYS, most)
+    def _may_start(self, usage: TenantUsage) -> bool:
+        share = self._share(usage)
+        num_ending = min(usage.num_ending(_STEPS_TO_START), share // _SHARE_PER_STARTING_AT_MOST)
+        bound = max(_LEAST_STARTING, share // _SHARE_PER_STARTING, num_ending)
+        return usage.num_starting < bound
 
-    def _most_to_take(self, use: Use) -> int:
-        """As long as it has fewer, places are kept free for it."""
-        share = self._share(use)
-        lacks = use.lag >= use.tokens_of(math.sqrt(share))
-        return share + _variation(share) if lacks else share
+    def _target(self, usage: TenantUsage) -> int:
+        """The places up to which free ones are for this tenant before those above theirs."""
+        share = self._share(usage)
+        lags_behind = usage.lag >= usage.tokens_of(math.sqrt(share))
+        return share + _variation(share) if lags_behind else share
 
-    def _num_to_give(self, use: Use) -> int:
-        share = self._share(use)
-        return use.num_running - share - (_variation(share) if use.lag > 0 else 0)
+    def _excess(self, usage: TenantUsage) -> int:
+        """The places that the tenant has to give back if others need them."""
+        share = self._share(usage)
+        return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
 
 def _variation(num_places: int) -> int:
@@ -128,59 +140,63 @@ def _variation(num_places: int) -> int:
 
 
 class Places:
-    """What tenants have and want of the places."""
+    """The usage of each tenant that asked lately."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` gives steady seconds."""
         self._now = now
-        self._uses: dict[str, Use] = {}
+        self._usages: dict[str, TenantUsage] = {}
 
-    def __iter__(self) -> Iterator[Use]:
-        return iter(self._uses.values())
+    def __iter__(self) -> Iterator[TenantUsage]:
+        return iter(self._usages.values())
 
-    def of(self, tenant: Tenant) -> Use:
-        """What a tenant has and wants; it is kept as long as it is changed soon."""
-        use = self._uses.get(tenant.tenant_id)
-        if use is None:
-            use = self._uses[tenant.tenant_id] = Use(tenant, asked_at=self._now())
-        use.tenant = tenant
-        return use
+    def usage(self, tenant: Tenant) -> TenantUsage:
+        """The usage of a tenant, to be changed in place; created if the tenant is new."""
+        usage = self._usages.get(tenant.tenant_id)
+        if usage is None:
+            usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
+        usage.tenant = tenant
+        return usage
 
     def num_waiting(self, tenant: Tenant) -> int:
-        use = self._uses.get(tenant.tenant_id)
-        return 0 if use is None else use.num_waiting
+        usage = self._usages.get(tenant.tenant_id)
+        return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """How long its sequences take, as far as that is known."""
-        use = self._uses.get(tenant.tenant_id)
-        return ServiceTime() if use is None else use.service_time
+        """The service time of a tenant's sequences; one without measurements for a new tenant."""
+        usage = self._usages.get(tenant.tenant_id)
+        return ServiceTime() if usage is None else usage.service_time
 
-    def others(self, tenant: Tenant) -> list[Use]:
-        """What the other tenants have and want."""
-        return [use for use in self._uses.values() if use.tenant.tenant_id != tenant.tenant_id]
+    def others(self, tenant: Tenant) -> list[TenantUsage]:
+        """The usages of all other tenants."""
+        return [one for one in self._usages.values() if one.tenant.tenant_id != tenant.tenant_id]
 
     def drop_idle(self) -> list[Tenant]:
-        """Leaves out the tenants that ask no more, and returns them."""
+        """Removes the tenants without sequences whose last request came more than ACTIVE_SECONDS
+        ago, and returns them.
+        """
         since = self._now() - ACTIVE_SECONDS
         idle = [
-            use.tenant
-            for use in self._uses.values()
-            if not use.num_waiting and not use.num_running and use.asked_at < since
+            usage.tenant
+            for usage in self._usages.values()
+            if not usage.num_waiting and not usage.num_running and usage.asked_at < since
         ]
         for tenant in idle:
-            del self._uses[tenant.tenant_id]
+            del self._usages[tenant.tenant_id]
         return idle
 
     def share(self, tenant: Tenant) -> float:
-        """The part of everything that is the tenant's while all that ask want more: 0 to 1."""
-        others = sum(use.tenant.weight for use in self.others(tenant))
+        """The tenant's weight divided by that of all tenants, itself included; above 0, up to 1."""
+        others = sum(usage.tenant.weight for usage in self.others(tenant))
         return tenant.weight / (tenant.weight + others)
 
-    def divided(
+    def fair_shares(
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
-    ) -> Division:
-        """How so many places are divided now; `lags` are those of tenants."""
+    ) -> FairShares:
+        """The shares in `num_places`, of which `num_free` are free. `lags`, in tokens, replace
+        those of the tenants that they name.
+        """
         for tenant, lag in lags:
-            if (use := self._uses.get(tenant.tenant_id)) is not None:
-                use.lag = lag
-        return Division(self._uses.values(), num_free, num_places)
+            if (usage := self._usages.get(tenant.tenant_id)) is not None:
+                usage.lag = lag
+        return FairShares(self._usages.values(), num_free, num_places)

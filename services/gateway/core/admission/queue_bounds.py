@@ -1,4 +1,4 @@
-"""How much of one tenant may wait at the gateway, and for how long."""
+"""The bounds of a tenant's queue at the gateway, in number and in time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ from services.common.errors import (
 )
 from services.common.queue_state import RETRY_AFTER_SECONDS, longest_wait
 from services.gateway.core.admission.capacity import Capacity
-from services.gateway.core.admission.places import Use
+from services.gateway.core.admission.places import TenantUsage
 from services.gateway.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
-    """As many requests of the tenant wait as may, or a further one would wait for too long."""
+    """The tenant's queue is full, or one more request would wait in it for too long."""
 
     reason = "TENANT_QUEUE_FULL"
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The bounds of every tenant's queue. Each tenant has its share of `max_total_waiting`, and at
-    most `max_num_waiting`; 0 seconds are no limit.
+    """The bounds of every tenant's queue: the tenant's share of `max_total_waiting` sequences, at
+    most `max_num_waiting` of them, and `max_queue_seconds`; 0 is no limit of time.
     """
 
     max_num_waiting: int
@@ -32,7 +32,9 @@ class QueueBounds:
     max_queue_seconds: float
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
-        """Raises TenantQueueFull if no more than `num_waiting` may wait."""
+        """Raises TenantQueueFull if a queue of `num_waiting` is full, for a tenant whose part of
+        all weights is `share`, 0 to 1.
+        """
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
             raise _queue_full(tenant, f"{num_waiting} of its requests wait already", 0.0)
@@ -40,8 +42,9 @@ class QueueBounds:
     def check_time(
         self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
     ) -> None:
-        """Raises TenantQueueFull for a request that would wait for too long, DeadlineExceeded for
-        one that would not be done in `timeout_seconds`.
+        """Raises TenantQueueFull for a request whose expected `wait` exceeds `max_queue_seconds`,
+        DeadlineExceeded for one that would not end within `timeout_seconds`. `service_seconds` is
+        its usual running time.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
@@ -58,7 +61,9 @@ class QueueBounds:
     def latest_start(
         self, now: float, deadline: float | None, service_seconds: float
     ) -> float | None:
-        """When a request that comes now must have been sent; None: no limit."""
+        """When a request that comes at `now` must have been sent; None: no limit. Times are on the
+        event loop's clock, in seconds.
+        """
         bounds = []
         if self.max_queue_seconds:
             bounds.append(now + self.max_queue_seconds)
@@ -68,20 +73,20 @@ class QueueBounds:
 
 
 def expected_wait(
-    tenant: Tenant, num_ahead: int, others: Iterable[Use], capacity: Capacity
+    tenant: Tenant, num_ahead: int, others: Iterable[TenantUsage], capacity: Capacity
 ) -> float:
     """Seconds until a sequence is sent that has `num_ahead` of its tenant before it.
 
-    Meanwhile each other tenant that waits has as many sent, by the weights, as it has; those that
-    do not wait keep the places that they have.
+    In that time sequences of the other tenants that wait are sent in proportion to the weights, at
+    most as many as wait. A tenant without waiting sequences keeps the places that it has.
     """
     num_before, num_kept = float(num_ahead), 0
-    for use in others:
-        if use.num_waiting:
-            turns = (num_ahead + 1) * use.tenant.weight / tenant.weight
-            num_before += min(use.num_waiting, turns)
+    for usage in others:
+        if usage.num_waiting:
+            turns = (num_ahead + 1) * usage.tenant.weight / tenant.weight
+            num_before += min(usage.num_waiting, turns)
         else:
-            num_kept += use.num_running
+            num_kept += usage.num_running
     num_before -= max(0, capacity.num_free)
     share = capacity.num_places / max(1, capacity.num_places - num_kept)
     return max(0.0, num_before) * capacity.seconds_per_request * share
@@ -97,8 +102,8 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """The error of a sequence that has waited for longer than it may; with a deadline it is that
-    which the client set.
+    """The error of a sequence that was not sent by its latest start: DeadlineExceeded if its client
+    set a deadline, else ResourceExhausted.
     """
     message = "the request was not sent to a replica within the time that it may wait"
     if deadline is not None:

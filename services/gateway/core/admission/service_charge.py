@@ -1,4 +1,4 @@
-"""What the sequences of tenants cost, in tokens."""
+"""The charge of a sequence to its tenant, in tokens."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,22 @@ from services.gateway.core.inflight import Inflight
 from services.gateway.core.route import Route
 
 OUTPUT_WEIGHT = 2.0
-"""A generated token counts as so many tokens of a prompt (Sheng et al., 2024)."""
+"""The charge of a generated token, in tokens of a prompt (Sheng et al., 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCharge:
-    """What a sequence is expected to cost from when it is sent to a replica.
+    """The estimated charge of a sequence that is sent to a replica.
 
-    A prompt that is computed again after a loss costs its tenant nothing.
+    It has no prompt if the sequence has output: computing it again costs its tenant nothing.
     """
 
     num_prompt_tokens: int
-    """Those that are not expected to be cached."""
+    """Tokens of the prompt that are not expected to be cached."""
     num_output_tokens_before: int
+    """Output tokens that the sequence had when it was sent."""
     expected_output_tokens: float
+    """Output tokens after those."""
     sent_at: float
     """In seconds, on the event loop's clock."""
 
@@ -28,8 +30,8 @@ class ServiceCharge:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """What is still to be charged, or given back, of a sequence that left with so many tokens
-        that came.
+        """The correction of the charge once the sequence has left with `num_output_tokens` of
+        output since it was sent; less than 0 if it made fewer than expected.
         """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
@@ -37,8 +39,8 @@ class ServiceCharge:
 def charge_for(
     inflight: Inflight, route: Route, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """The charge of a sequence that is sent now, by a route. `mean_output_tokens` is that of its
-    tenant's answers.
+    """The charge of a sequence that is sent at `now`, in seconds, by a route.
+    `mean_output_tokens` is the mean length of its tenant's answers.
     """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens

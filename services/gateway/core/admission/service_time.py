@@ -1,4 +1,4 @@
-"""How long a tenant's sequences take once they are sent."""
+"""The running times of a tenant's sequences, from when they are sent to their ends."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The mean of the newest, and how far they are from it, in seconds; smoothed as round-trip
-    times are in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
+    """The smoothed mean and mean deviation, in seconds, as those of round-trip times in Jacobson,
+    "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload the queue is as long as deadlines allow: if only the mean were left for running,
-    half of what waits longest would run for nothing.
+    Under overload requests wait until shortly before their deadlines. If only the mean were kept
+    for running, half of those that wait longest would not end in time.
     """
 
     mean: float = 0.0
@@ -20,11 +20,11 @@ class ServiceTime:
 
     @property
     def longest_usual(self) -> float:
-        """Few take longer; 0 while nothing is known."""
+        """A time that few sequences exceed: the mean and two deviations; 0: not known."""
         return self.mean + _DEVIATIONS * self.deviation
 
     def add(self, seconds: float) -> None:
-        """One more was served, in so long."""
+        """Adds the running time of one sequence."""
         if not self.mean:
             self.mean, self.deviation = seconds, seconds / 2
             return

@@ -1,4 +1,4 @@
-"""Why a sequence waited at the gateway, and for how long."""
+"""The wait of a sequence for a place: its reason and its time."""
 
 import enum
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from services.gateway.core.admission.capacity import Capacity
 
 
 class WaitReason(enum.Enum):
-    """What a sequence waited for first."""
+    """Why a sequence had to wait when it was queued."""
 
     NO_PLACE = "no_place"
-    """Every replica ran as many as it may."""
+    """No place was free at any replica."""
     SHARE = "share"
-    """Its tenant had its share, and the places that were free are kept for others; or as many of
-    its sequences were starting as may at once.
+    """The free places were reserved for tenants below their shares, or its tenant had as many
+    starting sequences as it may.
     """
     TURN = "turn"
-    """Others of its tenant came before it."""
+    """Other sequences of its tenant waited before it."""
     PREEMPTED = "preempted"
-    """It ran, and its place went to another tenant, which had fewer than its share."""
+    """It was running, and its place went to a tenant below its share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait that is over. Times are on the event loop's clock, in seconds."""
+    """A wait that has ended. Times are on the event loop's clock, in seconds."""
 
     reason: WaitReason
     began: float
@@ -37,7 +37,7 @@ class Wait:
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """What a new sequence waits for first, with so many of its tenant ahead of it."""
+    """The reason of a new sequence's wait, with `num_ahead` of its tenant waiting before it."""
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:
