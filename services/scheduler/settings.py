@@ -102,7 +102,7 @@ class SchedulerSettings(ServiceSettings):
     )
     prefill_schedule_interval: int = setting(
         1,
-        doc="while requests decode, compute prompts in one of so many steps only, unless prompts "
+        doc="while requests decode, compute prompts only in one of this many steps, unless prompts "
         "come faster than that",
         check=at_least(1),
     )

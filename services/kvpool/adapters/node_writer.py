@@ -46,7 +46,7 @@ class WriterTimes:
     """When a node's task writes, in seconds, and how much it keeps unwritten."""
 
     flush_seconds: float = 0.005
-    """Changes are collected for so long before they are written as one entry."""
+    """Time for which changes are collected before they are written as one entry."""
     heartbeat_seconds: float = 1.0
     """How often a lease is renewed."""
     lease_seconds: float = 3.0

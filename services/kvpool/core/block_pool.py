@@ -50,7 +50,7 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """How many of these held blocks, up to the first other one, have so many holders."""
+        """The number of leading blocks with exactly `num_holders` holders. All must be held."""
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
@@ -59,9 +59,8 @@ class BlockPool:
         return self._free.count_cached(cached_blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
-        """Takes blocks from the front of the free queue; so many must be free.
-
-        A cached one loses its hash.
+        """Takes `num_blocks` from the front of the free queue, which must have as many. A cached
+        one loses its hash.
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
@@ -77,10 +76,9 @@ class BlockPool:
             shared[block] = shared[block] + 1 if block in shared else 2
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
-        """Takes a holder from each block of a table, of which the first so many are published.
-
-        Last to first. Blocks without a holder left go to the back of the queue if they are
-        published, so that the end of a prefix is reused before its beginning, else to its front.
+        """Takes a holder from each block of a table, the last block first. Of blocks without a
+        holder left, the first `num_published` of the table go to the back of the free queue, so
+        that the end of a prefix is reused before its beginning, and the others to its front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
         blank = blocks[num_published:]
@@ -143,8 +141,8 @@ class BlockPool:
     def publish_whole(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Lets a held block be found by the hash of all its tokens, which end the first so many of
-        a sequence, and no longer by what it held of them before.
+        """Lets a held block be found by the hash of all its tokens, the last of which is token
+        `num_tokens` of a sequence, and no longer by hashes of parts of them.
         """
         index = self.indexes[group]
         self._events.add(BlocksRemoved, group, index.remove([block]))
@@ -153,8 +151,8 @@ class BlockPool:
     def publish_part(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Lets a held block also be found by the hash of the first so many tokens of a sequence,
-        which end inside it; a shorter part only by its own hash is forgotten.
+        """Lets a held block also be found by the hash of a sequence's first `num_tokens`, which end
+        inside it. If it was published with fewer tokens before, those hashes are removed.
         """
         index = self.indexes[group]
         if block_hash in index.hashes_of(block):

@@ -70,8 +70,8 @@ class Coordinator:
         self._needs_one_round = len(self._kinds) == 2 and isinstance(first, FullSearch)
 
     def find_longest_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """The longest hit of at most so many tokens of a chain of hashes, as a table for each
-        group. Entries that need not be read are the null block.
+        """The longest hit of up to `max_tokens` in a chain of hashes, as a table for each group.
+        Entries that need not be read are the null block.
         """
         if self._is_single:
             kind = self._kinds[0]
@@ -131,8 +131,8 @@ class Coordinator:
             group.remove_skipped_blocks(table, num_computed_tokens)
 
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
-        """Tables that hold the hits and then new blocks for so many slots, which must be free. What
-        is computed beyond the hits is loaded from elsewhere.
+        """Tables that hold the hits and then new blocks for the need, which must be free. Computed
+        tokens beyond the hits are loaded from elsewhere.
 
         Every hit is taken out of the free queue before new blocks are, so that none is evicted;
         then all groups take the blocks to load into, then those to compute.
@@ -147,7 +147,7 @@ class Coordinator:
         return tables
 
     def extend(self, tables: Tables, need: Need) -> None:
-        """Adds what tables lack to hold so many slots, group after group; it must be free."""
+        """Adds the blocks that tables lack for the need, group after group; they must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, need)
 

@@ -37,9 +37,8 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Takes `num_blocks` cached blocks, the least recently used first; there must be so many.
-
-        Returns them, and when each became free. The caller makes the index forget them.
+        """Takes `num_blocks` cached blocks, of which there must be as many, the least recently used
+        first. Returns them, and when each became free. The caller removes them from the index.
         """
         blocks = list(islice(self._cached, num_blocks))
         return blocks, list(map(self._cached.pop, blocks))

@@ -37,11 +37,11 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The first so many entries were published, but for those that are null, not worth keeping, or
-    in `evicted`.
+    """The number of leading entries that were published, except for those that are null, not worth
+    keeping, or in `evicted`.
     """
     num_null: int = 0
-    """The first so many entries are the null block."""
+    """The number of leading entries that are the null block."""
     shared_tail: int | None = None
     """The entry that the request must get a copy of before it writes to it, if there is one: others
     find its block by a prefix that ends inside.
@@ -131,11 +131,11 @@ class GroupManager:
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """Blocks that are counted for a whole sequence of so many slots besides those held."""
+        """Blocks that an admission counts for a whole sequence, besides those that are held."""
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """Blocks that are counted for a whole sequence of so many slots besides hits."""
+        """Blocks that an admission counts for a whole sequence, besides its hits."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
@@ -171,7 +171,7 @@ class GroupManager:
         return table
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """The tokens up to which blocks are loaded, where so many count as computed."""
+        """The number of tokens whose blocks are loaded, of `num_computed_tokens`."""
         return num_computed_tokens
 
     def extend_for_load(
@@ -187,7 +187,7 @@ class GroupManager:
             self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds what a table lacks to hold so many slots; it must be free. Returns the entries."""
+        """Adds the blocks that a table lacks for the need, which must be free. Returns them."""
         if table.shared_tail is not None:
             self._copy_shared_tail(table)
         num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)
@@ -210,7 +210,7 @@ class GroupManager:
             self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Publishes the blocks of tables that lie wholly below so many tokens and have a hash."""
+        """Publishes the blocks that the fillings' tokens fill and that have a hash."""
         for tables, chain, num_tokens in fillings:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
@@ -245,7 +245,7 @@ class GroupManager:
         return None
 
     def _num_counted(self, num_slots: int) -> int:
-        """Blocks of so many slots, or as many as an admission counts at most."""
+        """Blocks of `num_slots`, up to the most that an admission counts."""
         num_blocks = -(-num_slots // self._block_size)
         most = self._max_admission_blocks
         return num_blocks if most is None else min(num_blocks, most)
@@ -269,8 +269,8 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """So many tokens, or fewer, up to where hits can end; where the last block of a hit is
-        dropped, one block behind that is read too.
+        """`num_tokens` rounded down to where hits can end. If hits drop their last block, a look-up
+        reads one block more, which is included.
         """
         if not self._rounds_published:
             return num_tokens

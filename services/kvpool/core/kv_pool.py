@@ -140,8 +140,8 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """Which blocks are in use, and whose, in at most so many cells. Costs as much as the pool
-        has blocks.
+        """Which requests use which blocks, in up to `max_cells` cells. Takes time in proportion to
+        the blocks of the pool.
         """
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables

@@ -33,9 +33,9 @@ class PoolConfig:
     prefix_match_unit: int | None = None
     """Tokens that one hash stands for; None: see `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """Of windows and states only those are published at whose end a later request is likely to
-    continue: at the end of a prompt, where prompts parted, and once in so many tokens; 0: without
-    the last. None: all are.
+    """Tokens between two windows or states that are published, besides those at the end of a prompt
+    and where prompts parted, where later requests are likely to continue; 0: only the latter. None:
+    all are published.
     """
     max_model_len: int | None = None
     """With `max_in_flight_tokens` it bounds what an admission counts for windows; None: nothing

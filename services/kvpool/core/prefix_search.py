@@ -39,7 +39,7 @@ class PrefixSearch:
         """Tokens that the length of a hit must be a multiple of."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
-        """The longest hit of at most so many tokens. With `drop_last` it must have one more block
+        """The longest hit of up to `max_tokens`. With `drop_last` it must have one more block
         behind it, which is computed again.
         """
         raise NotImplementedError
@@ -49,7 +49,7 @@ class PrefixSearch:
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
-        """The block of each group that ends the first so many tokens; None if one has none."""
+        """The block of each group that ends with token `num_tokens`; None if a group has none."""
         position = num_tokens // self._hash_block_size - 1
         if position >= len(chain):
             return None
@@ -146,7 +146,7 @@ class WindowSearch(PrefixSearch):
         return tables, num_blocks * size
 
     def _aligned(self, num_blocks: int) -> int:
-        """So many blocks, or fewer, up to where a hit may end."""
+        """`num_blocks` rounded down to where a hit may end."""
         return (
             num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
         )

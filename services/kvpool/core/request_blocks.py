@@ -29,7 +29,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class _KnownHit:
-    """What a look-up found, of at most so many tokens, after so many changes of the index."""
+    """The result of a look-up, valid for the same `max_hit_tokens` until the index changes."""
 
     hit: PrefixHit
     max_hit_tokens: int
@@ -78,7 +78,7 @@ class RequestBlocks:
                 group.free(table)
 
     def remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
-        """Frees the blocks that requests with so many computed tokens no longer see."""
+        """Frees the blocks that no query of the requests sees, by their computed tokens."""
         for request, num_computed_tokens in zip(
             removal.requests, removal.num_computed_tokens, strict=True
         ):
@@ -246,7 +246,7 @@ class RequestBlocks:
         self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
 
     def _num_missing(self, tables: Tables, need: Need) -> int:
-        """Blocks that tables lack to hold so many slots."""
+        """Blocks that tables lack to hold the slots of a need."""
         return sum(
             group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)

@@ -26,7 +26,7 @@ class Alarm:
         self._due: float | None = None
 
     def set(self, seconds: float) -> None:
-        """The alarm rings after so many seconds, and not at the time that was set before."""
+        """Lets the alarm ring in `seconds`, and not at the time that was set before."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         due = self._due = loop.time() + seconds
         if self._timer is None:

@@ -70,7 +70,7 @@ def model_runner_output_from_proto(
     num_speculative_tokens: int = 0,
 ) -> ModelRunnerOutput:
     """The output of a step, and what all ranks have transferred by then. Each request that it
-    sampled gets so many drafts, which the workers are to propose when they begin its next step.
+    sampled gets `num_speculative_tokens` drafts, which the workers propose in its next step.
     Raises ValueError for bytes that are no array, or arrays that should be parallel and are not.
     """
     num_tokens = unpack_token_ids(response.num_tokens)

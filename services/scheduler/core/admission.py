@@ -168,8 +168,8 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> EncoderDecision | None:
-        """What the encoder computes for so many tokens from `start` on, and how many of them can be
-        computed then; None if they touch no item.
+        """What the encoder computes for `num_new` tokens from `start` on, and how many of these can
+        be computed then; None if they touch no item.
         """
         if not num_new or start >= request.num_encoded_tokens:
             return None

@@ -116,7 +116,7 @@ class BatchQueue:
 
 
 async def _until_done(answer: asyncio.Future[Any], seconds: float) -> None:
-    """Waits for an answer, for so many seconds at most. As `asyncio.wait`, which takes longer."""
+    """Waits until the answer is there or `seconds` are over. As `asyncio.wait`, at less cost."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 

@@ -59,9 +59,9 @@ class SchedulerConfig:
     "pooling"): a request ends with the step that computes the last token of its prompt.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, compute prompts in one of so many steps only."""
+    """While requests decode, compute prompts only in one of this many steps."""
     pipeline_parallel_size: int = 1
-    """Stages that a model is divided into; so many steps are in flight."""
+    """Stages that a model is divided into; each has a step in flight."""
     watermark: float = 0.0
     """Share of the pool that stays free when a request joins running ones."""
     encoder_compute_budget: int = 0
@@ -89,7 +89,7 @@ class SchedulerConfig:
     prefix_match_unit: int | None = None
     """Tokens of a block hash; None: as large as the blocks of all groups allow."""
     prefix_cache_retention_interval: int | None = None
-    """Which windows and states the pool lets be found: one in so many tokens, and those where later
+    """Tokens between two windows or states that the pool lets be found, besides those where later
     requests are likely to continue; 0: only the latter; None: all.
     """
 
@@ -114,8 +114,8 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """Slots for which an admission needs blocks besides those of its first step, of a request
-        with so many tokens.
+        """Slots for which the admission of a request with `num_tokens` needs free blocks, besides
+        those of its first step.
         """
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
@@ -186,7 +186,7 @@ class SchedulerConfig:
         return self.enable_prefix_caching and has_partial_hits(self.groups, self.hash_block_size)
 
     def num_drafts(self, num_running: int) -> int:
-        """Drafts of each of so many running requests."""
+        """Most drafts of each request in a step, with `num_running` requests."""
         most, num_rows = self.num_speculative_tokens, self.num_speculative_rows
         if not most or not num_rows or not num_running:
             return most

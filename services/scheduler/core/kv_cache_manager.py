@@ -226,8 +226,8 @@ class KVCacheManager:
         self._releases.append(key)
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
-        """Gives back blocks that no query from so many tokens on sees, with the next transaction
-        and in the order in which this and releases are called.
+        """Gives back the blocks that no query from `num_computed_tokens` on sees, with the next
+        transaction, in the order of these calls and of releases.
         """
         self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
@@ -361,8 +361,8 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """Hashes that the pool lacks of all full blocks, or of the first so many. A Commit has only
-        those that it publishes: the last token of a session may yet be taken back.
+        """The hashes that the pool lacks of all full blocks, or of the first `num_blocks`. A Commit
+        has only those that it publishes: the last token of a session may yet be taken back.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]

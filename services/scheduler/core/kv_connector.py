@@ -95,8 +95,8 @@ class KVConnector(Protocol):
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """A request has its blocks, and so many tokens are loaded into them from this step on. Of
-        layers that keep states the one is loaded from which the request goes on: after these
+        """A request has its blocks; `num_external_tokens` are loaded into them from this step on.
+        Of layers that keep states the one is loaded from which the request goes on: after these
         tokens, or before the last of them if that is the last of all.
         """
 

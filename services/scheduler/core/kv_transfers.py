@@ -127,14 +127,16 @@ class KVTransfers:
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
     ) -> None:
-        """A request runs from this step on; so many of its tokens are computed, and loaded."""
+        """A request runs from this step on, which computes `num_new_tokens` of it and loads
+        `num_external_tokens`.
+        """
         self._note_table(request, blocks)
         if request.num_computed_tokens + num_new_tokens < request.num_tokens:
             self._prefills.add(request)
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
-        """A request waits while so many of its tokens are loaded."""
+        """A request waits until `num_external_tokens` of it are loaded."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._prefills.add(request)

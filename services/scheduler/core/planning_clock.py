@@ -11,22 +11,21 @@ MARGIN_SECONDS = 0.001
 LEAST_SECONDS = 0.003
 """For less than this no step is put off: to sleep once more in each step costs processor time."""
 _OUTLIERS = 16
-"""Of the recent steps one in so many may have had less room than nearly all."""
+"""Of the recent steps, all but one in 16 had at least the room that "nearly all" had."""
 
 
 class PlanningClock:
     """Puts the planning of a step off while the one before it runs, so that requests which arrive
     meanwhile are part of it, and lets it begin early enough that the workers do not wait.
 
-    The workers say of each step how long before the end of the step before it was ready to run, or
-    how long after: by so much later, or earlier, should its planning have begun. That gives the
-    room of the step before: the time from its start, as it is seen here, in which nothing has to be
-    planned. It depends on how long that step runs, and on how long planning and messages take. Of
-    each class of sizes, one for each power of two, the room is used that nearly all recent steps
-    had, less as much as that is below the median, and less a margin: where times vary, as on a busy
-    machine, steps are planned early, or at once. A step that comes late nevertheless is planned
-    when the one before it is done, at the latest: workers wait for as long as planning and messages
-    take, and no longer.
+    Workers report the slack of each step: the time from when it was ready to run to the end of the
+    step before it, less than 0 if it came late. The slack plus the time for which planning was put
+    off is the *room* of the step before: the time from its start, as it is seen here, in which
+    nothing has to be planned. It depends on how long that step runs, and on how long planning and
+    messages take. For each class of sizes, one for each power of two, planning is put off by the
+    room that nearly all recent steps had, less its distance from the median, and less a margin.
+    Where times vary, as on a busy machine, steps are planned early, or at once. The latest time is
+    the end of the step before: then workers wait for as long as planning and messages take.
 
     Times are seconds of one steady clock, which callers pass in.
     """
@@ -35,9 +34,9 @@ class PlanningClock:
         self.num_planned = 0
         """Steps that were planned while another one ran."""
         self.seconds_put_off = 0.0
-        """By so much these were planned later than they could have been."""
+        """Sum of the times by which these were planned later than they could have been."""
         self.seconds_late = 0.0
-        """For so long the workers had no step to run, since one of these came late."""
+        """Sum of the times in which workers had no step to run, since one of these came late."""
         self._rooms: dict[int, _Rooms] = {}
         self._size = 0
         self._began = 0.0
@@ -50,23 +49,22 @@ class PlanningClock:
         return self._due
 
     def begins(self, num_tokens: int, now: float) -> None:
-        """A step of so many tokens begins to run, about now."""
+        """A step of `num_tokens` begins to run at about `now`."""
         self._size, self._began = num_tokens.bit_length(), now
         rooms = self._rooms.get(self._size)
         seconds = 0.0 if rooms is None else rooms.usable - MARGIN_SECONDS
         self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
-        """A step was sent whose planning began then, while the last one of `begins` ran."""
+        """A step was sent whose planning began at `began`, during the step of the last `begins`."""
         put_off = max(0.0, min(began, self._due) - self._began)
         self._planned[step] = self._size, put_off
         self.num_planned += 1
         self.seconds_put_off += put_off
 
     def answered(self, step: int, slack_seconds: float | None) -> None:
-        """A step is done that was ready so long before the end of the step before it, or after it
-        if less than 0; None where that is not measured. Does nothing if no step ran when it was
-        planned.
+        """A step is done whose workers reported this slack, or None where it is not measured. Does
+        nothing if no step ran when this one was planned.
         """
         planned = self._planned.pop(step, None)
         if planned is None or slack_seconds is None:
@@ -89,8 +87,8 @@ class _Rooms:
 
     def __init__(self) -> None:
         self.usable = 0.0
-        """What nearly all of them had, less as much as that is below the median; 0 while there are
-        too few.
+        """The room that nearly all of them had, less its distance from the median; 0 while there
+        are fewer than MIN_STEPS.
         """
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []

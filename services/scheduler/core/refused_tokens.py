@@ -1,4 +1,4 @@
-"""Requests whose grammar refuses a token: they end, with a sentence that names what is at fault."""
+"""Requests whose grammar refuses a token: they end with an error that names the field."""
 
 from services.common.finish_reason import FinishReason
 from services.common.structured_outputs import FIELD
@@ -7,8 +7,8 @@ from services.scheduler.core.request import Request
 
 
 def end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
-    """Ends the request at this index of a step, one of `refused_tokens`, of which so many tokens
-    were appended, unless it ended before the refused one.
+    """Ends the request at `index` of a step, one of `refused_tokens`, unless it ended before the
+    refused token. `num_kept` tokens of the step were appended to it.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):

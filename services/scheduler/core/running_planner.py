@@ -189,9 +189,9 @@ class RunningPlanner:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """Of requests with so many tokens computed after a step, those of which more than one is
-    computed now, or in flight: the next steps move their windows by more than a token each, and may
-    turn out to have rejected some.
+    """The requests of which this step computes more than one token, or more than one is in flight:
+    their windows move by more than a token in each of the next steps, and drafts may be rejected.
+    `scheduled` maps each request of the step to its number of computed tokens after it.
     """
     num_in_flight = steps.num_tokens()
     return {

@@ -16,7 +16,7 @@ class RunningRequests:
     """The requests that run, in the order of their admission.
 
     Most of them decode: each step computes one more token of them, and nothing else changes for a
-    number of steps that is known in advance. For so long they are on the fast path: a step
+    number of steps that is known in advance. During these they are on the fast path: a step
     schedules them without looking at them. A calendar holds, by step, the requests that leave the
     fast path before it: a timing wheel (Varghese and Lauck, 1987).
     """
@@ -81,7 +81,7 @@ class RunningRequests:
         return self._calendar.get(self._clock.now + 1, ())
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
-        """Puts requests on the fast path, each for so many steps, one or more."""
+        """Puts requests on the fast path, each for its number of steps, one or more."""
         enter_fast_path(requests, self._clock)
         now, calendar = self._clock.now, self._calendar
         for request, num_steps in requests.items():

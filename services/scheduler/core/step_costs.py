@@ -13,8 +13,8 @@ MIN_COMPUTED_TOKENS = 128
 
 
 class StepCosts:
-    """Fits the times of recent steps to: what every step takes, plus so much for each request that
-    decodes, plus so much for each further token.
+    """Fits the times of recent steps to three costs, in seconds: one of the step itself, one for
+    each request that decodes, and one for each further token, which is one of a prompt.
 
     The first two come from steps without prompts, by least squares; the last one is what steps with
     prompts take beyond them.
@@ -29,8 +29,8 @@ class StepCosts:
         """By the steps so far; None if it was not asked for since the last one."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """A step of so many requests and tokens took so long. Those without any, which bring news
-        of transfers or empty rows, tell nothing.
+        """Records the time of a step. Steps without requests, which carry transfers or free rows,
+        are left out.
         """
         if not num_requests:
             return
@@ -60,9 +60,9 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """What a prompt takes of which so many tokens are to be computed, in steps that are full of
-        prompts and in which so many requests decode; 0 while it is not known. Where prompts are so
-        short that nothing is known of them, each token counts as much as one that is decoded.
+        """The time to compute `num_tokens` of a prompt, in steps whose budget is full of prompts
+        and in which `num_requests` decode; 0 while it is not known. While the cost of a prompt's
+        token is not known, as with very short prompts, that of a decoding request is used.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode

@@ -53,7 +53,9 @@ class PriorityRequestQueue(list[Request]):
 
 
 def _layout(count: int) -> list[int]:
-    """How so many requests lie in a heap to which they were added from the last to the first."""
+    """The indexes of `count` requests in the order of a heap that they were pushed to, the last one
+    first.
+    """
     heap: list[int] = []
     for index in reversed(range(count)):
         heappush(heap, index)
