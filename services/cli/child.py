@@ -34,7 +34,7 @@ class ChildSpec:
     noticed.
     """
     silence_seconds: float = 2.0
-    """A program that answers no liveness check for so long hangs."""
+    """Time without an answer to liveness checks after which a program hangs."""
     niceness: int = 0
     """The higher, the more other processes go before it where processors are short."""
     prepare: Callable[[], object] = lambda: None

@@ -32,7 +32,7 @@ class LivenessPolicy:
     """Between two looks at how long it has been silent."""
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
-        """The bound for a child that may usually be silent for so long, after hangs in a row."""
+        """The bound of a child's silence after `num_hangs` in a row; else `usual_seconds`."""
         longest = max(self.longest_seconds, usual_seconds)
         return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))
 

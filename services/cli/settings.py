@@ -241,8 +241,8 @@ class UpSettings:
     )
     liveness_timeout_seconds: float = setting(
         2.0,
-        doc="a service that answers no health check for so long is killed and started again; the "
-        "gateway, with which clients' streams end, gets five times as long",
+        doc="time without an answer to health checks after which a service is killed and started "
+        "again; five times that for the gateway, with which clients' streams end",
         check=at_least(0.5),
     )
     worker_niceness: int = setting(

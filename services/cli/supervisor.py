@@ -56,7 +56,7 @@ class Observer(Protocol):
         """A child wrote a line."""
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """A child is ready, so many seconds after it was started."""
+        """A child is ready, `seconds` after it was started."""
 
     def hung(self, name: str, reason: str) -> None:
         """A child hangs, and is killed."""

@@ -186,7 +186,7 @@ def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[T
     first = max(12, columns[0].width + min(spare, 20))
     widths = [first, *(column.width for column in columns[1:])]
     yield _cells([column.title for column in columns], columns, widths, "dim")
-    # Those that wait are why one looks: they get half of the room where there are so many.
+    # Waiting requests get at least half of the room, if there are enough of them.
     running = [one for one in requests if one["state"] == "running"]
     waiting = [one for one in requests if one["state"] != "running"]
     num_running = max(room - len(waiting), room - room // 2)

@@ -79,7 +79,7 @@ class TenantRecord:
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:
-    """A key, its id, and its SHA-256 in hexadecimal. `draw` gives so many random bytes."""
+    """A key, its id, and its SHA-256 in hexadecimal. `draw(n)` gives n random bytes."""
     key_id = base64.b32encode(draw(8)).decode().lower()[:12]
     secret = base64.urlsafe_b64encode(draw(32)).decode().rstrip("=")
     key = f"sk-{key_id}-{secret}"

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from services.common.tls import Tls
 
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A ping after so long without traffic, during calls and between them. Without pings a partition
-    # goes unnoticed for half a minute and more.
+    # Time without traffic after which a ping is sent, during calls and between them. Without pings
+    # a partition goes unnoticed for half a minute and more.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # How long a peer that was stopped may leave a ping unanswered.

@@ -79,9 +79,9 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """Most blocks that a request of so many slots holds at once, with so many tokens in steps
-        that were planned and not yet processed; one more for a window, which may begin within a
-        block. Each of those steps may store a state.
+        """Most blocks that a request of `num_slots` holds at once, while steps with
+        `max_in_flight_tokens` were planned and not yet processed; one more for a window, which may
+        begin within a block. Each of the steps in flight may store a state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -161,7 +161,7 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 
 
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
-    """The last multiple of `unit` at which a sequence of so many tokens can be continued from a
+    """The last multiple of `unit` at which a sequence of `num_tokens` can be continued from a
     state: a token must be left to compute, or, where the last block of hits is dropped, a unit.
     """
     if drops_last:

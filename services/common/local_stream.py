@@ -103,8 +103,8 @@ class LocalStream:
         return bool(self._unsent)
 
     def limit_sending(self, num_bytes: int) -> None:
-        """Lets the kernel keep about so many bytes that the peer has not read, some messages at
-        least.
+        """Lets the kernel keep about `num_bytes` that the peer has not read, and at least a few
+        messages.
         """
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 

@@ -3,4 +3,4 @@
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 LOOKAHEAD_BYTES = 65_535
-"""Of each stream a peer sends so much ahead of what is read, where no other number is given."""
+"""Bytes of a stream that a peer may send before they are read, unless another bound is given."""

@@ -32,8 +32,8 @@ class BeginStep:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCopies:
-    """The first so many copies whose blocks are still held, or all if those are fewer, need not
-    hold them any longer: nothing comes before the step that makes them. Always fits.
+    """Lets go of the blocks of the first `num_copies` copies that still hold theirs, or of all if
+    those are fewer: nothing comes before the step that makes them. Always fits.
     """
 
     num_copies: int

@@ -30,7 +30,7 @@ class PoolingType(enum.Enum):
 class PoolingParams:
     """How one prompt is pooled, in vLLM's words.
 
-    * `dimensions`: only so many of the vector's first numbers; None: all.
+    * `dimensions`: how many of the vector's first numbers are kept; None: all.
     * `use_activation`: normalization of embeddings, sigmoid or softmax of classes; None: as the
       model's directory says.
     * `num_first_text_tokens`: of a prompt that joins two texts, tokens up to the second; 0: one
@@ -64,7 +64,7 @@ class Pooler:
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:
         """Raises InvalidArgument, which names the field, for a vector that the model does not
-        give of a prompt of so many tokens.
+        give of a prompt of `num_tokens`.
         """
         wanted = params.dimensions
         if params.num_first_text_tokens > num_tokens:

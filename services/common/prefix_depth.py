@@ -33,8 +33,8 @@ def prefix_depth(
 
 
 def _usable(group: KVCacheGroup, scale: int, is_cached: IsCached, num_blocks: int) -> int:
-    """Blocks of a group in the longest prefix, at most so many, of which it has all that it reads.
-    `scale`: blocks of the chain in each.
+    """Blocks of the longest prefix, up to `num_blocks`, of which a group has all blocks that it
+    reads. `scale`: blocks of the chain in each.
 
     Full attention looks from the left, since most chains are cached nowhere; others from the right.
     """

@@ -26,23 +26,19 @@ class QueueState:
     max_queue_seconds: float
     """Longest time that a request without output may wait to be scheduled; 0: no limit."""
     seconds_per_request: float = 0.0
-    """By so much each request that waits for another one to end delays those behind it; 0: not
-    known.
-    """
+    """Delay of the requests behind each one that waits until another one ends; 0: not known."""
     service_seconds: float = 0.0
     """Time from a request's admission to its end; 0: not known."""
     num_running: int = 0
     is_blocked: bool = False
     """Whether requests wait since the last step had no blocks or no tokens for them."""
     num_free: int = 0
-    """For so many of those that wait there are places and blocks: no request that runs has to end
-    before.
-    """
+    """Waiting requests for which there are places and blocks, so that none has to end before."""
     seconds_per_prompt: float = 0.0
-    """By so much each of these delays those behind it: its prompt is computed; 0: not known."""
+    """Delay of the requests behind each of these, by its prompt; 0: not known."""
 
     def expected_wait(self, num_waiting: int) -> float:
-        """Seconds until a request is scheduled that has so many before it."""
+        """Seconds until a request is scheduled that has `num_waiting` before it."""
         num_with_place = min(num_waiting, self.num_free)
         seconds_per_prompt = self.seconds_per_prompt or self.seconds_per_request
         num_behind = num_waiting - num_with_place
@@ -65,7 +61,7 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Why a request is refused that comes now, when so many wait; None if it is taken."""
+        """Why one more request is refused while `num_waiting` wait; None if it is taken."""
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class ReplicaLoad:
     """What a scheduler reports of all its requests, and of its last steps.
 
-    A step takes so many seconds for each token of a prompt that is computed in it, and so many for
-    each request that decodes in it, besides what every step takes; 0: not known yet.
+    `seconds_per_prompt_token` and `seconds_per_decode` are what each token of a prompt and each
+    decoding request add to the time of a step; 0: not known yet.
     """
 
     num_requests: int

@@ -2,7 +2,7 @@
 
 A collector that is down, slow or full costs its own spans and nothing else: the queue is bounded,
 and what does not fit is dropped at once. What it could not take is sent again until it has
-been away for a minute: so long there is no loss, while the queue has room.
+been away for a minute. In that time no span is lost unless the queue is full.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from services.common.span_outage import DropReason, SpanOutage
 
 LAST_EXPORT_SECONDS = 0.5
 KEPT_SECONDS = 60.0
-"""Once a collector has been away for so long, what it could not take is not sent again."""
+"""Time without a collector after which spans that it could not take are not sent again."""
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class SpanSender(SpanProcessor):
         self._send(1)
 
     def _send(self, at_least: int) -> None:
-        """Exports while so many spans wait, unless some are to wait for another time."""
+        """Exports while `at_least` spans wait, unless the collector is away."""
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())

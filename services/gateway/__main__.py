@@ -41,7 +41,7 @@ PUBLIC_TLS = TlsFields(
 )
 """TLS with clients."""
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
-"""The garbage collector looks at the youngest objects when so many more were made than freed."""
+"""Objects made and not freed after which the garbage collector looks at the youngest ones."""
 _LAST_ANSWERS_SECONDS = 1.0
 """How long the last answers may take to be sent, once no request runs any more."""
 

@@ -56,7 +56,7 @@ _GRPC_IDLE_MILLISECONDS = 300_000
 
 
 def http_server(parts: Parts, max_connections: int) -> HttpServer:
-    """The server of the clients' API over HTTP, for so many connections."""
+    """The server of the clients' API over HTTP, for up to `max_connections`."""
     settings = parts.settings
     inference, gate = parts.inference, parts.gate
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
@@ -143,7 +143,7 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
-    """The server of the clients' API over gRPC, for so many connections."""
+    """The server of the clients' API over gRPC, for up to `max_connections`."""
     settings, servicer = parts.settings, _inference_servicer(parts)
     max_streams = settings.max_concurrent_requests + settings.max_client_sessions
     server = GrpcServer(

@@ -195,8 +195,8 @@ class GatewaySettings(ServiceSettings):
     access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
     trace_slow_seconds: float = setting(
         30.0,
-        doc="a request that takes so long is traced whether it was sampled or not, as one that "
-        "fails is; 0: only those that fail",
+        doc="a request that takes this time or longer is traced whether it was sampled or not, as "
+        "one that fails is; 0: only those that fail",
         check=at_least(0),
     )
     max_concurrent_requests: int = setting(
@@ -211,7 +211,7 @@ class GatewaySettings(ServiceSettings):
         32, doc="sessions that one tenant may have open; further ones get 429", check=at_least(0)
     )
     client_session_idle_seconds: float = setting(
-        60.0, doc="a session of a client ends that begins no turn for so long", check=at_least(0.1)
+        60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
     )
     max_num_waiting_per_tenant: int = setting(
         256,
@@ -273,8 +273,8 @@ class GatewaySettings(ServiceSettings):
     )
     routing_max_load_delta: int = setting(
         16,
-        doc="a replica with so many more requests than the least loaded one gets none, whatever it "
-        "has cached (cache-aware)",
+        doc="a replica that has this many more requests than the least loaded one gets none, even "
+        "if it has the prompt cached (cache-aware)",
         check=at_least(1),
     )
     resubmit_timeout_seconds: float = setting(
@@ -289,7 +289,7 @@ class GatewaySettings(ServiceSettings):
     )
     session_timeout_seconds: float = setting(
         3.0,
-        doc="a scheduler that sends nothing for so long hangs: its requests go elsewhere",
+        doc="time without a message after which a scheduler hangs: its requests go elsewhere",
         check=at_least(0.1),
     )
     stream_interval: int = setting(
@@ -300,7 +300,7 @@ class GatewaySettings(ServiceSettings):
     )
     reader_timeout_seconds: float = setting(
         30.0,
-        doc="a connection or stream whose client reads nothing of its answer for so long is ended",
+        doc="time after which a connection or stream is ended whose client reads nothing of it",
         check=at_least(0.1),
     )
     idempotency_linger_seconds: float = setting(

@@ -175,7 +175,7 @@ class WorkerSettings(ServiceSettings):
     )
     check_ranks_every_steps: int = setting(
         64,
-        doc="the ranks compare their results every so many steps; 1 for each step",
+        doc="steps between two comparisons of the ranks' results; 1: after each step",
         check=at_least(1),
     )
 

@@ -151,7 +151,7 @@ def _add_load(group: Any) -> None:
         "all)",
     )
     group.add_argument(
-        "--duration", type=above_zero, metavar="S", help="send requests for so many seconds"
+        "--duration", type=above_zero, metavar="S", help="send requests for S seconds"
     )
     group.add_argument(
         "--num-warmups",

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _INLINE_CHARACTERS = 2048
 """Below this, tokenizing costs less than a thread switch is worth."""
 _CHARACTERS_OF_MESSAGE = 128
-"""A template spends about as much on a message as on so many characters."""
+"""Characters that take a template about as long as one more message."""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
 """A longer text per token that may be is counted in pieces first."""
 _PIECE_CHARACTERS = 2**16

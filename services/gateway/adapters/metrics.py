@@ -82,7 +82,7 @@ class Metrics:
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:
-        """So many spans of a request were left out."""
+        """`num_spans` of a request were left out."""
         self._spans_cut.inc(num_spans)
 
     def _counter(self, name: str) -> Counter:

@@ -33,7 +33,7 @@ class RecorderSettings:
 
     model_name: str
     slow_seconds: float
-    """A request that takes so long is traced whether it was sampled or not; 0: none is."""
+    """Requests that take longer are traced whether they were sampled or not; 0: none are."""
     access_log: bool
 
 

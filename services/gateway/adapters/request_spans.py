@@ -31,7 +31,7 @@ MAX_SPANS = 1152
 goes to one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
-"""Of what a client sent, so much is shown."""
+"""Stop strings, and characters of each text of a client, that spans show."""
 
 Values = dict[str, str | int | float | bool | Sequence[str]]
 

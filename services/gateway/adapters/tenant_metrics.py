@@ -1,4 +1,4 @@
-"""What is counted of each tenant."""
+"""Prometheus counters of each tenant."""
 
 from functools import cache, partial
 
@@ -10,7 +10,7 @@ from services.gateway.core.generation import Usage
 
 MAX_TENANTS = 256
 OTHERS = "(others)"
-"""The label of all tenants after the first so many, so that series stay bounded."""
+"""The label of all tenants after the first MAX_TENANTS, so that series stay bounded."""
 
 
 class TenantMetrics:
@@ -42,7 +42,7 @@ class TenantMetrics:
             self._tokens.labels(self._model, tenant, kind).inc(count)
 
     def refused(self, tenant_id: str, reason: str) -> None:
-        """A request was refused, by whatever limit."""
+        """A request was refused. `reason` is the code of its error."""
         self._refusals_for(self._label(tenant_id), reason).inc()
 
     def _label(self, tenant_id: str) -> str:

@@ -21,7 +21,7 @@ class TokenMetrics(Collector):
         self._latency = Histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
 
     def came(self, num_tokens: int, seconds: float | None) -> None:
-        """Tokens came for an answer, so long after those before them; None: they are its first."""
+        """Tokens came for an answer, `seconds` after those before them; None: its first ones."""
         self._num_generated += num_tokens
         if seconds is not None:
             self._latency.observe(seconds / num_tokens, num_tokens)

@@ -36,7 +36,7 @@ class HeldSession:
     handle: int
     """By which the replica knows it."""
     num_tokens: int
-    """The first so many tokens of the session are kept."""
+    """Tokens of the session that are kept, from the first on."""
     priority: int
     cache_salt: str
     adapter_digest: bytes

@@ -27,7 +27,7 @@ class SessionLimits:
     max_sessions: int
     max_sessions_per_tenant: int
     idle_seconds: float
-    """A session ends that begins no turn for so long."""
+    """Time without a turn after which a session ends."""
 
 
 class ClientSessions:

@@ -13,7 +13,7 @@ from services.gateway.core.generation import Answer, Generation
 from services.gateway.core.ports import DeltaSource, Source
 
 TOKENS_AT_A_TIME = 128
-"""So many tokens are turned into text before anything else happens on the event loop."""
+"""Tokens that are turned into text in one turn of the event loop."""
 
 
 class Sink(Protocol):
@@ -45,8 +45,8 @@ class Delivery:
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """Of the tokens of a sequence after its first ones, so many are put together, and fewer
-        where something else comes. With stop strings each one is: it may be the last.
+        """After the first tokens of a sequence, `min_tokens` of them are put together, or fewer if
+        something else comes. With stop strings each is put by itself, since it may be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation

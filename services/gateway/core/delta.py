@@ -40,7 +40,7 @@ class Delta:
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """The same as deltas of at most so many tokens each; only the last has an end."""
+        """The same as deltas of up to `max_tokens` each; only the last has an end."""
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens
@@ -59,8 +59,8 @@ class Delta:
 def parts_of(
     deltas: list[tuple[int, Delta]], max_tokens: int
 ) -> Sequence[Sequence[tuple[int, Delta]]]:
-    """Deltas, each with its sequence's index, in parts of about so many tokens each; none is empty.
-    Where tokens came with errors, these are the last part, so that the tokens are delivered.
+    """Deltas, each with its sequence's index, in parts of about `max_tokens`; none is empty. Errors
+    that came together with tokens are the last part, so that the tokens are delivered before.
 
     Nearly always there is one part: a delta holds the tokens of one step unless its reader was
     slow.

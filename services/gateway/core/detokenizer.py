@@ -24,7 +24,7 @@ _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
 """Tokens of the prompt with which a window begins."""
 _MAX_SILENT_TOKENS = 24
-"""So many tokens in a row that make no text are dropped from a window."""
+"""Tokens in a row without text after which they are dropped from a window."""
 _SPACE = 0x20
 
 

@@ -115,7 +115,7 @@ class Fleet:
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
-        """Sequences that have no replica at present, and why; so many at most."""
+        """Sequences that have no replica at present, `most` of them, and why."""
         kept = [Queued(one, why.value, since) for one, why, since in self.admission.waits()]
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*kept, *unplaced][:most]

@@ -29,9 +29,9 @@ from services.gateway.core.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import ANYONE, Tenant
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
-"""The event loop turns after so many tokens of prompts were checked."""
+"""Tokens of prompts that are checked in one turn of the event loop."""
 _ANSWERS_AT_A_TIME = 32
-"""It turns before work for more answers."""
+"""Answers of a request above which the event loop turns between two pieces of work for them."""
 
 
 class Inference:
@@ -265,7 +265,7 @@ class Inference:
             raise _too_long(error, limits) from error
 
     def _check_lengths(self, lengths: Iterable[int], limits: ModelLimits) -> None:
-        """Raises OutOfRange for a text of so many characters that it cannot fit as tokens."""
+        """Raises OutOfRange for a text with more characters than fit as tokens."""
         longest = limits.capacity * self.tokenizer.max_token_bytes
         for length in lengths:
             if length > longest:

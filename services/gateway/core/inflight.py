@@ -14,7 +14,7 @@ from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import ResubmitCause, SequenceTrace
 
 MAX_LOSSES_COMPUTED = 5
-"""So many replicas may be lost while they compute a sequence, without a token from it."""
+"""Replicas that may be lost while they compute a sequence, without a token from it."""
 MAX_LOSSES_WAITED = 50
 """The same for replicas at whose queue it waits: it is hardly the cause of these losses."""
 
@@ -280,8 +280,9 @@ class Mailbox:
             self._on_news()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news` whenever a delta is added to; it must not take it at once. Of tokens
-        alone it is called for the first ones of a sequence, and then for so many at least.
+        """Calls `on_news` whenever something is added to a delta; it must not take the delta in
+        that call. For tokens alone it is called with the first ones of a sequence, and then each
+        time that `min_tokens` or more have come.
         """
         self._on_news, self._min_tokens = on_news, min_tokens
 
@@ -317,7 +318,7 @@ class Mailbox:
             self._abort(index)
 
     def close(self) -> None:
-        """Aborts whatever has not ended, and lets go of the sequences. Idempotent."""
+        """Aborts the sequences that have not ended, and lets go of all. Idempotent."""
         for index in tuple(self._unfinished):
             self._abort(index)
         self.inflights = []

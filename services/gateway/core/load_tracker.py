@@ -23,7 +23,7 @@ replicas measure bring most new conversations to the same pools. In simulated ti
 token together.
 """
 RECENT_SECONDS = 30.0
-"""In so long, half of the tokens that were computed at a replica are forgotten."""
+"""Half-life of the count of tokens that were computed at a replica."""
 REFRESH_SECONDS = 0.05
 """`LoadTracker.refresh` does nothing if it was called less than this before."""
 _SHARE = 0.1
@@ -136,10 +136,10 @@ class LoadTracker:
         default_speeds: Speeds,
         pressure: float,
     ) -> float:
-        """What a sequence with so many tokens to compute costs here: the time that it waits for the
-        tokens before it, several times its own, and by how much the requests here and the sequence
-        slow one another down while it decodes. `pressure` is that of evictions here to the
-        mean of all replicas.
+        """The cost of a sequence here of which `num_tokens` are to be computed: the time that it
+        waits for the tokens before it, several times its own, and the time by which the requests
+        here and the sequence slow one another down while it decodes. `pressure` is that of
+        evictions here, divided by the mean of all replicas.
         """
         speeds = self.speeds or default_speeds
         num_output_tokens = self._mean_output_tokens
@@ -169,8 +169,8 @@ class LoadTracker:
         self._num_uncomputed += num_uncomputed
 
     def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
-        """A sequence was scheduled, and so many of its tokens were cached. Of a prompt that is
-        cached whole, the last block is computed again.
+        """A sequence was scheduled, of which `num_cached_tokens` were cached. If a prompt is
+        wholly cached, its last block is computed again.
         """
         sent = self._sent.get(handle)
         if sent is None:

@@ -13,8 +13,8 @@ from services.gateway.core.served_model import ServedModel
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""A replica whose address no source names any more leaves once it has had no session for so long;
-one that drained, as soon as its session has ended.
+"""Time without a session after which a replica leaves whose address no source names any more. One
+that drained leaves as soon as its session has ended.
 """
 
 

@@ -22,8 +22,8 @@ class Placement:
         self._clock = clock
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
-        """Raises ResourceExhausted where the queues of all ready replicas would refuse one more
-        request, with so many before it that are still being read.
+        """Raises ResourceExhausted if the queues of all ready replicas would refuse one more
+        request, after `num_arriving` that are still being read.
         """
         timeout, ready = self._timeout(deadline), self._membership.ready()
         share = num_arriving / max(1, len(ready))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from services.gateway.core.replica import Replica
 
 TIMER_SLACK_SECONDS = 0.001
-"""An event loop's clock may make a call by so much too early."""
+"""The time by which an event loop's clock may make a call too early."""
 
 
 class DeltaSource(Protocol):
@@ -41,8 +41,8 @@ class DeltaSource(Protocol):
         """
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news`, and nothing that was passed before, whenever something comes. Of a
-        sequence's tokens after the first ones a source may let so many come together.
+        """Calls `on_news`, in place of what was passed before, whenever something comes. After a
+        sequence's first tokens, a source may wait until there are `min_tokens` of it.
         """
 
     def abort(self, index: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 MIN_SECONDS = 2.0
-"""What was sent is expected to be cached for so long, and at most twice as long."""
+"""Blocks that were sent are expected to be cached for at least this time, and at most twice."""
 
 
 class RecentPrefixes:

@@ -10,7 +10,7 @@ from services.gateway.core.route import Route
 from services.gateway.core.timeline import Part, Timeline
 
 _SPANS = 64
-"""Of the times that a sequence is sent, so many have span ids of their own."""
+"""The first 64 times that a sequence is sent have span ids of their own."""
 
 
 class ResubmitCause(enum.Enum):
@@ -95,5 +95,5 @@ class SequenceTrace:
 
 
 def engine_span_number(index: int, num_sent: int) -> int:
-    """The number of the span of a sequence at the last of so many replicas; from 1 on."""
+    """The number of the span of a sequence that was sent `num_sent` times; from 1 on."""
     return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

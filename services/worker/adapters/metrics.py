@@ -31,7 +31,7 @@ class WorkerMetrics(Collector):
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
-        """A step was run that computed so many tokens."""
+        """A step was run that computed `num_tokens`."""
         self._num_tokens += num_tokens
         self._num_waits += 1
         self._wait_nanos += queue_nanos

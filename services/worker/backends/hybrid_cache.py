@@ -175,7 +175,7 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """In each group the blocks of the states after so many tokens."""
+        """In each group the blocks of the states after `num_tokens` of each sequence."""
         return tuple(
             torch.from_numpy(
                 layout.tables[layout.rows[own], (num_tokens[own] - 1) // layout.block_size].astype(

@@ -21,7 +21,7 @@ class QuantizedWeight:
     """A weight [out, in] whose element in row n and column k is
     `codes[n, k] * scales[n, k // group] + offsets[n, k // group]`.
 
-    `codes` [out, in], of so many `bits`: int8 of 8, or of 4 for codes from -8 to 7, or
+    `codes` [out, in], each of `bits`: int8 of 8, or of 4 for codes from -8 to 7, or
     float8_e4m3fn, without NaN. `scales` and `offsets`, unless they are None, float32 [out, groups],
     where a group is `in / groups` columns. `dtype`: in which it is computed with.
     `quantizes_inputs`: inputs are rounded to 8 bits too, see quantized_rows; the codes are int8
@@ -60,7 +60,7 @@ class QuantizedWeight:
         return grouped.view(rows, columns).to(self.dtype)
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
-        """The same weight, in groups of so many columns, which divides those that it has."""
+        """The same weight in groups of `group` columns, a divisor of the size of its groups."""
         times = self.group // group
         if times == 1:
             return self

@@ -41,7 +41,7 @@ class SuffixDecoding(Protocol):
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
-        """A request enters a row that is free, with so many known tokens. Those that follow are its
+        """A request with `num_tokens` known ones enters a free row. Tokens after these are its
         response, which requests of the same key have drafts from, also after it has left.
         """
 

@@ -32,7 +32,7 @@ class StaticAttention(Protocol):
     """An attention implementation whose steps of decodes can be repeated."""
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
-        """Attention for so many decodes, rounded up to a power of two."""
+        """Attention for `num_decodes`, rounded up to a power of two."""
 
 
 class DecodeBuckets:

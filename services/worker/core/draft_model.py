@@ -131,7 +131,7 @@ class DraftModel:
         num_drafts: Int32Array,
     ) -> None:
         """Computes tokens from `starts` to `ends` of the requests that want drafts or fill a block,
-        and writes so many drafts behind them.
+        and writes `num_drafts` of each behind them.
         """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))

@@ -72,7 +72,7 @@ class BatchLimits:
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
-        """The number of tokens of one sequence that fit in so many blocks of each group."""
+        """The number of tokens of one sequence that fit in `num_blocks` of each group."""
         if not (self.state_block_sizes or self.block_scales):
             return min(min(num_blocks) * self.block_size, self.max_model_len)
         sizes = zip(num_blocks, self.block_sizes, strict=True)

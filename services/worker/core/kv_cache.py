@@ -40,7 +40,7 @@ class KVCacheDemand:
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of so many tokens holds at once, over all groups."""
+        """Most blocks that a sequence of `num_tokens` holds at once, over all groups."""
         num_steps = self.num_steps_in_flight
         return sum(
             group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
@@ -50,7 +50,7 @@ class KVCacheDemand:
         )
 
     def longest_within(self, num_blocks: int) -> int:
-        """The longest sequence, in whole blocks up to `max_model_len`, that so many hold."""
+        """Tokens of the longest sequence, in whole blocks up to `max_model_len`, that fits."""
         lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
         if self.blocks_of(self.max_model_len) <= num_blocks:
             return self.max_model_len

@@ -35,7 +35,7 @@ take the processor from it. A request that arrives meanwhile waits for it.
 
 
 def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
-    """Memory for so many blocks, [num_blocks, bytes_per_block]. It is written once, so that it is
+    """Memory for blocks, uint8 [num_blocks, bytes_per_block]. It is written once, so that it is
     taken from the machine now and not while requests run.
     """
     memory = np.empty((num_blocks, bytes_per_block), np.uint8)

@@ -6,7 +6,7 @@ steps that they are about to run. A rank with an older generation drops its step
 wait until it has one of the newest. A newer generation is a greater number even if a clock was set
 back: workers report the last generation that they received, and a pool begins none below it.
 
-Every so many steps a digest of a step's input and output is exchanged too, some steps later, when
+At regular intervals a digest of a step's input and output is exchanged too, some steps later, when
 no device computes it any more. Sums over ranks are the same bits on each rank, and so must be
 everything computed from them. If digests differ, memory or a kernel is faulty, and no later token
 can be trusted.

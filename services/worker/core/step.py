@@ -34,7 +34,7 @@ class NewRequest:
     left out.
     """
     num_placeholders: int = 0
-    """The first so many tokens are placeholders for embeddings."""
+    """Tokens at the beginning that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None where the model generates."""
     adapter_digest: bytes = b""

@@ -77,7 +77,7 @@ class Traits:
     default_window: int | None = 4096
     """The window where `sliding_window` is absent; None: no layer has one then."""
     window_pattern: int = 1
-    """With the pattern, of so many layers the last one has no window."""
+    """Layers of one period of the pattern, of which the last has no window."""
     experts: ExpertLayout | None = None
     """None: MLPs are dense."""
     activation_key: str = "hidden_act"

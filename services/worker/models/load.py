@@ -35,8 +35,8 @@ def check_configuration(
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
-    """Raises ModelError for a wrong configuration, or one that so many tensor-parallel ranks or
-    pipeline stages cannot divide, before anything is loaded. The configuration of a model without
+    """Raises ModelError for a wrong configuration, or one that `num_ranks` of tensor parallelism or
+    `num_stages` cannot divide, before anything is loaded. The configuration of a model without
     native code is not checked.
     """
     name = read_architecture(directory)

@@ -135,7 +135,7 @@ class RecurrentProbe:
         self._states: dict[int, StateLayer] = {}
 
     def states(self, num_layers: int) -> tuple[StateLayer, ...]:
-        """What each of so many layers keeps. Raises Refused unless each was computed."""
+        """The states of each of `num_layers`. Raises Refused unless each was computed."""
         if sorted(self._states) != list(range(num_layers)):
             raise Refused("does not compute all of its recurrent layers")
         return tuple(self._states[index] for index in range(num_layers))
@@ -209,5 +209,5 @@ def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> Recur
 
 
 def _with_rows(x: torch.Tensor, missing: int) -> torch.Tensor:
-    """Sequences and so many more, of zeros."""
+    """Sequences, and `missing` further ones of zeros."""
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -269,7 +269,7 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first tensors of so many pairs in one, and the second, one pair read after the other."""
+    """The first tensors of `count` pairs in one tensor, and the second ones, read pair by pair."""
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

@@ -32,7 +32,7 @@ def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
 
 
 def mapped_memory(address: str, num_bytes: int) -> mmap.mmap | None:
-    """The memory at this address, of so many bytes, or None if this process cannot map it."""
+    """The memory of `num_bytes` at an address, or None if this process cannot map it."""
     path, token = address.split()
     with suppress(OSError, ValueError), Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), num_bytes + _TOKEN_BYTES)

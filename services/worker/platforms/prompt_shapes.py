@@ -19,7 +19,7 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of so many new requests, each of so many tokens after `num_computed` others."""
+    """A step of new requests, each with the same number of tokens after `num_computed` ones."""
 
     num_requests: int
     num_tokens: int

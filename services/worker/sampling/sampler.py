@@ -30,7 +30,7 @@ from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 
 _COPIED_BYTES = 2**23
-"""Rows of requests with edits are copied, and edited, so many bytes at a time."""
+"""Bytes of rows with edits that are copied, and edited, at a time."""
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
 _NO_ROWS.flags.writeable = False

@@ -51,7 +51,7 @@ class SpeculativeConfig:
     before, at least.
     """
     prompt_lookup_max: int = _DEFAULT_LOOKUP
-    """At most so many of them are looked for."""
+    """Most of the last tokens that are looked for together."""
     num_rows: int | None = None
     """How many rows tokens and drafts of decoding requests are to fill in a step; 0: any number;
     None: as many as the device computes in about the time of one.

@@ -27,7 +27,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """So many of so many drafts stood, of one or more."""
+        """Of one or more drafts, `num_accepted` were accepted."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:

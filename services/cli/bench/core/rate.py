@@ -27,7 +27,7 @@ class Piece:
         return (self.first + self.last) / 2 * self.seconds
 
     def seconds_until(self, num_arrivals: float) -> float:
-        """When so many have come, from its beginning: the inverse of the rate's integral."""
+        """The time of arrival `num_arrivals`, from the beginning: the inverse of the integral."""
         if self.first == math.inf:
             return 0.0
         if self.first == self.last:

@@ -53,7 +53,7 @@ class Vocabulary:
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 
     def text(self, draw: random.Random, num_tokens: int) -> str:
-        """Random words of so many tokens, at least one word."""
+        """Random words with `num_tokens` in all, at least one word."""
         num_words = max(1, round(num_tokens / self.tokens_per_word))
         return " ".join(draw.choices(self.words, k=num_words))
 

@@ -51,7 +51,7 @@ class ReaderTimes:
     urgent_seconds: float = 0.05
     """The same, while a node is to be loaded."""
     lease_seconds: float = 3.0
-    """Without contact for so long, leases may have expired."""
+    """Time without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
     """How long the answer to a read may take beyond the time that it waits at the server."""
     first_backoff_seconds: float = 0.05
@@ -149,7 +149,7 @@ class RedisReader:
     # The log.
 
     async def _read_log(self, wait_seconds: float) -> None:
-        """Applies the next entries; waits for one, at most so long."""
+        """Applies the next entries; waits up to `wait_seconds` for one."""
         millis = max(1, int(1000 * wait_seconds))
         answer = await self._tail.call(
             lambda client: client.xread(

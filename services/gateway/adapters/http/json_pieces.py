@@ -10,11 +10,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-# So many items of a list are encoded at once, and about so many bytes sent.
 _ITEMS = 32
+"""Items of a long list that are encoded at once."""
 _SHORT = 128
-"""Lists up to here are no long ones: those of the tokens that come at a time are not."""
+"""Items of the longest list that is encoded whole, such as that of the tokens of one chunk."""
 _BYTES = 16 * 1024
+"""About the size of a piece that is sent."""
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 _REQUESTS_A_TURN = 4
-"""So many start in one turn of the event loop; those that run have their turns between."""
+"""Requests that start in one turn of the event loop, so that running ones go on between."""
 
 
 class Starts:

@@ -24,7 +24,7 @@ RENEW_SECONDS = 1.0
 _LOST_SECONDS = 0.25
 _RENEW_CALL_SECONDS = 0.2
 _LEASE_MILLIS = 3000
-"""A gateway that renewed nothing for so long counts no more."""
+"""Time without a renewal after which a gateway is not counted any more."""
 SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000

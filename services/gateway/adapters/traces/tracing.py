@@ -53,8 +53,8 @@ def gateway_tracing(
 
 
 class AtMostPerMinute(Sampler):
-    """Samples what another sampler does, but no more than so many traces a minute; as many at once
-    after a quiet minute. 0: no limit.
+    """Samples what another sampler does, up to `limit` traces a minute: a bucket that holds one
+    minute's traces. 0: no limit.
     """
 
     def __init__(

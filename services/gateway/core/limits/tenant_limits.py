@@ -25,7 +25,7 @@ from services.gateway.core.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
 DEFAULT_OUTPUT_TOKENS = 4096
-"""So many tokens are reserved for an answer whose client names no length, at most."""
+"""Most tokens that are reserved for an answer whose client names no length."""
 _CONCURRENCY_RETRY_SECONDS = 1.0
 _SHORTEST_RETRY_SECONDS = 0.1
 

@@ -13,17 +13,17 @@ from services.gateway.core.routing.policy import RoutingParts
 from services.gateway.core.routing.sessions import SessionReplicas
 
 NEARLY_EQUAL = 1.05
-"""Among replicas that cost at most so much more than the cheapest, the choice is random."""
+"""Replicas whose cost is at most this many times the lowest are chosen from at random."""
 AFFINITY = 0.9
-"""The cost at the replica that served the session before counts so much."""
+"""Factor of the cost at the replica that served the session before."""
 MIN_TRUST = 0.5
 """Where less of what was predicted was really cached, predictions of the replica are not used."""
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
-"""Where so many requests share what is cached of the next one, and the replica has twice as many as
-the least loaded one, the prefix is hot: the least loaded one computes it, and has it cached from
-then on, too (Preble's rule). What fewer requests share, such as the turns of a conversation, stays
-where it is cached as long as that is cheapest.
+"""A prefix is hot if this many requests at a replica share it, and the replica has
+SPREAD_LOAD_RATIO times as many requests as the least loaded one: then that one computes it, and has
+it cached from then on, too (Preble's rule). A prefix that fewer requests share, such as that of a
+conversation, stays where it is cached as long as that is cheapest.
 """
 FEW_TOKENS = 8192
 """Added to the tokens that were computed at each replica lately, before they are compared: where
@@ -134,8 +134,8 @@ class CacheAware:
         most: int,
         now: float,
     ) -> list[_Offer]:
-        """The offers of the replicas with at most so many requests. One loop with local variables,
-        since it is what a decision among many replicas takes.
+        """The offers of the replicas with at most `most` requests. One loop with local variables,
+        since most of the time of a decision is spent here.
         """
         request = inflight.request
         max_output_tokens = request.sampling.max_tokens

@@ -29,7 +29,7 @@ class RoutingParts:
     clock: Clock
     directory: PrefixDirectory
     max_load_delta: int
-    """A replica with so many more requests than the least loaded one gets none."""
+    """A replica that has this many more requests than the least loaded one gets none."""
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:

@@ -115,7 +115,7 @@ class XformersPagedAttention:
             blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
-        """A step for so many decodes or fewer, rounded up; the same object each time."""
+        """A step for up to `num_decodes`, rounded up; the same object each time."""
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
             calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}

@@ -39,7 +39,7 @@ class SubChunks:
 
 
 def cut(num_queries: Int32Array, seq_lens: Int32Array, size: int = MOST_QUERIES) -> SubChunks:
-    """Cuts chunks of so many queries each, which end at `seq_lens` keys.
+    """Cuts chunks of `num_queries`, which end at `seq_lens` keys, into parts of `size` queries.
 
     The number of lanes is rounded up to a power of two, so that few kernels are compiled.
     """

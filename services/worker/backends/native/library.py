@@ -21,7 +21,7 @@ EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
 """The numbers of WeightFormat in cpp/quantized.h: for a weight that is not quantized, for one whose
-inputs are too, and for others with codes of a data type and so many bits.
+inputs are too, and for others by the data type and bits of their codes.
 """
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""
@@ -221,7 +221,7 @@ class LoraDelta(ctypes.Structure):
 
 
 class NativeLogitRows(ctypes.Structure):
-    """Some rows of a matrix of logits in float32: `rows` are the indexes of so many."""
+    """Some rows of a matrix of logits in float32: those at the `count` indexes in `rows`."""
 
     _fields_ = _fields(
         {"logits": _ADDRESS, "stride size": _COUNT, "rows": _ADDRESS, "count": _COUNT}

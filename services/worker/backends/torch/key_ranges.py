@@ -81,8 +81,8 @@ class FixedRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether decodes over so many keys may be one call, over the longer number of keys: not if
-        the ranges end in blocks of different lengths.
+        """Whether decodes over `shorter` and over `longer` keys may be one call, over the longer
+        number: not if the ranges end in blocks of different lengths.
         """
         if shorter == longer:
             return True

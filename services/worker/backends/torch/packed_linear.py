@@ -19,7 +19,7 @@ from services.worker.backends.lora import Delta
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
-"""(rows, multiple): up to so many rows, the number is a multiple of this."""
+"""(rows, multiple): up to these rows, their number is rounded up to the multiple."""
 _FEWEST_ALIKE = 4
 """With fewer rows the libraries sum in another order."""
 

@@ -30,7 +30,7 @@ class Traces(Answer):
 
 
 class SpanEvent(Answer):
-    """Something that happened in a span, so many seconds after the trace began."""
+    """An event of a span; `at` is in seconds after the trace began."""
 
     name: str
     at: float
