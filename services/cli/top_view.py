@@ -17,7 +17,7 @@ _TWO_COLUMNS = 96
 _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 _LEAST_ROWS = 3
-"""Rows of requests that each replica has, whatever the height."""
+"""Fewest rows of requests that each replica has, at any height."""
 
 
 @dataclass(frozen=True, slots=True)

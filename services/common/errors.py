@@ -1,14 +1,14 @@
 """The errors of all services, in kinds that have one gRPC status each.
 
     StepwellError
-    ├── InvalidArgument      the request is wrong whatever the state; names the field
+    ├── InvalidArgument      the request is wrong in any state; names the field
     │   └── OutOfRange       it is well formed but longer than what is served
     ├── NotFound             no such model, pool or request
     ├── Unauthenticated      no key, or a wrong one
     ├── PermissionDenied     the caller is known, and may not do this
     ├── PayloadTooLarge      the body is larger than what is read
     ├── ResourceExhausted    refused before queueing, or evicted from the queue; says when to retry
-    │   └── QuotaExceeded    over a limit of the tenant's own, whatever the load is
+    │   └── QuotaExceeded    over a limit of the tenant's own, under any load
     ├── FailedPrecondition   the state does not allow it: fenced, out of sequence, in use
     ├── Aborted              taken over or cancelled after it was accepted
     ├── Unavailable          a part is away or draining; says when to try again
@@ -48,7 +48,7 @@ class StepwellError(Exception):
 
 
 class InvalidArgument(StepwellError):
-    """The request is wrong whatever the state of the system; `field` names what is at fault."""
+    """The request is wrong in any state of the system; `field` names what is at fault."""
 
     reason = "INVALID_ARGUMENT"
 

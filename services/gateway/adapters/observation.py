@@ -73,7 +73,7 @@ class Observation:
             self._metrics.ended(piece.finish_reason.value)
 
     def completed(self) -> None:
-        """Counts a request that is over, for whatever reason.
+        """Counts a request that has ended.
 
         One that was refused has no tokens, no end and no latency to count, and one whose client
         went away while it was queued only an end. The answer of a replay was counted when it was

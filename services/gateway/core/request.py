@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request at the edge, whatever protocol it came by: `n` answers to each prompt."""
+    """One request at the edge, of HTTP or gRPC: `n` answers to each prompt."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -51,7 +51,7 @@ class ClientRequest:
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
-    """Whether the whole prompt is computed, whatever is cached of it."""
+    """Whether the whole prompt is computed, even if part of it is cached."""
     default_max_tokens: int | None = None
     """Used where `sampling.max_tokens` is None; None: as many as fit."""
     prompt_only: bool = False
@@ -111,7 +111,7 @@ class EngineRequest:
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None if an answer is generated."""
     skip_reading_prefix_cache: bool = False
-    """Whether its whole prompt is computed, whatever is cached of it."""
+    """Whether its whole prompt is computed, even if part of it is cached."""
     session: "ClientSession | None" = None
     """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
     alone.

@@ -15,7 +15,7 @@ class SamplingDefaults:
     max_tokens: int | None = None
     """Length of answers whose client, and whose API, names none; None: as many tokens as fit."""
     most_tokens: int | None = None
-    """No answer gets longer, whatever its client asks; None: no bound."""
+    """Most tokens of an answer, also if its client asks for more; None: no bound."""
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
         """The request with the defaults and bounds of its length."""

@@ -30,7 +30,7 @@ LEASE_GRACE_SECONDS = 2.0
 before the pool is free for others.
 """
 MAX_CELLS = 65_536
-"""Of a map of blocks, whatever is asked for."""
+"""Most cells of a map of blocks, also if more are asked for."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]

@@ -1,4 +1,4 @@
-"""Takes in the requests of all sessions, whatever contract they came through."""
+"""Takes in the requests of all sessions, of every contract."""
 
 import asyncio
 import time

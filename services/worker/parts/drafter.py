@@ -47,8 +47,8 @@ def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Suffix trees in the compiled library, on whatever device the model is computed. Raises
-    NoSpeculation.
+    """Suffix trees in the compiled library, on the CPU also for a model on CUDA. Raises
+    NoSpeculation where the library cannot be compiled.
     """
     try:
         library = load_compiled(default_cache_directory(), setup.checkpoint_reached)

@@ -325,8 +325,8 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. A request that it did not run, for whatever reason, counts no more, and
-    its state does not refer to its connection any more, which refers to the state.
+    """Runs the application. Afterwards a request that it did not take is not counted any more, and
+    its state no longer refers to the connection, which refers to the state.
     """
     try:
         await app(scope, receive, send)

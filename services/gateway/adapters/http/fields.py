@@ -109,7 +109,7 @@ class Only:
 
 
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
-"""A field that is accepted whatever it holds: nothing of it reaches the model, anywhere."""
+"""A field whose value is accepted and not read, since it does not concern the model."""
 
 
 class TextPart(Body):

@@ -36,7 +36,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchema(Body):
-    """A schema, with what else OpenAI's clients send; answers are held to it whatever `strict`."""
+    """A JSON schema and its name. Answers conform to it also where `strict` is false."""
 
     name: str
     description: str | None = None
