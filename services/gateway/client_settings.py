@@ -1,0 +1,176 @@
+"""Settings of the gateway that concern its clients: their keys, and the bounds of what they may
+send, hold and wait for.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.common.service_settings import ServiceSettings
+from services.common.settings import at_least, setting
+from services.gateway.core.client_sessions import SessionLimits
+from services.gateway.core.idempotency.keyed_requests import KeyLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings(ServiceSettings):
+    """The part of GatewaySettings that concerns clients."""
+
+    api_keys: tuple[str, ...] = setting(
+        (),
+        doc="keys that clients must show one of, comma-separated, each of a tenant of its own; "
+        "without any, and without the next two settings, no key is asked for",
+    )
+    api_key_file: Path | None = setting(
+        None, doc="file with keys and limits of tenants, which `stepwell keys` writes"
+    )
+    api_keys_in_redis: bool = setting(
+        False, doc="keys and limits of tenants are in the Redis of --redis-url"
+    )
+    api_key_cache_seconds: float = setting(
+        3600.0,
+        doc="how long keys that were used go on working while Redis cannot be asked for them; new "
+        "ones get 503",
+        check=at_least(0),
+    )
+    share_cache_between_tenants: bool = setting(
+        False,
+        doc="let tenants find one another's prompts in the prefix cache; the time of an answer "
+        "then tells what other tenants have asked",
+    )
+    max_concurrent_requests: int = setting(
+        1024, doc="client requests served at once; further ones get 503", check=at_least(1)
+    )
+    max_client_sessions: int = setting(
+        256,
+        doc="sessions of clients that may be open; further ones get 503",
+        check=at_least(0),
+    )
+    max_client_sessions_per_tenant: int = setting(
+        32, doc="sessions that one tenant may have open; further ones get 429", check=at_least(0)
+    )
+    client_session_idle_seconds: float = setting(
+        60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
+    )
+    max_num_waiting_per_tenant: int = setting(
+        256,
+        doc="sequences of one tenant that may wait here for a place at the replicas; further "
+        "requests get 429. Several tenants share half of max_concurrent_requests",
+        check=at_least(1),
+    )
+    max_queue_seconds_per_tenant: float = setting(
+        60.0,
+        doc="time that a request of a tenant may wait here; one that would wait longer gets 429; "
+        "0: no limit",
+        check=at_least(0),
+    )
+    max_choices_per_request: int = setting(
+        256, doc="prompts times n of one request", check=at_least(1)
+    )
+    max_items_per_request: int = setting(
+        131_072,
+        doc="values of one request, such as token ids, and tokens in an answer of /tokenize; all "
+        "of them are read at once, at some 100 ns each. An answer that is not streamed may hold "
+        "32 log-probabilities for each",
+        check=at_least(1024),
+    )
+    max_body_bytes: int = setting(
+        4 * 2**20,
+        doc="longest HTTP body that is read; messages over gRPC may be half as long. Bodies above "
+        "64 KiB that are held at once may take eight times as much; further ones wait",
+        check=at_least(1024),
+    )
+    max_connections: int = setting(
+        4096,
+        doc="open HTTP connections, and as many of gRPC; idle ones make room for new ones",
+        check=at_least(1),
+    )
+    receive_timeout_seconds: float = setting(
+        10.0,
+        doc="how long a client may take to send the headers of an HTTP request or a message over "
+        "gRPC, or to begin a gRPC connection; a body may take three times as long",
+        check=at_least(0.01),
+    )
+    http_keep_alive_seconds: float = setting(
+        65.0, doc="how long an HTTP connection stays open without a request", check=at_least(0.01)
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        doc="names in Host that are answered to, or *; empty: localhost where http_address is a "
+        "loopback address, else any. Addresses always are",
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        doc="origins of web pages that may read answers, such as https://chat.example, or *; "
+        "empty: none (CORS)",
+    )
+    stream_interval: int = setting(
+        1,
+        doc="tokens of an answer that are sent together in a stream, after the first; fewer at its "
+        "end, and one where stop strings are sought",
+        check=at_least(1),
+    )
+    reader_timeout_seconds: float = setting(
+        30.0,
+        doc="time after which a connection or stream is ended whose client reads nothing of it",
+        check=at_least(0.1),
+    )
+    idempotency_linger_seconds: float = setting(
+        30.0,
+        doc="how long the answer of a request with an idempotency key goes on while no client "
+        "reads it; it stops then, and goes on when the client comes back",
+        check=at_least(0),
+    )
+    idempotency_max_detached: int = setting(
+        64,
+        doc="answers that go on so at once; for a further one the first is stopped",
+        check=at_least(0),
+    )
+    idempotency_retention_seconds: float = setting(
+        600.0,
+        doc="how long such an answer is remembered after it ended or stopped, here and in Redis",
+        check=at_least(1),
+    )
+    idempotency_max_bytes: int = setting(
+        64 * 2**20,
+        doc="bytes of such answers, 4 for each token and 8 for each log-probability, and an answer "
+        "for each 16 KiB; those unused for longest are forgotten",
+        check=at_least(2**14),
+    )
+
+    @property
+    def key_limits(self) -> KeyLimits:
+        return KeyLimits(
+            self.idempotency_linger_seconds,
+            self.idempotency_max_detached,
+            self.idempotency_retention_seconds,
+            self.idempotency_max_bytes // 2**14,
+            self.idempotency_max_bytes,
+        )
+
+    @property
+    def session_limits(self) -> SessionLimits:
+        return SessionLimits(
+            self.max_client_sessions,
+            self.max_client_sessions_per_tenant,
+            self.client_session_idle_seconds,
+        )
+
+    @property
+    def max_logprobs_per_request(self) -> int:
+        """Log-probabilities of an answer that is not streamed, which take 8 bytes each."""
+        return 32 * self.max_items_per_request
+
+    @property
+    def max_buffered_body_bytes(self) -> int:
+        """Bytes of the HTTP bodies above 64 KiB that are held at once."""
+        return 8 * self.max_body_bytes
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The longest message of a gRPC client: numbers take fewer bytes than in JSON."""
+        return self.max_body_bytes // 2
+
+    @property
+    def body_timeout_seconds(self) -> float:
+        """How long the body of an HTTP request may take to arrive."""
+        return 3 * self.receive_timeout_seconds
