@@ -15,6 +15,7 @@ from google.rpc import code_pb2, status_pb2
 from services.common.local_stream import TOO_LARGE, FrameKind, LocalStream, opened
 from services.common.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
 from services.common.status import DETAILS_KEY
+from services.common.unix_socket import remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +50,12 @@ class LocalServer:
         self._path = Path()
 
     def start(self, path: str) -> None:
-        """Listens at `path`, in place of a socket that is there. Raises OSError."""
+        """Listens at `path`, in place of the socket of a process that has ended. Raises OSError."""
         self._path = Path(path)
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.setblocking(False)
-            if self._path.is_socket():
-                self._path.unlink(missing_ok=True)
+            remove_abandoned(self._path)
             listener.bind(path)
             listener.listen(_BACKLOG)
         except OSError:

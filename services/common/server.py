@@ -19,6 +19,7 @@ from services.common.channel import KEEPALIVE_OPTIONS
 from services.common.local_server import LocalServer
 from services.common.local_stream import streams_path
 from services.common.message_limits import MAX_MESSAGE_BYTES
+from services.common.unix_socket import remove_abandoned
 
 if TYPE_CHECKING:
     from services.common.tls import Tls
@@ -177,7 +178,14 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
-    """Returns the port. Raises Unavailable."""
+    """Returns the port. Raises Unavailable, also where another process listens at a Unix socket,
+    which grpc would remove.
+    """
+    if is_unix_address(address):
+        path = Path(unix_path(address))
+        remove_abandoned(path)
+        if path.is_socket():
+            raise errors.Unavailable(f"cannot listen on {address}: another process does")
     try:
         if tls is None or is_unix_address(address):
             return server.add_insecure_port(address)
@@ -196,7 +204,7 @@ def _listen(local: LocalServer, path: str) -> None:
 
 def _why_not(address: str) -> str:
     """The likely reason why an address cannot be bound."""
-    if is_unix_address(address) and not Path(address.removeprefix("unix:")).parent.is_dir():
+    if is_unix_address(address) and not Path(unix_path(address)).parent.is_dir():
         return "there is no such directory"
     return "it is taken, or no address of this machine"
 

@@ -1,6 +1,7 @@
 """A server as every service runs it: health, reflection, drain."""
 
 import asyncio
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from services.common.channel import MAX_MESSAGE_BYTES, open_channel
 from services.common.errors import ResourceExhausted, Unavailable
 from services.common.exposition import Exposition
+from services.common.local_stream import streams_path
 from services.common.metrics import serving_metrics
 from services.common.server import LIVENESS, READINESS, GrpcServer
 from services.common.status import from_rpc_error
@@ -186,6 +188,51 @@ async def test_a_socket_in_the_file_system_is_served_too() -> None:
             )
         assert answer.pools[0].pool_id == "echo"
         await server.drain(0)
+
+
+def sockets_in(directory: Path) -> tuple[Path, Path]:
+    """Those of a server at the path "s"."""
+    return directory / "s", Path(streams_path(f"{directory}/s"))
+
+
+async def test_a_socket_that_a_process_listens_at_is_taken(tmp_path: Path) -> None:
+    address, paths = f"unix:{tmp_path}/s", sockets_in(tmp_path)
+    first, second = (GrpcServer(has_local_streams=True) for _ in range(2))
+    await first.start(address)
+    with pytest.raises(Unavailable, match=f"cannot listen on {address}: another process does"):
+        await second.start(address)
+    await second.drain(0)
+    assert all(path.is_socket() for path in paths)
+    await first.drain(0)
+
+
+async def test_a_server_that_drains_leaves_the_sockets_of_the_next_one(tmp_path: Path) -> None:
+    echo, address, paths = Echo(), f"unix:{tmp_path}/s", sockets_in(tmp_path)
+    first, second = make_server(echo), GrpcServer(has_local_streams=True)
+    async with open_channel(await first.start(address)) as channel:
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        running = asyncio.ensure_future(stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest()))
+        await asyncio.wait_for(echo.begun.wait(), SECONDS)
+        draining = asyncio.create_task(first.drain(SECONDS))
+        for _ in range(1000):
+            if not paths[0].exists():
+                break
+            await asyncio.sleep(0.01)
+        await second.start(address)
+        echo.going.set()
+        await running
+        await draining
+    assert all(path.is_socket() for path in paths)
+    await second.drain(0)
+
+
+async def test_the_socket_of_a_process_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    for path in sockets_in(tmp_path):
+        with socket.socket(socket.AF_UNIX) as abandoned:
+            abandoned.bind(str(path))
+    server = GrpcServer(has_local_streams=True)
+    assert await server.start(f"unix:{tmp_path}/s") == f"unix:{tmp_path}/s"
+    await server.drain(0)
 
 
 async def test_a_socket_in_a_directory_that_is_not_there_is_an_error_that_says_so(

@@ -1,11 +1,10 @@
 """A Unix socket that only the user of this process can connect to."""
 
-import errno
 import socket
-from contextlib import suppress
 from pathlib import Path
 
 from services.common.errors import Unavailable
+from services.common.unix_socket import remove_abandoned
 
 UNIX = "unix:"
 _OWNER_ONLY = 0o600
@@ -19,7 +18,7 @@ def bind_unix_socket(address: str) -> socket.socket:
     path = Path(address.removeprefix(UNIX))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        _remove_abandoned(path)
+        remove_abandoned(path)
         listener.bind(str(path))
         path.chmod(_OWNER_ONLY)  # before it listens, so that no other user ever connects
         listener.listen(_BACKLOG)
@@ -28,16 +27,3 @@ def bind_unix_socket(address: str) -> socket.socket:
         raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
     listener.setblocking(False)
     return listener
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Removes the socket of a process that has ended."""
-    if not path.is_socket():
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError as error:
-            if error.errno == errno.ECONNREFUSED:
-                with suppress(FileNotFoundError):
-                    path.unlink()
