@@ -1,6 +1,8 @@
 """The files of an adapter in PEFT's format, and the digest that they are known by."""
 
+import errno
 import hashlib
+import stat
 from pathlib import Path
 
 CONFIG_FILE = "adapter_config.json"
@@ -10,12 +12,16 @@ _CHUNK_BYTES = 2**20
 
 def adapter_digest(directory: Path) -> bytes:
     """SHA-256 over the name, size and contents of the adapter's files, 32 bytes: equal where they
-    lie elsewhere, another one when they change. Raises OSError if one cannot be read.
+    lie elsewhere, another one when they change. Raises OSError if one is no file, or cannot be
+    read.
     """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = directory / name
-        digest.update(f"{name} {path.stat().st_size}\n".encode())
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a named pipe waits for another process
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        digest.update(f"{name} {status.st_size}\n".encode())
         with path.open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)

@@ -166,6 +166,8 @@ async def list_models(stub: gateway_pb2_grpc.InferenceStub) -> gateway_pb2.ListM
         ({"lora_name": "new", "lora_path": "linked"}, 403, "lora_path"),
         ({"lora_name": "new", "lora_path": "nothing"}, 404, "lora_path"),
         ({"lora_name": "new", "lora_path": "broken"}, 400, "lora_path"),
+        ({"lora_name": "new", "lora_path": "circle"}, 400, "lora_path"),
+        ({"lora_name": "new", "lora_path": "la\0te"}, 400, "lora_path"),
         ({"lora_name": "tiny", "lora_path": LATE}, 400, "lora_name"),
         ({"lora_name": "everywhere", "lora_path": LATE}, 400, "lora_name"),
         ({"lora_name": "", "lora_path": LATE}, 400, "lora_name"),
@@ -180,6 +182,8 @@ async def test_what_cannot_be_loaded_is_refused_by_name(
         shutil.copytree(adapted.directory / LATE, broken)
         (broken / "adapter_config.json").write_text('{"peft_type": "IA3"}')
         linked.symlink_to(adapted.directory.parent)
+        circle = adapted.directory / "circle"
+        circle.symlink_to(circle)
     refused = await admin.post("/v1/load_lora_adapter", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
 

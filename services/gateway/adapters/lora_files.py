@@ -5,7 +5,7 @@ from pathlib import Path
 
 from services.common.adapter import Adapter
 from services.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
-from services.common.errors import NotFound, PermissionDenied
+from services.common.errors import InvalidArgument, NotFound, PermissionDenied
 from services.common.settings import SettingError
 from services.gateway.core.lora_modules import LoraModules
 
@@ -26,12 +26,18 @@ def read_adapter(name: str, directory: Path) -> Adapter:
 
 def within(allowed: Path, path: str) -> Path:
     """The directory of an adapter, which a relative path names within the allowed one. Raises
-    PermissionDenied where it or one of its files lies elsewhere, also behind links.
+    PermissionDenied where it or one of its files lies elsewhere, also behind links, and
+    InvalidArgument for what names nothing: a null character, a link to itself.
     """
     root = allowed.resolve()
-    directory = (root / path).resolve()
-    for one in (directory, directory / CONFIG_FILE, directory / WEIGHTS_FILE):
-        if not one.resolve().is_relative_to(root):
+    try:
+        directory = (root / path).resolve()
+        places = [one.resolve() for one in (directory / CONFIG_FILE, directory / WEIGHTS_FILE)]
+    except (OSError, RuntimeError, ValueError) as error:
+        problem = f"lora_path: {path[:200]!r} is no path of a directory: {error}"
+        raise InvalidArgument(problem[:600], field="lora_path") from error
+    for place in (directory, *places):
+        if not place.is_relative_to(root):
             raise PermissionDenied(
                 f"lora_path: {path[:200]!r} is outside of --lora-dir", field="lora_path"
             )

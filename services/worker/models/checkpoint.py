@@ -98,10 +98,7 @@ class Checkpoint:
                     f"tensor {name} has shape {list(tensor.shape)}, "
                     f"but config.json describes {list(shape)}",
                 )
-            if tensor.dtype not in _READABLE and tensor.dtype not in others.get(name, ()):
-                raise ModelTensorError(
-                    tensor.file, f"tensor {name} has data type {tensor.dtype}, which is not read"
-                )
+            check_dtype(tensor, others.get(name, ()))
 
     @contextmanager
     def open(self) -> Iterator["TensorReader"]:
@@ -118,6 +115,16 @@ class Checkpoint:
                 except (OSError, SafetensorError) as error:
                     raise ModelFileError(file, f"the file cannot be read: {error}") from error
             yield TensorReader(self, handles)
+
+
+def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
+    """Raises ModelTensorError for a data type that is neither of unquantized weights nor one of
+    `others`.
+    """
+    if tensor.dtype not in _READABLE and tensor.dtype not in others:
+        raise ModelTensorError(
+            tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
+        )
 
 
 class TensorReader:

@@ -15,7 +15,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise ModelFileError(path, "the file is missing") from None
     except OSError as error:
         raise ModelFileError(path, f"the file cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFileError(path, f"the file is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFileError(path, f"the file must hold a JSON object, not {type(value).__name__}")

@@ -14,7 +14,13 @@ import torch
 from services.common.adapter_files import WEIGHTS_FILE
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.lora import LoraFactors, LoraLayer, LoraShape, PackedLora
-from services.worker.models.checkpoint import WHOLE, Checkpoint, TensorReader, read_header
+from services.worker.models.checkpoint import (
+    WHOLE,
+    Checkpoint,
+    TensorReader,
+    check_dtype,
+    read_header,
+)
 from services.worker.models.config import ModelConfig
 from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
 from services.worker.models.peft_config import PeftConfig, read_peft_config
@@ -139,8 +145,8 @@ class LoraReader:
                         config.path, f"the rank of {module} is {rank}; max_lora_rank is {max_rank}"
                     )
                 rows, columns = self._targets(index)[within].shape
-                _check_shape(checkpoint, file, f"{_PREFIX}{module}.lora_A.weight", (rank, columns))
-                _check_shape(checkpoint, file, f"{_PREFIX}{module}.lora_B.weight", (rows, rank))
+                _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_A.weight", (rank, columns))
+                _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_B.weight", (rows, rank))
         return modules
 
     def _layer(
@@ -158,7 +164,7 @@ class LoraReader:
         return LoraLayer(**{part: tuple(factors) for part, factors in parts.items()})
 
 
-def _check_shape(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[int, int]) -> None:
+def _check_tensor(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[int, int]) -> None:
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
         raise ModelTensorError(file, f"tensor {name} is missing")
@@ -166,6 +172,7 @@ def _check_shape(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[int
         raise ModelTensorError(
             file, f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}"
         )
+    check_dtype(tensor)
 
 
 def _length(part: slice) -> int:

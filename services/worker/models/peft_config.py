@@ -88,21 +88,13 @@ def read_peft_config(directory: Path) -> PeftConfig:
     return PeftConfig(
         path,
         r=reader.integer("r"),
-        lora_alpha=_number(path, "lora_alpha", values.get("lora_alpha")),
+        lora_alpha=reader.positive_float("lora_alpha"),
         use_rslora=bool(values.get("use_rslora")),
-        rank_pattern={key: int(value) for key, value in _numbers(path, values, "rank_pattern")},
-        alpha_pattern=dict(_numbers(path, values, "alpha_pattern")),
+        rank_pattern={key: int(value) for key, value in _numbers(reader, "rank_pattern").items()},
+        alpha_pattern=_numbers(reader, "alpha_pattern"),
     )
 
 
-def _numbers(path: Path, values: dict[str, Any], name: str) -> list[tuple[str, float]]:
-    patterns = values.get(name) or {}
-    if not isinstance(patterns, dict):
-        raise ModelConfigError(path, f"{name} must be an object, not {patterns!r}")
-    return [(key, _number(path, f"{name}.{key}", value)) for key, value in patterns.items()]
-
-
-def _number(path: Path, name: str, value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise ModelConfigError(path, f"{name} must be a number above 0, not {value!r}")
-    return float(value)
+def _numbers(reader: JsonReader, name: str) -> dict[str, float]:
+    patterns = reader.nested(name)
+    return {key: patterns.positive_float(key) for key in reader.raw(name) or ()}

@@ -1,6 +1,7 @@
 """Adapters that a worker reads and holds, and what it refuses of them."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,15 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
         ({"use_qalora": True}, "use_qalora: "),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
         ({"r": 0}, "r must be"),
-        ({"lora_alpha": "much"}, "lora_alpha must be a number above 0"),
+        ({"lora_alpha": "much"}, "lora_alpha must be a positive number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a positive number, not nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a positive number"),
+        (
+            {"rank_pattern": {"q_proj": float("inf")}},
+            "rank_pattern.q_proj must be a positive number",
+        ),
+        ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern.q_proj must be a positive number"),
+        ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         ({"rank_pattern": {"q_proj": 32}}, "is 32; max_lora_rank is 20"),
         ({"rank_pattern": {"q_proj": 5}}, "lora_A.weight has shape [4, 48], not [5, 48]"),
         ({"rank_pattern": {"(": 5}}, "the pattern '(' is no regular expression"),
@@ -113,6 +122,31 @@ def test_a_missing_half_is_found(model: Path, tmp_path: Path, read: Any) -> None
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"up_proj.lora_B.weight is missing$"):
         read(directory)
+
+
+def test_tensors_that_are_no_weights_are_refused(model: Path, tmp_path: Path, read: Any) -> None:
+    directory = changed(model, tmp_path / "adapter")
+    file = directory / "adapter_model.safetensors"
+    save_file({name: tensor.to(torch.bool) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ModelError, match="has data type BOOL, which is not read"):
+        read(directory)
+
+
+def test_a_configuration_that_is_nested_too_deeply_is_no_json(
+    model: Path, tmp_path: Path, read: Any
+) -> None:
+    directory = changed(model, tmp_path / "adapter")
+    (directory / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="the file is not valid JSON"):
+        read(directory)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(model: Path, tmp_path: Path) -> None:
+    directory = changed(model, tmp_path / "adapter")
+    (directory / "adapter_model.safetensors").unlink()
+    os.mkfifo(directory / "adapter_model.safetensors")
+    with pytest.raises(OSError, match="no regular file"):
+        adapter_digest(directory)
 
 
 def test_as_many_are_held_as_there_are_places(model: Path, read: Any) -> None:
