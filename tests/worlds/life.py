@@ -297,7 +297,7 @@ class Life:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
         # Hashes of blocks that were not loaded are forgotten with the next transaction.
-        is_evicted = not self.scheduler._kv_cache_manager._evictions
+        is_evicted = not self.scheduler._kv_cache_manager.pending.evictions
         if is_settled and is_evicted and not self._leaves_stale_hashes:
             self._contents.check(self.pool.core, self.workers.model.cache)
 

@@ -58,7 +58,7 @@ class DeferredFrees:
     def give_back(self, step: int) -> None:
         """Gives back, with the next transaction, what waited for the output of this step."""
         while self._waiting and self._waiting[0].fence <= step:
-            self._kv_cache_manager.give_back_in_order(self._waiting.popleft().operation)
+            self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 
     def forget(self) -> None:
         """Starts over: the pool is empty."""

@@ -12,14 +12,11 @@ from services.common.pool_operations import (
     BeginStep,
     BlockCopy,
     Commit,
-    EvictBlocks,
     Grow,
     Lookup,
     Operation,
     Outcome,
-    Release,
     ReleaseCopies,
-    RemoveSkippedBlocks,
     ResetPrefixCache,
     Stop,
 )
@@ -28,6 +25,7 @@ from services.scheduler.core.computed_tokens import (
     with_num_computed_tokens,
 )
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.pending_operations import PendingOperations
 from services.scheduler.core.planned_steps import PlannedSteps
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
@@ -46,14 +44,8 @@ class KVCacheManager:
         self.num_free_blocks = config.num_blocks - 1
         self._config = config
         self._pool = pool
-        self._commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
-        """Tokens that are stored and further hashes of requests, for the next transaction."""
-        self._releases: list[RequestKey] = []
-        """Requests whose blocks the next transaction gives back."""
-        self._early_releases: list[Operation] = []
-        """Operations that give blocks back before those of `_releases` do."""
-        self._evictions: list[BlockId] = []
-        """Blocks whose hash the next transaction removes."""
+        self.pending = PendingOperations()
+        """Operations that the next transaction begins with."""
         self.block_ids_to_zero: list[BlockId] = []
         """Blocks that were allocated since the last step, and must be cleared before their use."""
         self.copies: list[BlockCopy] = []
@@ -67,16 +59,6 @@ class KVCacheManager:
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
         self._with_divergent_hits = config.hits_may_diverge
-
-    @property
-    def has_operations(self) -> bool:
-        """Whether operations are kept for the next transaction."""
-        return bool(self._commits or self._releases or self._evictions or self._early_releases)
-
-    @property
-    def has_commits(self) -> bool:
-        """Whether the next transaction publishes blocks."""
-        return bool(self._commits)
 
     def num_slots(self, num_tokens: int) -> int:
         """Slots that a running request needs for its first `num_tokens` to be computed."""
@@ -123,8 +105,8 @@ class KVCacheManager:
             operations += self._look_up(builder, looked_up)
         if self._step_begins:
             operations = self._in_step(operations)
-        if self.has_operations:
-            operations = self._pop_pending() + operations
+        if self.pending:
+            operations = self.pending.take() + operations
         if not operations:
             return None
         outcome = self._keep(await self._pool.transact(operations, traceparent))
@@ -143,7 +125,7 @@ class KVCacheManager:
         self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
     ) -> None:
         """Looks up how much of each request's tokens is cached."""
-        operations = [*self._pop_pending(), *self._in_step(self._look_up(builder, looked_up))]
+        operations = [*self.pending.take(), *self._in_step(self._look_up(builder, looked_up))]
         outcome = await self._transact(operations, traceparent)
         self._note_hits(builder, looked_up, outcome)
 
@@ -155,7 +137,7 @@ class KVCacheManager:
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first that does not fit."""
         operations: list[Operation] = [Admit(admissions)] if admissions else []
-        operations = [*self._pop_pending(), *self._in_step(operations)]
+        operations = [*self.pending.take(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
 
     def take_copies(self) -> list[BlockCopy]:
@@ -168,12 +150,12 @@ class KVCacheManager:
         await self._transact([ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
-        """Sends the operations that are kept for the next transaction."""
-        await self._transact(self._pop_pending(), "")
+        """Sends the pending operations now."""
+        await self._transact(self.pending.take(), "")
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
-        outcome = await self._transact([*self._pop_pending(), ResetPrefixCache()], "")
+        outcome = await self._transact([*self.pending.take(), ResetPrefixCache()], "")
         return outcome.reset_done
 
     def take_block_ids_to_zero(self) -> list[BlockId]:
@@ -196,8 +178,7 @@ class KVCacheManager:
     def _publish(self, request: Request, end: int) -> None:
         num_full = end // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
-            _, earlier = self._commits.get(request.key, (0, []))
-            self._commits[request.key] = end, earlier + self._unsent_hashes(request, num_full)
+            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
             request.num_committed_blocks = num_full
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
@@ -211,63 +192,21 @@ class KVCacheManager:
             end = min(end, request.num_tokens - 1)
         if self._config.enable_prefix_caching:
             num_full = end // self._hash_block_size
-            unsent = self._unsent_hashes(request, num_full)
-            self._commits[request.key] = end, unsent
+            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
             request.num_committed_blocks = num_full
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
-        """Gives back the blocks of a request with the next transaction."""
+        """Gives back the blocks of a request, if it has any, with the next transaction."""
         if request.known_to_pool:
-            self.release_key(request.key)
-
-    def release_key(self, key: RequestKey) -> None:
-        """Gives back the blocks of a request that ended before."""
-        self._releases.append(key)
-
-    def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
-        """Gives back the blocks that no query from `num_computed_tokens` on sees, with the next
-        transaction, in the order of these calls and of releases.
-        """
-        self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
-
-    def give_back_in_order(self, operation: Operation) -> None:
-        """Gives blocks back with the next transaction, after those that were released so far."""
-        if self._releases:
-            self._early_releases.append(Release(tuple(self._releases)))
-            self._releases = []
-        self._early_releases.append(operation)
-
-    def evict_blocks(self, blocks: Sequence[BlockId]) -> None:
-        """Removes the hashes of blocks with the next transaction."""
-        self._evictions += blocks
+            self.pending.release(request.key)
 
     def forget(self) -> None:
-        """Starts over with an empty pool: no request holds blocks, no operation is kept."""
-        self._commits, self._releases, self._evictions = {}, [], []
-        self._early_releases = []
+        """Starts over with an empty pool: no request holds blocks, no operation is pending."""
+        self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
-
-    def _pop_pending(self) -> list[Operation]:
-        """Removes and returns the operations that are kept. They count as done from here on: they
-        always fit. Blocks are published before others are given back, so that a request that ends
-        leaves its last full block findable.
-        """
-        operations: list[Operation] = []
-        if self._commits:
-            num_tokens, new_hashes = zip(*self._commits.values(), strict=True)
-            operations.append(Commit(list(self._commits), num_tokens, new_hashes))
-        if self._evictions:
-            operations.append(EvictBlocks(tuple(self._evictions)))
-        if self._early_releases:
-            operations += self._early_releases
-            self._early_releases = []
-        if self._releases:
-            operations.append(Release(tuple(self._releases)))
-        self._commits, self._releases, self._evictions = {}, [], []
-        return operations
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
         """Operations of the step that is planned; the first ones tell the pool that it begins."""

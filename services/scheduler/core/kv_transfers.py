@@ -276,7 +276,7 @@ class KVTransfers:
                 self._first_invalid[request] = request.num_computed_tokens // group.block_size
             return failed_running
         if stale:
-            self._kv_cache_manager.evict_blocks(stale)
+            self._kv_cache_manager.pending.evict(stale)
         return failed | failed_loads | failed_running
 
     def finished(self, results: KVTransferResults) -> None:
@@ -317,7 +317,7 @@ class KVTransfers:
         if (first := self._first_invalid.pop(request, None)) is not None:
             (table,) = self._block_tables[request]
             begin = max(first, request.num_computed_tokens // self._config.block_size)
-            self._kv_cache_manager.evict_blocks(table[begin:])
+            self._kv_cache_manager.pending.evict(table[begin:])
 
     def _forget_table(self, request: Request) -> None:
         self.connector.blocks_released(request)
@@ -338,7 +338,7 @@ class KVTransfers:
             if request in plan.requests
         )
         num_computed = max(0, num_computed)
-        self._kv_cache_manager.remove_skipped_blocks(request.key, num_computed)
+        self._kv_cache_manager.pending.remove_skipped_blocks(request.key, num_computed)
         for group, table in zip(self._config.all_groups, blocks, strict=True):
             end = min(group.first_seen_block(num_computed), len(table))
             table[:end] = [NULL_BLOCK] * end
@@ -351,7 +351,7 @@ class KVTransfers:
 
     def _release_leaving(self, key: RequestKey) -> None:
         if self._leaving.pop(key, None) is not None:
-            self._kv_cache_manager.release_key(key)
+            self._kv_cache_manager.pending.release(key)
 
 
 def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:

@@ -57,7 +57,7 @@ class RunningScheduler:
         """
         state = self._state
         is_busy = state.transfers is not None and state.transfers.is_moving
-        if is_busy or state.steps.in_flight or self._kv_cache_manager.has_operations:
+        if is_busy or state.steps.in_flight or self._kv_cache_manager.pending:
             return
         passed_over = builder.plan.passed_over
         first, *others = (

@@ -69,15 +69,15 @@ class Scheduler:
         """Whether a step would do anything, if only send operations to pool or workers."""
         if self.running and self._state.pause_mode is None:
             return True
-        has_operations = self._kv_cache_manager.has_operations or self._state.rows.removed
-        return bool(has_operations) or self.has_requests or self.has_transfers
+        has_operations = bool(self._kv_cache_manager.pending or self._state.rows.removed)
+        return has_operations or self.has_requests or self.has_transfers
 
     @property
     def only_frees(self) -> bool:
         """Whether a step would do nothing but free what ended requests held: none runs or waits, no
         block is to be published, and no transfer is under way.
         """
-        has_commits = self._kv_cache_manager.has_commits
+        has_commits = bool(self._kv_cache_manager.pending.commits)
         return not (self.running or self.num_waiting or has_commits or self.has_transfers)
 
     @property
@@ -157,7 +157,7 @@ class Scheduler:
             bool(self.queues.between_turns or self.kv_waiting)
             and not (plan.requests or self.running or self.transfers)
             and plan.wait_reason in (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-            and not self._kv_cache_manager.has_operations
+            and not self._kv_cache_manager.pending
         )
 
     def grammar_compiled(
