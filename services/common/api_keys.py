@@ -24,7 +24,7 @@ MAX_WEIGHT = 1000.0
 
 
 class DamagedRecord(ValueError):
-    """What should be a record of a key or a tenant is none; the message says why."""
+    """A record of a key or a tenant is damaged; the message says how."""
 
 
 class KeyState(Enum):
@@ -37,11 +37,11 @@ class KeyState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """What is kept of a key. Times are seconds since 1970."""
+    """The stored record of a key. Times are seconds since 1970."""
 
     key_id: str
     sha256: str
-    """Of the whole key, in hexadecimal."""
+    """SHA-256 of the whole key, in hexadecimal."""
     tenant_id: str
     created: int
     expires: int | None = None
@@ -49,7 +49,7 @@ class KeyRecord:
     revoked: int | None = None
     """None: it is not."""
     models: tuple[str, ...] | None = None
-    """Those that may be asked for; None: all."""
+    """Models that the key may ask for; None: all."""
 
     def matches(self, key: bytes) -> bool:
         """Whether this is the record of the whole key, in constant time."""
@@ -65,7 +65,7 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """What the keys of one tenant may use together; None is no limit."""
+    """The limits of a tenant, for all its keys together; None is no limit."""
 
     tenant_id: str
     weight: float = 1.0

@@ -10,7 +10,7 @@ class EncoderInput:
     """
 
     identifier: str
-    """Of its content: equal items have equal ones."""
+    """Identifier of its content: equal items have equal ones."""
     offset: int
     length: int
     embeds: tuple[int, ...] | None = None

@@ -22,7 +22,7 @@ class Histogram:
         self._bounds = SPECS[name].buckets
         self._counts = [0] * (len(self._bounds) + 1)
         self.sum = 0.0
-        """Of all observations."""
+        """The sum of all observations."""
 
     @property
     def count(self) -> int:

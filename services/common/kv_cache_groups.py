@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class AttentionType(enum.Enum):
-    """What a layer's queries see of the past."""
+    """The tokens that a layer's queries see."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -16,7 +16,7 @@ class AttentionType(enum.Enum):
 
 
 class MambaCacheMode(enum.Enum):
-    """What state-space layers keep of the states before the present one. Names are vLLM's."""
+    """Which earlier states of state-space layers are kept. Names are vLLM's."""
 
     NONE = "none"
     """Nothing: one state, which each step overwrites. Its prefixes cannot be cached."""
@@ -42,7 +42,7 @@ class KVCacheGroup:
     (`PoolConfig.drop_last_hit_block`).
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
-    """What state-space layers keep."""
+    """Which states state-space layers keep."""
     num_speculative_blocks: int = 0
     """Blocks that state-space layers have besides, one for the state after each draft."""
 

@@ -75,7 +75,7 @@ class NodeRecord:
     node: str
     epoch: int
     generation: int
-    """Of the pool, by which its scheduler knows it."""
+    """The pool's generation, by which its scheduler knows it."""
     groups: tuple[KVCacheGroup, ...]
 
 

@@ -28,7 +28,7 @@ _READ_BYTES = 64 * 1024
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     OPEN = 0
     MESSAGE = 1
@@ -84,7 +84,7 @@ class LocalStream:
         self._loop = asyncio.get_running_loop()
         self._chunk = bytearray(_READ_BYTES)
         self._begun = bytearray()
-        """What was received of a frame that is not complete."""
+        """The received bytes of a frame that is not complete."""
         self._messages: deque[bytes] = deque()
         self._num_unread_bytes = 0
         self._is_held = False

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from opentelemetry import trace
 
 REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
-"""What each line says of the request that the present task serves."""
+"""Fields that each log line has of the request that the present task serves."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",

@@ -1,4 +1,4 @@
-"""What a pause of an engine does with requests that have not ended."""
+"""Modes of an engine's pause, by what happens to requests that have not ended."""
 
 from enum import Enum
 
@@ -11,4 +11,4 @@ class PauseMode(Enum):
     ABORT = "abort"
     """They are aborted."""
     WAIT = "wait"
-    """Those that run end first; no other is admitted."""
+    """Running requests end first; no other is admitted."""

@@ -7,7 +7,7 @@ from services.common.errors import InvalidArgument
 
 
 class PoolingTask(enum.Enum):
-    """What a model computes of a whole prompt. Values are vLLM's words."""
+    """The result that a model computes of a whole prompt. Values are vLLM's words."""
 
     EMBED = "embed"
     """A vector for the meaning of the prompt."""

@@ -1,4 +1,4 @@
-"""What the log says of spans that are dropped: a line when it begins, and one when it is over."""
+"""Log lines about dropped spans: one when an outage begins, and one when it is over."""
 
 import logging
 from collections import Counter

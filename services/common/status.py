@@ -17,7 +17,7 @@ from services.common.retry_hint import retry_hint_seconds
 DOMAIN = "stepwell"
 
 DETAILS_KEY = "grpc-status-details-bin"
-"""Of the trailing metadata: the status with its details."""
+"""The key of the trailing metadata that holds the status with its details."""
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 _CONNECTION_ENDS = (

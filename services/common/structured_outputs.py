@@ -1,4 +1,4 @@
-"""What a client demands of the form of an output, by vLLM's name `structured_outputs`."""
+"""Structured outputs: the form that a client demands of an answer, as in vLLM."""
 
 import enum
 import json
@@ -39,7 +39,7 @@ class StructuredOutputsKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """What an output conforms to, from its first character to its last."""
+    """The form that an output conforms to, from its first character to its last."""
 
     kind: StructuredOutputsKind
     text: str

@@ -1,4 +1,4 @@
-"""What the servers of a gateway have in common, built from its settings."""
+"""The parts that the servers of a gateway share, built from its settings."""
 
 import asyncio
 import random

@@ -71,7 +71,7 @@ def select_platform(
 
 
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
-    """What is asked for and not computed on CUDA."""
+    """The settings that ask for something that CUDA does not compute."""
     asked = {
         _STAGES_ON_THE_CPU: settings.pipeline_parallel_size > 1,
         _QUANTIZED_ON_THE_CPU: settings.quantization is not QuantizationSetting.AUTO,

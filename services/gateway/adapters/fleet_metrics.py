@@ -14,7 +14,7 @@ from services.gateway.core.fleet import Fleet
 
 
 class FleetCollector(Collector):
-    """What this gateway knows of its replicas, read at each scrape."""
+    """Metrics of the replicas that this gateway knows, read at each scrape."""
 
     def __init__(self, fleet: Fleet, model_name: str) -> None:
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""What a gateway process takes of its machine: memory and open files."""
+"""Limits of a gateway process: memory and open files."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""What a tenant has left of its limits, in the headers that OpenAI answers with."""
+"""The remaining limits of a tenant, in OpenAI's headers `x-ratelimit-*`."""
 
 from services.gateway.core.limits.rule import UNITS, LimitSet, Standing
 

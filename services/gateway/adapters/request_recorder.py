@@ -29,7 +29,7 @@ that the headers name.
 
 @dataclass(frozen=True, slots=True)
 class RecorderSettings:
-    """What is recorded of requests."""
+    """Settings of the recording of requests."""
 
     model_name: str
     slow_seconds: float

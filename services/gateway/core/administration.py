@@ -1,4 +1,4 @@
-"""What operators ask of the replicas, all of them or some, and what each one said."""
+"""Operators' calls to replicas, all of them or some, and the answer of each."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a call at one replica: its answer, `said`, or the `error`."""
+    """The result of a call at one replica: its answer, `said`, or the `error`."""
 
     address: str
     said: Said = field(default_factory=dict)

@@ -14,7 +14,7 @@ from services.gateway.core.stop_strings import StopPatterns, StopStrings
 
 @dataclass(slots=True)
 class Piece:
-    """What was added to one answer."""
+    """An addition to one answer: text, tokens, or its end."""
 
     index: int
     text: str = ""
@@ -31,7 +31,7 @@ class Piece:
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
     events: list[OutputEvent] | None = None
-    """What the text is, where the request has an output form; None where it has none."""
+    """The text as parsed events, if the request has an output form; else None."""
 
     @property
     def is_empty(self) -> bool:

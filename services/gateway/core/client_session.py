@@ -28,7 +28,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldSession:
-    """What a replica keeps of a session between two turns. The last three fields are those of its
+    """A session that a replica keeps between two turns. The last three fields are those of its
     last turn.
     """
 
@@ -67,7 +67,7 @@ class ClientSession:
         self.tenant = tenant
         self.created = created
         self.token_ids: list[int] = []
-        """What the prompt of the next turn begins with."""
+        """The tokens that the prompt of the next turn begins with."""
         self.num_turns = 0
         """Turns that were completed."""
         self.is_in_turn = False
@@ -114,7 +114,7 @@ class ClientSession:
         self._sessions.turn_ended(self)
 
     def take_held(self) -> HeldSession | None:
-        """What a replica keeps, which the caller goes on from or releases."""
+        """Takes what a replica keeps of the session; the caller continues or releases it."""
         held, self.held = self.held, None
         return held
 

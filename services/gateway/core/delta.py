@@ -1,4 +1,4 @@
-"""What steps added to one sequence."""
+"""The output that steps add to one sequence."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Delta:
-    """What came for one sequence since its reader read last."""
+    """The output of one sequence since its reader took the last delta."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None

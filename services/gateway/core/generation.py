@@ -47,11 +47,11 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """Its sequences at the engine; None before `start`."""
         self.source: KeptSource | None = None
-        """What has its answer; None if an engine is to make it."""
+        """The source that has its answer; None if an engine generates it."""
         self.is_replay = False
         """Whether another request began that answer."""
         self._turn = Answer()
-        """What a turn of a session said."""
+        """The answer of a session's turn."""
         self.was_taken = False
         """Whether one of its sequences was scheduled; else it was refused, or is queued."""
         self.choices = [
@@ -74,8 +74,8 @@ class Generation:
         return self.mailbox
 
     def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
-        """What deltas add to its answers; nothing of an answer that has ended. Raises StepwellError
-        where the engine refused or gave up.
+        """The pieces that deltas add to its answers; none for one that has ended. Raises
+        StepwellError where the engine refused or gave up.
         """
         choices = self.choices
         added = [
@@ -158,7 +158,7 @@ class Answer:
     pooled: bytes = b""
     """The vector of its prompt, little-endian float32; empty of one that was continued."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """What the text is; empty where the request has no output form."""
+    """The text as a parsed message; empty if the request has no output form."""
     _text: list[str] = field(default_factory=list)
 
     @property

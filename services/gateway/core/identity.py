@@ -1,4 +1,4 @@
-"""What a request has beside what its client asks, and what an answer needs to be made again."""
+"""The identity of a request, which another gateway needs to generate the same answer."""
 
 from dataclasses import dataclass
 

@@ -91,7 +91,7 @@ class Inference:
         tenant.check_model(self.model_name)
 
     def limits(self) -> ModelLimits:
-        """What a request may be. Raises Unavailable before the first replica is ready.
+        """The limits of a request. Raises Unavailable before the first replica is ready.
 
         A sequence ends at the tokens that the model's configuration names and, as in vLLM, at the
         tokenizer's own: fine-tunes for chat often change the tokenizer alone.

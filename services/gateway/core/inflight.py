@@ -72,7 +72,7 @@ class Inflight:
     was_accepted: bool = False
     """Whether a replica has taken it: from then on it waits where it would be refused before."""
     num_times_taken_back: int = 0
-    """How often it gave its place at a replica to others, or left one that could not run steps."""
+    """How often it was preempted, or left a replica that could not run steps."""
     was_sent: bool = False
     """Whether it was sent to a replica, at least once."""
     was_stopped: bool = False
@@ -103,7 +103,7 @@ class Inflight:
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """Takes over what came of the sequence elsewhere."""
+        """Takes over the output that the sequence has from elsewhere."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
@@ -220,7 +220,7 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """The sequences of one client request, and what came of them since it was read last.
+    """The sequences of one client request, and their output since it was read last.
 
     It holds at most one delta per sequence, so a reader that has stopped costs no more than the
     tokens of its own request.
@@ -243,8 +243,8 @@ class Mailbox:
         self.routes: list[Route] = []
         """Where its sequences were sent, in order; one that was sent again has several."""
         self.waits: list[Wait] = []
-        """Of its sequences that did not go to a replica at once, or gave back their place, in the
-        order in which they went.
+        """The waits of its sequences that did not go to a replica at once, or were preempted, in
+        the order in which they ended.
         """
         self.traces = [inflight.trace for inflight in self.inflights]
         """Where each sequence was."""
@@ -287,7 +287,7 @@ class Mailbox:
         self._on_news, self._min_tokens = on_news, min_tokens
 
     def take(self) -> list[tuple[int, Delta]]:
-        """What came since it was taken last: (index of the sequence, its delta), each index at most
+        """The output since the last call: (index of the sequence, its delta), each index at most
         once.
         """
         deltas, self._deltas = self._deltas, {}

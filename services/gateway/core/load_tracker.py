@@ -27,7 +27,7 @@ RECENT_SECONDS = 30.0
 REFRESH_SECONDS = 0.05
 """`LoadTracker.refresh` does nothing if it was called less than this before."""
 _SHARE = 0.1
-"""Of the newest value in the means."""
+"""Weight of the newest value in the means."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """Of the model in use; empty until a replica was connected once."""
+        """The fingerprint of the model in use; empty until a replica was connected once."""
         return self._model.fingerprint
 
     @property

@@ -1,4 +1,4 @@
-"""What a request may be, as the replicas allow it."""
+"""The limits that the replicas set to requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.common.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a request may be: the tightest of all replicas that are ready.
+    """The limits of a request: the tightest of all replicas that are ready.
 
     `capacity` is the longest sequence, prompt and output together, that model and pool can hold.
     """
@@ -20,7 +20,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """What the model answers prompts with in place of tokens; None if it generates."""
+    """How the model pools prompts into vectors; None if it generates."""
 
     @property
     def capacity(self) -> int:
@@ -33,7 +33,7 @@ class ModelLimits:
 
 
 def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
-    """What a request may be that any of several replicas may get."""
+    """The limits of a request that fits every replica."""
     if len(limits) == 1:
         return limits[0]
     return ModelLimits(

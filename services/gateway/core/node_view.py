@@ -1,4 +1,4 @@
-"""What the index of cached prefixes knows of one node, and what becomes of a batch of its keys."""
+"""The view of one node in the index of cached prefixes, and the outcome of applying a batch."""
 
 import enum
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from services.common.kv_directory import Digest
 
 
 class Applied(enum.Enum):
-    """What became of a batch."""
+    """The outcome of applying a batch of keys to a view."""
 
     DONE = "done"
     KNOWN = "known"
@@ -25,7 +25,7 @@ class Applied(enum.Enum):
 
 @dataclass(slots=True)
 class NodeView:
-    """What is known of one life of a node."""
+    """The view of one life of a node: its epoch, its last entry and its digest."""
 
     node: str
     epoch: int

@@ -26,14 +26,14 @@ TIMER_SLACK_SECONDS = 0.001
 
 
 class DeltaSource(Protocol):
-    """What comes of the sequences of one request."""
+    """The output of the sequences of one request."""
 
     routes: list[Route]
     """Where they were sent, in order."""
     waits: list[Wait]
-    """Of those that did not go to a replica at once, or gave back their place."""
+    """The waits of sequences that did not go to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
-    """Where each of them was; empty if they are made elsewhere."""
+    """The trace of each sequence; empty if another gateway runs them."""
 
     def take(self) -> list[tuple[int, Delta]]:
         """What came since the last call: (index of the sequence, its delta), each index at most
@@ -49,14 +49,14 @@ class DeltaSource(Protocol):
         """Ends this sequence, since a stop string was found in it. Idempotent."""
 
     def close(self) -> None:
-        """Ends all sequences, since nothing more is wanted of them. Idempotent."""
+        """Ends all sequences and their output. Idempotent."""
 
 
 class Source(Protocol):
-    """What makes deltas of sequences, or has them."""
+    """A source of deltas: an engine that generates them, or a recording of them."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """What comes of sequences, from their beginning on."""
+        """The output of sequences, from their beginning on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class Made:
     """How much of an answer was made so far."""
 
     num_tokens: int
-    """Generated, of all sequences."""
+    """Generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Of each sequence's prompt; None of one that was not scheduled."""
+    """Cached tokens of each sequence's prompt; None for one that was not scheduled."""
 
 
 class KeptSource(Source, Protocol):
@@ -77,10 +77,10 @@ class KeptSource(Source, Protocol):
 
 
 class ResumingEngine(Protocol):
-    """An engine that goes on with what was made elsewhere."""
+    """An engine that resumes sequences that another engine began."""
 
     def model_fingerprint(self) -> bytes:
-        """Of the model in use; empty until a replica was connected once."""
+        """The fingerprint of the model in use; empty until a replica was connected once."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
@@ -94,7 +94,7 @@ class Engine(Source, Protocol):
     """Every replica of the model, seen as one."""
 
     def limits(self) -> ModelLimits:
-        """What a request may be. Raises Unavailable until a replica was ready once."""
+        """The limits of a request. Raises Unavailable until a replica was ready once."""
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         """Raises ResourceExhausted where a request of the tenant with this deadline would be

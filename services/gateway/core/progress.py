@@ -1,12 +1,12 @@
-"""From where an engine goes on with a sequence."""
+"""Where an engine resumes a sequence."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What came of a sequence before: its tokens, how many rows of log-probabilities of its prompt,
-    and whether it has ended.
+    """The output of a sequence so far: its tokens, the number of rows of log-probabilities of its
+    prompt, and whether it has ended.
     """
 
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What was sent to a replica lately, before its pool can have reported it as cached."""
+"""Blocks that were sent to a replica lately, which its pool may not have reported yet."""
 
 from collections.abc import Sequence
 

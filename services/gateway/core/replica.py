@@ -34,7 +34,7 @@ _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it
 
 
 class ReplicaListener(Protocol):
-    """What a replica reports to its fleet."""
+    """The events of a replica, for its fleet."""
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
@@ -68,7 +68,7 @@ class Replica:
         self.is_connected = False
         """Whether there is a session."""
         self.description: ReplicaDescription | None = None
-        """What it serves, by its last session."""
+        """The description that its last session began with."""
         self.refusal = ""
         """Why it gets no requests although it could run them; empty if it may. ServedModel sets it.
         """
@@ -111,7 +111,7 @@ class Replica:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """What a request there may be; None without a session."""
+        """The limits of a request there; None without a session."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
@@ -144,7 +144,7 @@ class Replica:
 
     @property
     def num_free_places(self) -> int:
-        """Of those places, the free ones; less than 0 while sequences wait there."""
+        """Places without a sequence; less than 0 while sequences wait there."""
         return (self.num_places or 0) - self.load.num_requests
 
     def queue_refusal(

@@ -1,4 +1,4 @@
-"""What a scheduler says of itself in its session: what it serves, and whether it can run steps."""
+"""A scheduler's description and state, as it sends them in its session."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from services.gateway.core.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """What a scheduler serves, as it announces it when a session opens."""
+    """The model and cache layout of a scheduler, as it announces them when a session opens."""
 
     model_name: str
     limits: ModelLimits
     fingerprint: bytes
-    """Of the model and the layout of its cache, the root of block hashes: 32 bytes."""
+    """Fingerprint of the model and the layout of its cache, the root of block hashes: 32 bytes."""
     tokenizer_fingerprint: bytes
     """32 bytes; empty where the worker has no tokenizer files."""
     block_size: int

@@ -1,4 +1,4 @@
-"""What a client asks, and the sequences it becomes."""
+"""A client's request, and its sequences, which are sent to engines."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""Those of a conversation over gRPC, whose turns have no calls."""
+"""The roles of a conversation over gRPC, whose turns have no calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ClientRequest:
     turn: int = 0
     """The number of that turn, from 0."""
     output_form: OutputForm | None = None
-    """What its answers are read as; None: they are text."""
+    """How its answers are parsed; None: they are text."""
     adapter: Adapter | None = None
     """The adapter that it names in place of the model."""
 

@@ -1,4 +1,4 @@
-"""What a server sets of a request where its client does not."""
+"""Sampling parameters that a server sets where a request does not."""
 
 from dataclasses import dataclass, field, replace
 

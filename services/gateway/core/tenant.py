@@ -1,4 +1,4 @@
-"""Whose requests they are: what limits, fairness and caches are divided by."""
+"""Tenants: limits, fair shares and caches are kept apart by them."""
 
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ class Tenant:
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """What prompts are cached under whose client asks for this salt.
+        """The cache salt of a request whose client gave `cache_salt`.
 
         Salts of clients hold no NUL, so that no client can name what belongs to another tenant.
         """

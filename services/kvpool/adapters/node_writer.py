@@ -62,10 +62,10 @@ class WriterTimes:
 
 @dataclass(slots=True)
 class WriterCounts:
-    """What was written for all pools, and what went wrong, since the start."""
+    """Counts of writes for all pools, and of failures, since the start."""
 
     entries: int = 0
-    """Of the log."""
+    """Entries of the log."""
     keys: int = 0
     """Added or removed by these entries."""
     snapshots: int = 0

@@ -8,7 +8,7 @@ from services.common.ids import NULL_BLOCK, BlockId, RequestKey
 
 
 class BlockState(IntEnum):
-    """What is in a block. Greater is more in use."""
+    """The states of a block. Greater is more in use."""
 
     BLANK = 1
     """Nothing of use: it is free."""

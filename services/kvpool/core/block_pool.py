@@ -194,7 +194,7 @@ class BlockPool:
         return True
 
     def take_events(self) -> tuple[Event, ...]:
-        """What entered and left the index since the last call, in order."""
+        """The events of the index since the last call, in order."""
         return self._events.take()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:

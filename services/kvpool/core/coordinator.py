@@ -1,4 +1,4 @@
-"""What the groups of a pool decide together: how long a prefix hit is."""
+"""Coordinates the groups of a pool, which must agree on the length of a prefix hit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

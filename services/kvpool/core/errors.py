@@ -1,4 +1,4 @@
-"""What the pool refuses.
+"""Errors of the pool.
 
 InvalidArgument       InvalidPool, UnsupportedGroup; MalformedTransaction (services.common)
 NotFound              PoolNotFound

@@ -23,7 +23,7 @@ from services.kvpool.core.retention import replay_boundaries
 
 
 class Need(NamedTuple):
-    """What a request needs for a step."""
+    """The slots and tokens that a request needs for a step."""
 
     num_slots: int
     """Token slots, those of lookahead included."""
@@ -139,12 +139,12 @@ class GroupManager:
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """Those of the hits that the request needs when it goes on behind what is computed."""
+        """The hit blocks that the request needs to go on after its computed tokens."""
         begin, hits = self._spec.first_seen_block(hit.num_computed_tokens), hit.blocks
         return hits[begin:] if begin else hits
 
     def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """Those of the hits that an admission counts as taken from the free blocks."""
+        """The hit blocks that an admission counts as taken from the free blocks."""
         return self.held_hits(hit)
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
@@ -156,7 +156,7 @@ class GroupManager:
     # Changes
 
     def begin_step(self) -> None:
-        """What was published before is stored."""
+        """A step begins: blocks that were published before it are stored."""
 
     def admit(self, hit: GroupHit) -> BlockTable:
         """A table that holds those of the hits that are needed."""
@@ -233,7 +233,7 @@ class GroupManager:
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002
-        """What the table says of itself is so. Raises AssertionError."""
+        """Checks the invariants of a table. Raises AssertionError."""
         assert not any(table.blocks[: table.num_null]), "a block where the null block should be"
 
     # For subclasses

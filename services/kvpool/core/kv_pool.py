@@ -112,7 +112,7 @@ class KVPool:
         return self._coordinator.num_common_blocks(tables, len(self._tables))
 
     def take_events(self) -> tuple[Event, ...]:
-        """What entered and left the prefix index since the last call, in order."""
+        """The events of the prefix index since the last call, in order."""
         return self._blocks.take_events()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:

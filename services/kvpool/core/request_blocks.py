@@ -44,13 +44,13 @@ class RequestBlocks:
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
         self.coordinator = Coordinator(config, blocks)
         self.tables: dict[RequestKey, Tables] = {}
-        """Of the requests that hold blocks."""
+        """Block tables of the requests that hold blocks."""
         self.chains: dict[RequestKey, Chain] = {}
-        """Of the requests that hold blocks, or were looked up."""
+        """Hashes of the requests that hold blocks, or were looked up."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._hits: dict[RequestKey, _KnownHit] = {}
-        """What look-ups found, of requests that were not admitted since."""
+        """Hits of look-ups, of requests that were not admitted since."""
         self._config = config
         self._blocks = blocks
         self._block_size = config.groups[0].block_size
@@ -182,7 +182,7 @@ class RequestBlocks:
         return result, None
 
     def _hit(self, admission: Admission) -> PrefixHit:
-        """What is cached of a request: what its look-up found, if that can be no other by now."""
+        """The prefix hit of a request: that of its look-up if the index has not changed since."""
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
             is_current = known.num_index_changes == self._blocks.num_index_changes
@@ -310,7 +310,7 @@ def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
 
 
 def _need(admission: Admission) -> Need:
-    """What the request needs for its first step."""
+    """The need of a request for its first step."""
     num_slots, num_tokens = admission.num_slots, admission.num_tokens
     return Need(num_slots, num_slots if num_tokens is None else num_tokens)
 

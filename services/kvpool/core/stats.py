@@ -1,4 +1,4 @@
-"""What a pool counts."""
+"""The counts of a pool."""
 
 from dataclasses import dataclass
 

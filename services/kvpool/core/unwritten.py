@@ -1,4 +1,4 @@
-"""What the log of a directory has yet to be given of one life of a pool."""
+"""Changes of a pool's prefix index, in one life, that are not yet in the directory's log."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What a replica does at present, for people who look: RPC GetActivity.
+"""The present activity of a replica, for `stepwell top` and `/ui`: RPC GetActivity.
 
 Steps are noted only while clients ask for them, and for `WATCHED_SECONDS` after.
 """
@@ -23,11 +23,11 @@ WATCHED_SECONDS = 5.0
 """How long steps are noted after they were asked for."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""Of those that run, and of those that wait."""
+"""Most running requests, and most waiting ones, in one answer."""
 MAX_REQUESTS_OF_STEP = 64
 
 MAX_CELLS = 65_536
-"""Of a map of blocks, as the pool has it."""
+"""Most cells of a map of blocks, which is the pool's bound, too."""
 _BLOCKS_TIMEOUT_SECONDS = 1.0
 
 _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {

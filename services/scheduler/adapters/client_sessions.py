@@ -16,14 +16,14 @@ from services.scheduler.core.request import Request, RequestStatus
 KEPT_SECONDS = 1.0
 """How long a session waits for input before it may be ended for others."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-"""What requests lack that a session which does not run may hold."""
+"""Wait reasons of requests for which a session between turns may be ended."""
 
 
 class ClientSessions:
     """The sessions of one replica."""
 
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
-        """Of more than `max_num_sessions`, the further ones end with their turn."""
+        """Sessions beyond `max_num_sessions` end with their turn."""
         self.num_given_up = 0
         """Sessions that were ended since other requests lacked what they held."""
         self._engine = engine
@@ -34,7 +34,7 @@ class ClientSessions:
 
     @property
     def open(self) -> list[Request]:
-        """Those that are in a turn, or between two."""
+        """The sessions that are in a turn, or between two."""
         return [request for request in self._engine.unfinished if request.resumable]
 
     @property

@@ -1,4 +1,4 @@
-"""What observes the engine of a replica: traces, metrics, and watchers of its steps."""
+"""The observer of a replica's engine: traces, metrics, and watchers of its steps."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request
 
 
 class EngineObserver:
-    """A `StepObserver` that passes each call on to those that it concerns."""
+    """A `StepObserver` that passes each call on to traces, metrics and watchers."""
 
     def __init__(
         self,

@@ -11,13 +11,13 @@ another order. What a worker has forgotten nevertheless is compiled when its req
 
 
 class PreparedGrammars:
-    """Those that requests came with last."""
+    """The grammars of the latest requests, which all workers have compiled."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
 
     def has(self, wanted: StructuredOutputs) -> bool:
-        """Whether the workers have it; it counts as come with last."""
+        """Whether the workers have a grammar, which counts as used now."""
         if wanted in self._known:
             self._known.move_to_end(wanted)
             return True

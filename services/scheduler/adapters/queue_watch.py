@@ -12,12 +12,12 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.queue_estimate import MARGIN, QueueEstimate, expected_tokens
 
 PERIOD_SECONDS = 0.1
-"""While requests wait or arrive."""
+"""Period while requests wait or arrive."""
 QUIET_PERIOD_SECONDS = 1.0
 """While none does: where a step takes long, looking would take as much time as the step."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
-"""Of what a replica lacks something though fewer requests run than may."""
+"""Wait reasons by which a replica is blocked, though fewer requests run than `max_num_seqs`."""
 
 
 class QueueWatch:

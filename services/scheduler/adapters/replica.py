@@ -45,7 +45,7 @@ class ReplicaShape:
 
     @property
     def pooler(self) -> Pooler | None:
-        """What the model answers prompts with in place of tokens; None if it generates."""
+        """How the model pools prompts into vectors; None if it generates."""
         return pooler_from_proto(self.description.pooler)
 
     @property
@@ -172,7 +172,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """What is wrong with the KV cache that a rank describes; None if nothing is."""
+    """The error in the KV cache that a rank describes; None if there is none."""
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):

@@ -24,7 +24,7 @@ from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import Request
 
 _NO_SAMPLING = SamplingParams()
-"""Of requests whose prompt is pooled."""
+"""The sampling parameters of requests whose prompt is pooled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class RequestIntake:
     next_key: Callable[[], int]
     """A key that no request had before."""
     pooler: Pooler | None = None
-    """What the model answers prompts with in place of tokens; None if it generates."""
+    """How the model pools prompts into vectors; None if it generates."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that

@@ -1,4 +1,4 @@
-"""What becomes of requests, in vLLM's histograms and counters, from the calls of the engine.
+"""vLLM's histograms and counters of requests, from the calls of the engine.
 
 In most steps every request gets one token. Those that got one in the step before, too, have the
 same time since their last token, and it is counted once for all of them.
@@ -51,7 +51,7 @@ refused.
 
 @dataclass(slots=True)
 class _Times:
-    """What is noted of a request, with times of the monotonic clock in seconds."""
+    """The times of a request, on the monotonic clock, in seconds."""
 
     arrived: float
     """At the gateway, as far as its clock and this machine's agree."""

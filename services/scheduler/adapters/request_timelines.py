@@ -53,7 +53,7 @@ class StepRecord:
     only_decodes: bool = False
     """Whether it has all requests that run, and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """Of requests in their prefill: index in the plan, request, phase, tokens."""
+    """Requests in their prefill: index in the plan, request, phase, tokens."""
     left_out: Sequence[Phase] = ()
     """Decoding phases of requests that the step left out."""
 
@@ -73,7 +73,7 @@ class RequestTimelines:
 
     @property
     def requests(self) -> list[Request]:
-        """Those whose timelines are open."""
+        """The requests whose timelines are open."""
         return list(self._live)
 
     def arrived(self, request: Request, now: int) -> Tracked:

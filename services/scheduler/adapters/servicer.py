@@ -20,7 +20,7 @@ from services.scheduler.adapters.submitter import RequestSubmitter
 from services.scheduler.core.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
-"""Of which spans are asked for at once."""
+"""Running requests whose spans one call may ask for."""
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ class GatewaySession:
 
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
-    """What is to be sent to it."""
+    """Messages that are to be sent to it."""
     requests: dict[int, Request] = field(default_factory=dict)
-    """Those that have not ended, by the handles that the gateway chose."""
+    """Its requests that have not ended, by the handles that the gateway chose."""
     queue_announced: QueueState | None = None
-    """As it was told last; None: never."""
+    """The queue state that was sent last; None: none was."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
-    """As it was told last."""
+    """The load that was sent last."""
 
     def reject(self, handle: int, error: StepwellError) -> None:
         """Answers a request that was refused."""
@@ -80,14 +80,14 @@ class Sessions:
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_completed = 0
-        """Of those that finished, requests that had been scheduled."""
+        """Finished requests that had been scheduled."""
         self.num_corrupted = 0
-        """Of those that finished, requests whose logits held NaN."""
+        """Finished requests whose logits held NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
         """Whether a step can run, as last announced."""
         self._sessions: set[GatewaySession] = set()
         self._gateways: set[GatewaySession] = set()
-        """Of the sessions, those of gateways."""
+        """The sessions of gateways, without those of other contracts."""
         self._owners: dict[Request, _Owner] = {}
         self._num_uncomputed = 0
         """Tokens of prompts that are still to be computed, as far as steps have told."""

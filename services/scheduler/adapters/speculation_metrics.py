@@ -1,4 +1,4 @@
-"""What becomes of drafts, in vLLM's counters."""
+"""Counters of proposed and accepted drafts, by vLLM's names."""
 
 from collections.abc import Iterator
 

@@ -26,7 +26,7 @@ class StepSums:
 
     @property
     def totals(self) -> StepTotals:
-        """Of all steps."""
+        """The totals of all steps."""
         return StepTotals(
             self._num_steps,
             self._nanos,

@@ -1,4 +1,4 @@
-"""On what terms waiting requests can be admitted: arithmetic on tokens, no transaction."""
+"""Plans the admissions of waiting requests: arithmetic on tokens, no transaction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ class PlannedAdmission:
 
     @property
     def num_tokens(self) -> int:
-        """What it takes of the step's budget."""
+        """Tokens that it takes of the step's budget."""
         return self.num_new_tokens + self.num_drafts
 
 
@@ -51,7 +51,7 @@ class PassedOver:
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """What is planned of some waiting requests, in the order of the queue."""
+    """Planned admissions of waiting requests, in the order of the queue."""
 
     admissions: list[PlannedAdmission] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
@@ -77,9 +77,7 @@ class AdmissionPlan:
 
 @dataclass(slots=True)
 class _Trial:
-    """What the admissions that are planned so far leave of the step: its state as it will be if all
-    of them come about.
-    """
+    """The state of the step as it will be if all admissions that are planned so far come about."""
 
     budget: int
     """Tokens that are left."""

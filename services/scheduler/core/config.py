@@ -75,7 +75,7 @@ class SchedulerConfig:
     kv_role: KVRole | None = None
     """Which way a connector moves keys and values; None: there is no connector."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
-    """What becomes of requests whose load through the connector failed."""
+    """What happens to requests whose load through the connector failed."""
     requires_kv_delivery: bool = False
     """Whether output of a preempted request that is in flight is dropped, since the connector must
     hand on the blocks that it was computed from.

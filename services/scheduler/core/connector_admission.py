@@ -71,7 +71,7 @@ class ConnectorAdmission:
         return reason
 
     def _candidates(self, pause_mode: PauseMode | None) -> list[Request]:
-        """Those that wait now. A pause lets those go on that hold blocks."""
+        """The waiting requests; in a pause that waits for running ones, those that hold blocks."""
         if pause_mode is PauseMode.WAIT:
             return list(self._queues.kv_waiting)
         return list(chain(self._queues.kv_waiting, self._queues.waiting))

@@ -28,7 +28,7 @@ class EncoderCacheManager:
         self._unused: dict[str, int] = {}
         """Embeddings of items that no request uses, the one that is longest unused first."""
         self.used_inputs: dict[Request, set[int]] = {}
-        """Of requests that use items, the indexes of these."""
+        """The indexes of the items that a request uses, by request."""
 
     @property
     def num_freeable(self) -> int:

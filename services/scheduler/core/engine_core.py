@@ -44,7 +44,7 @@ they wait for, such as a connector's answer, comes from outside. As in vLLM.
 
 
 class EngineState(enum.Enum):
-    """What state the engine is in."""
+    """The states of the engine."""
 
     IDLE = "idle"
     RUNNING = "running"

@@ -1,4 +1,4 @@
-"""What a load that failed undoes: requests are set back to before the first invalid block."""
+"""Undoes failed loads: requests are set back to before the first invalid block."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a request's grammar: whether the output can be held to it yet."""
+"""The state of a request's grammar: whether the workers have compiled it."""
 
 import enum
 

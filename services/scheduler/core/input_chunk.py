@@ -1,4 +1,4 @@
-"""What the client of a session adds for its next turn."""
+"""The input of a session's next turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

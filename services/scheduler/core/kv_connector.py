@@ -39,7 +39,7 @@ class KVLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferResults:
-    """What the workers report of transfers with the output of a step, also of an empty one.
+    """Results of transfers, which the workers report with the output of each step.
 
     An end is reported once, and a failure not after the end of its load: `failed_recving` are also
     in `finished_recving`. Blocks are invalid if their load failed, between steps or within one.
@@ -74,7 +74,7 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """What a step tells the workers' side: stores are made before the step writes anything, loads
+    """Transfers that begin with a step. Stores are made before the step writes anything; loads
     begin then and may go on while later steps run.
     """
 
@@ -88,8 +88,8 @@ class KVConnector(Protocol):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """What can be loaded behind a local hit, in whole blocks, of a request that may be admitted
-        now; None if that is not known yet. Asked at every attempt; changes nothing.
+        """The tokens that can be loaded behind a local hit, in whole blocks, for a request that may
+        be admitted now; None if that is not known yet. Asked at every attempt; changes nothing.
         """
 
     def update_state_after_alloc(
@@ -109,7 +109,7 @@ class KVConnector(Protocol):
         """A request holds no blocks any more: it was preempted, or it ended."""
 
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
-        """What this step, which is planned, tells the workers' side; None if that is nothing."""
+        """The transfers that begin with the planned step; None if there are none."""
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
         """A step has run, and this was reported with its output."""

@@ -12,7 +12,7 @@ class KVRole(enum.Enum):
 
 
 class KVLoadFailurePolicy(enum.Enum):
-    """What becomes of a request some of whose blocks were not loaded."""
+    """What happens to a request some of whose blocks were not loaded."""
 
     RECOMPUTE = "recompute"
     """It computes from the first such block on."""

@@ -73,7 +73,7 @@ SCHEMA = "stepwell.step_log"
 VERSION = 4
 
 Entry = dict[str, Any]
-"""Of JSON's types: equal to itself after it was written as JSON and read again."""
+"""A dictionary of JSON's types, equal to itself after it was written as JSON and read again."""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:

@@ -1,4 +1,4 @@
-"""What a step computes: how many tokens of which requests, in which blocks; and its outputs."""
+"""The plan of a step, with the tokens and blocks of each request, and the output of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -27,7 +27,7 @@ class WaitReason(Enum):
     BUDGET = "budget"
     """The step's tokens were used up, or the whole prompt must fit and does not."""
     MAX_SEQS = "max_seqs"
-    """As many requests run as may."""
+    """`max_running` requests run."""
     NO_BLOCKS = "no_blocks"
     """It does not fit in the pool, or a running request was preempted in the step."""
     PREFILL_INTERVAL = "prefill_interval"
@@ -70,7 +70,7 @@ OWN_REASONS = frozenset(
 
 
 def preparation_wait(request: Request) -> WaitReason:
-    """Why a request waits for which the workers prepare something."""
+    """The wait reason of a request for which the workers load an adapter or compile a grammar."""
     return WaitReason.ADAPTERS if request.awaits_adapter else WaitReason.GRAMMAR
 
 
@@ -138,9 +138,9 @@ class SchedulerOutput:
     copies: Sequence[BlockCopy] = ()
     """Blocks that they copy then, in order."""
     loads: Sequence[KVLoad] = ()
-    """What the workers load from elsewhere, beginning with this step."""
+    """Loads of the connector that begin with this step."""
     kv_connector_metadata: KVConnectorMetadata | None = None
-    """What the connector tells its workers' side."""
+    """The connector's message to its workers' side."""
     awaits_transfers: bool = False
     """Whether a transfer is under way, of whose end the step's output may tell."""
     dropped: AbstractSet[Request] = frozenset()
@@ -165,7 +165,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
 class ModelRunnerOutput:
-    """What the workers computed in a step. `token_ids` is parallel to the plan's requests."""
+    """The workers' output of a step. `token_ids` is parallel to the plan's requests."""
 
     token_ids: Sequence[Sequence[int]]
     """Sampled tokens: none inside a prompt."""
@@ -190,11 +190,11 @@ class ModelRunnerOutput:
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
     slack_seconds: float | None = None
-    """For how long it was ready to run when the step before it ended, or, less than 0, how long
-    after that it was; None where that is not measured.
+    """Time from when the step was ready to run to the end of the step before it; less than 0 if
+    it was ready after that. None where that is not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
-    """What the workers' side of a connector has done."""
+    """Results of the connector's workers' side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class EngineCoreOutputs:
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts, by index of the request, also of requests that had ended before."""
     failed: Sequence[Request] = ()
-    """Of those that ended, requests that steps looked at and that can never run on."""
+    """The part of `ended` that steps looked at and that can never run on."""
     num_draft_tokens: Sequence[int] = ()
     """Drafts that were verified, parallel to the plan's requests; empty if there were none."""
 

@@ -1,4 +1,4 @@
-"""What is to change between two steps: requests that arrived, go on, or are to end."""
+"""Changes that are applied between two steps: requests that arrived, go on, or are to end."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

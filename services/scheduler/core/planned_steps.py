@@ -47,7 +47,7 @@ class PlannedSteps:
         return None
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Of a request, its tokens in the steps that are in flight now."""
+        """A function from a request to its tokens in the steps that are in flight now."""
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
             for plan in self.in_flight

@@ -1,4 +1,4 @@
-"""What the engine needs of others: a pool of blocks, workers, and consumers of what a step brings.
+"""Ports of the engine: a pool of blocks, workers, and consumers of a step's output.
 
 The operations of the pool are in `services/common/pool_operations.py`.
 """

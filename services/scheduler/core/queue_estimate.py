@@ -3,15 +3,13 @@
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""With fewer the rate at which requests end is not estimated from them."""
+"""Fewest completions from which the rate at which requests end is estimated."""
 MIN_BUSY_SECONDS = 0.5
-"""Before that long nothing is estimated from tokens: the first steps take longer."""
+"""Busy time before anything is estimated from tokens: the first steps take longer."""
 WINDOW_COMPLETIONS = 64
-"""Completions that the rate is taken from, the newest ones."""
+"""Newest completions from which the rate is taken."""
 MARGIN = 1.4
-"""What is estimated is so much more than the mean: a late eviction costs a client more than an
-early refusal.
-"""
+"""Factor of the mean in estimates: a late eviction costs a client more than an early refusal."""
 
 
 class QueueEstimate:

@@ -1,4 +1,4 @@
-"""What follows a loss of pool or workers: both are opened again, and a request whose steps always
+"""Recovery from a loss of pool or workers: both are opened again, and a request whose steps always
 fail is looked for.
 """
 

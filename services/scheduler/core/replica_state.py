@@ -17,7 +17,7 @@ from services.scheduler.core.waiting_requests import WaitingRequests
 
 
 class ReplicaState:
-    """What the parts of the scheduler share. It decides nothing."""
+    """The state that the parts of the scheduler share. It decides nothing."""
 
     def __init__(
         self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None

@@ -23,7 +23,7 @@ from services.scheduler.core.timeline import RequestTimes
 
 
 class RequestStatus(enum.Enum):
-    """What state a request is in."""
+    """The states of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -79,14 +79,14 @@ class Request(ComputedTokens):
     same name is another one.
     """
     adapter_name: str = ""
-    """What clients call it."""
+    """The name by which clients ask for its adapter."""
     awaits_adapter: bool = False
     """Whether the workers have yet to load it; `grammar` is COMPILING then."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Items of the prompt whose embeddings an encoder computes, in the order of their offsets."""
     traceparent: str = ""
     tracestate: str = ""
-    """Of the caller; carried through, as is `baggage`."""
+    """The caller's, for traces; carried through, as is `baggage`."""
     baggage: str = ""
     queued_unix_nanos: int = 0
     """When it came to this replica; carried through, for traces."""
@@ -114,11 +114,11 @@ class Request(ComputedTokens):
     """False where every prompt position must be computed, as for prompt log-probabilities."""
 
     grammar: GrammarStatus | None = None
-    """Of the grammar that its output must follow, and of its adapter, if the workers had to load
-    that; None: it needs nothing of them.
+    """Whether the workers have compiled its grammar, and loaded its adapter; None: it needs neither
+    of them.
     """
     error: str = ""
-    """What went wrong, if something did that concerns no other request."""
+    """The error that ended it, or ends it when it is scheduled; empty if there is none."""
     error_reason: FinishReason = FinishReason.ERROR
     """How it ends for that, if it has not yet run."""
 
@@ -203,7 +203,7 @@ class Request(ComputedTokens):
 
     @property
     def unsent_hashes(self) -> Sequence[BlockHash]:
-        """Those of `block_hashes` that the pool lacks."""
+        """The end of `block_hashes` that the pool does not have yet."""
         return self.block_hashes[self.num_hashes_sent :]
 
     @property

@@ -1,4 +1,4 @@
-"""What a step computes of the requests that run: arithmetic on tokens, no transaction."""
+"""Plans the tokens of running requests in a step: arithmetic, no transaction."""
 
 from collections.abc import Collection, Mapping
 

@@ -13,7 +13,7 @@ from services.scheduler.core.waiting_prefixes import WaitingPrefixes
 
 @dataclass(slots=True)
 class StepBuilder:
-    """What scheduling has decided of a step so far: its `plan`, and what later decisions need."""
+    """The decisions of a step so far: its `plan`, and the state that later decisions read."""
 
     plan: SchedulerOutput
     token_budget: int
@@ -37,7 +37,7 @@ class StepBuilder:
 
     @property
     def prefixes(self) -> WaitingPrefixes:
-        """What is known of the prefixes of waiting requests."""
+        """Prefix hits of waiting requests."""
         if self._prefixes is None:
             self._prefixes = WaitingPrefixes()
         return self._prefixes
@@ -51,7 +51,7 @@ class StepBuilder:
 
     @property
     def encoder(self) -> StepEncoder:
-        """What the encoder can still compute."""
+        """The encoder's budget in this step."""
         if self._encoder is None:
             self._encoder = self.make_encoder()
         return self._encoder

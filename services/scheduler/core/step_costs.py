@@ -1,15 +1,15 @@
-"""What a step takes for each token of a prompt, and for each request that decodes in it."""
+"""The time that a step takes for each prompt token and for each decoding request in it."""
 
 from collections import deque
 from statistics import fmean
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""With fewer that only decode nothing is estimated from them."""
+"""Fewest steps that only decode from which costs are estimated."""
 MIN_PROMPT_TOKENS = 16
-"""Of steps with fewer, the part that prompts take cannot be told from the rest."""
+"""Fewest prompt tokens of a step from which the cost of prompts is estimated."""
 MIN_COMPUTED_TOKENS = 128
-"""With fewer in all recent steps nothing is estimated of prompts."""
+"""Fewest prompt tokens in all recent steps from which the cost of prompts is estimated."""
 
 
 class StepCosts:

@@ -10,16 +10,16 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class EncoderDecision:
-    """What a step computes of a request with items."""
+    """The tokens and items of a request that a step computes."""
 
     num_tokens: int
-    """Tokens that it gets: as many as were asked for, or up to the first item that the encoder
+    """Tokens that the step computes: `num_asked`, or those up to the first item that the encoder
     cannot compute in this step.
     """
     budget: int
     """The encoder's budget once the items are computed."""
     num_asked: int
-    """How many tokens were asked for."""
+    """Tokens that would be computed without the encoder's bounds."""
     inputs: list[int] = field(default_factory=list)
     """Items to compute, by index."""
     repeated: list[int] = field(default_factory=list)
@@ -30,16 +30,16 @@ class EncoderDecision:
 
 @dataclass(slots=True)
 class StepEncoder:
-    """What the encoder can still compute in a step, and the cache."""
+    """The budget of the encoder that is left in a step, and its cache."""
 
     config: SchedulerConfig
     cache: EncoderCacheManager
     budget: int
-    """Embeddings."""
+    """Embeddings that the encoder can still compute."""
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Of the running requests with items, as they were looked at."""
+    """Decisions for running requests with items, in the order in which they were planned."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Of running requests for which others were preempted: they are not decided again."""
+    """Decisions for running requests for which others were preempted; they are not made again."""
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
     """Budget and cache before each running request that was looked at, in that order."""
 
@@ -141,5 +141,5 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    """What a request is told that names an item of another size by an identifier that is cached."""
+    """The error of a request with an item that has another size than the cached one of its name."""
     return f"the item {identifier!r} has another size than the one cached under this identifier"

@@ -10,7 +10,7 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """What a block of the tier is found by: the hash of its tokens, and the KV-cache group, since
+    """The key of a block of the tier: the hash of its tokens, and the KV-cache group, since
     each group has other layers. As in vLLM's offloading.
     """
     return block_hash + group.to_bytes(4, "big")

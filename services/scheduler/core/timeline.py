@@ -12,15 +12,15 @@ from operator import add, sub
 from typing import NamedTuple
 
 MAX_PHASES = 64
-"""Of more, the oldest after the queue become one."""
+"""Phases of a timeline. Beyond them, the oldest ones after the queue are merged."""
 MAX_WAITS = 16
-"""Of more in one phase, those next to each other become one."""
+"""Waits of a phase. Beyond them, neighbours are merged."""
 MAX_CHUNKS = 32
-"""Of twice as many in one phase, those next to each other become one."""
+"""Chunks of a phase. Beyond twice this number, neighbours are merged."""
 
 
 class PhaseKind(Enum):
-    """What a request does."""
+    """The kinds of phases of a request."""
 
     QUEUE = "queue"
     """It waits for its first admission."""
@@ -35,7 +35,7 @@ class PhaseKind(Enum):
     PAUSE = "pause"
     """It keeps its blocks while the engine is paused."""
     SEVERAL = "several"
-    """What was merged, since there were too many phases."""
+    """Several phases that were merged, since there were more than MAX_PHASES."""
 
 
 _INTERRUPTIONS = (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE)
@@ -48,18 +48,18 @@ class StepTotals(NamedTuple):
     nanos: int = 0
     """From the end of the step before, or from the planning if that was later, to the tokens."""
     compute_nanos: int = 0
-    """Of that, the workers computed."""
+    """The part of `nanos` in which the workers computed."""
     prompt_nanos: int = 0
-    """Of that, the share of tokens of requests in their prefill."""
+    """The part of `compute_nanos` for tokens of requests in their prefill."""
     num_requests: int = 0
-    """Sizes of the batches."""
+    """Sum of the requests in each step."""
 
     def plus(self, other: "StepTotals") -> "StepTotals":
         """The sums of both."""
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
-        """What is in this one and not in the other, earlier one."""
+        """The sums since the other, earlier one."""
         return StepTotals(*map(sub, self, other))
 
 
@@ -102,9 +102,9 @@ class Chunk:
     num_requests: int
     """Requests in the step."""
     compute_nanos: int
-    """For which the workers computed, all requests of the step together."""
+    """Time in which the workers computed the whole step."""
     wait_nanos: int = 0
-    """Of waits that were merged into it."""
+    """Time of the waits that were merged into it."""
 
     def merge(self, later: "Chunk | Wait") -> None:
         """Adds a part that follows this one."""
@@ -123,10 +123,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Interruption:
-    """Why a request stopped to run though it had not ended."""
+    """Why a request stopped running before its end."""
 
     kind: PhaseKind
-    """Of the phase that begins with it."""
+    """The kind of the phase that begins with it."""
     cause: str
     step: int | None = None
     """The step whose planning it was a part of; None if it came between steps."""
@@ -135,7 +135,7 @@ class Interruption:
     num_lost_tokens: int = 0
     """Computed tokens that are computed again."""
     message: str = ""
-    """What was lost, in words."""
+    """The loss, as a sentence."""
 
 
 @dataclass(slots=True)
@@ -146,16 +146,16 @@ class Phase:
     start: int
     end: int = 0
     parts: list[Wait | Chunk] = field(default_factory=list)
-    """Of a wait its reasons, of a prefill its chunks and what it waited for; without a gap."""
+    """The waits of a waiting phase, the chunks and waits of a prefill; without a gap."""
     interruption: Interruption | None = None
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """Known at the beginning; after the end, those that came in it."""
+    """Tokens known at its beginning; once it has ended, the tokens that came in it."""
     totals: StepTotals = NO_STEPS
-    """At the beginning; after the end, of the steps in it."""
+    """The totals at its beginning; once it has ended, those of its steps."""
     behind: StepTotals = NO_STEPS
-    """Of these, the steps in which it had no part."""
+    """The same of the steps in it that did not have the request."""
     max_requests: int = 0
     """Largest batch."""
     merged: dict[PhaseKind, int] | None = None
@@ -174,7 +174,7 @@ class RequestTimes(NamedTuple):
     prefill_nanos: int
     decode_nanos: int
     interrupted_nanos: int
-    """Of prefill and decode, the time in which it did not run."""
+    """The part of prefill and decode in which it did not run."""
     queued_unix_nanos: int
     """When it arrived."""
 

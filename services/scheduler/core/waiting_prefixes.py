@@ -1,4 +1,4 @@
-"""What a step knows of the prefixes of waiting requests: what is cached of them, and loaded."""
+"""Prefixes of waiting requests in a step: the tokens that are cached, and those that are loaded."""
 
 from dataclasses import dataclass, field
 
@@ -16,11 +16,11 @@ class WaitingPrefixes:
     external: dict[Request, int] = field(default_factory=dict)
     """Tokens that a connector loads behind the hits."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """What full attention has cached, where the connector supplies states."""
+    """Tokens that full attention has cached, where the connector supplies states."""
     diverging: set[Request] = field(default_factory=set)
     """Requests whose hit is one of full attention alone."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """To how many tokens the windows of requests move on, if not to all computed ones."""
+    """Tokens up to which the windows of requests move on, if not up to all computed ones."""
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish: later admissions of the step hit them."""
 

@@ -46,7 +46,7 @@ class WaitingRequests:
 
     @property
     def queued(self) -> Iterator[Request]:
-        """Those that are not held back, in the order in which they are looked at."""
+        """The requests that are not held back, in the order in which they are tried."""
         return chain(self.kv_waiting, self.waiting)
 
     @property

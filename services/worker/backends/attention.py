@@ -171,7 +171,7 @@ class StateLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an implementation needs to know of the model and the cache.
+    """The shape of the model's attention and of its cache.
 
     The i-th layers of all groups share their pages; a block belongs to the group whose table lists
     it. Pages are equally large in all groups: layers with fewer or smaller heads hold more tokens
@@ -183,7 +183,7 @@ class AttentionShape:
     block_size: int
     num_blocks: int
     dtype: torch.dtype
-    """Of queries, keys, values and outputs."""
+    """Data type of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
     """The KV-cache groups, each the layers that share a block table; together all layers. Empty:
@@ -195,7 +195,7 @@ class AttentionShape:
     """Their groups, which follow the others. A block of such a group holds one state of each layer.
     """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """What keys and values are kept as."""
+    """The form in which keys and values are cached."""
     block_scales: tuple[int, ...] = ()
     """By group, how many times `block_size` tokens its blocks hold; empty: once."""
 
@@ -210,7 +210,7 @@ class AttentionShape:
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """Of all pages of keys and values of a layer, and of each token and head in them."""
+        """Shape of a layer's pages: keys and values, blocks, tokens, heads, elements of a head."""
         own = self.layers[layer]
         head = head_elements(own, self.kv_cache_dtype)
         return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head

@@ -116,9 +116,9 @@ class DecoderWeights:
     head: Linear | None
     """Projects to the vocabulary."""
     ranks: Ranks = ALONE
-    """Those that the layers are divided over, whose outputs of attention and MLPs are summed."""
+    """The ranks that layers are divided over; their outputs of attention and MLPs are summed."""
     head_ranks: Ranks = ALONE
-    """Those of whom each has as many columns of the head."""
+    """The ranks that the head is divided over, each with as many columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +126,13 @@ class DecoderConstants:
     """The constants of a decoder."""
 
     embedding_scale: float
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
     rotations: tuple[Rotation, ...]
     """Cos and sin of all positions, of each rotary embedding that a layer has."""
     rotation_of: tuple[int, ...]
-    """Of each layer the index of its rotation."""
+    """The index of each layer's rotation."""
     epsilon: float
-    """Of all norms."""
+    """The epsilon of all norms."""
 
 
 class FusedDecoder(Protocol):

@@ -16,7 +16,7 @@ _VECTOR = 16
 
 
 class KVCacheDtype(enum.Enum):
-    """What keys and values are kept as: by default as the model computes them."""
+    """The form in which keys and values are cached: by default as the model computes them."""
 
     AUTO = "auto"
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"
@@ -40,6 +40,6 @@ def coded(heads: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """What `coded` stored, [..., bytes_of_head] -> [..., head_dim]."""
+    """The inverse of `coded`, [..., bytes_of_head] -> [..., head_dim]."""
     scales = stored[..., -_SCALE_BYTES:].view(torch.float32)
     return (stored[..., :head_dim] * scales).to(dtype)

@@ -87,7 +87,7 @@ def model_fingerprint(
 
 
 def _hash_weights(file: Path, tensors: list[TensorInfo], *, whole: bool) -> bytes:
-    """Of each tensor its bytes, or the first, middle and last few of them."""
+    """SHA-256 of the bytes of each tensor, or of the first, middle and last few of them."""
     digest = sha256()
     with file.open("rb") as stream:
         for tensor in sorted(tensors, key=lambda tensor: tensor.name):

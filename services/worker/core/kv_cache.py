@@ -18,7 +18,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """What the cache must hold."""
+    """The sequences that the cache must hold, which bound its blocks."""
 
     bytes_per_block: int
     """Bytes of all pages of a block."""
@@ -66,10 +66,10 @@ class FreeMemory:
     of_bytes: int
     utilization: float
     activation_bytes: int
-    """What the largest step needs besides weights and cache."""
+    """Bytes that the largest step needs besides weights and cache."""
     used_bytes: int = 0
     of_what: str = "available after loading"
-    """What these bytes are, as the end of a sentence that begins with their number."""
+    """The kind of these bytes, as the end of a sentence that begins with their number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class VectorEnd:
-    """What is done to vectors last: they are cut, and their activation is applied."""
+    """The last operations on vectors: they are cut, and their activation is applied."""
 
     pooler: Pooler
     config: PoolingConfig

@@ -38,7 +38,7 @@ class NewRequest:
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None where the model generates."""
     adapter_digest: bytes = b""
-    """Of the files of its adapter; empty if it has none."""
+    """SHA-256 of the files of its adapter; empty if it has none."""
     cache_key: bytes = b""
     """See block_hash.cache_key."""
 

@@ -57,7 +57,7 @@ class WorkerDescription:
     dtype: str
     """Data type of weights."""
     kv_cache_dtype: str
-    """What keys and values are kept as."""
+    """The form in which keys and values are cached."""
     rank: int = 0
     world_size: int = 1
     """Ranks of all pipeline stages."""
@@ -92,6 +92,6 @@ class Worker:
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
-    """What it may hold outputs to; None if it samples no tokens."""
+    """The grammars that outputs may conform to; None if it samples no tokens."""
     adapters: LoraAdapters | None = None
-    """Those that are loaded; None if none are served."""
+    """The adapters that are loaded; None if none are served."""

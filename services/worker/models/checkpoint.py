@@ -31,7 +31,7 @@ _LENGTH_BYTES = 8
 WHOLE = slice(None)
 """Everything along an axis."""
 Index = tuple[slice | int, ...]
-"""What is taken along each axis; an axis without an index is taken whole."""
+"""The part along each axis that is read; an axis without an index is read whole."""
 
 _GGUF_SUFFIX = ".gguf"
 _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}

@@ -40,14 +40,14 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """Of the dense MLPs; those of experts have their own."""
+    """The width inside the dense MLPs; those of experts have their own."""
     num_heads: int
-    """Of queries."""
+    """Heads of queries."""
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
-    """What may differ from layer to layer, for each of them."""
+    """The settings of each layer that may differ from layer to layer."""
     rope: RopeConfig
     """Of layers that see all tokens before them."""
     tie_word_embeddings: bool
@@ -58,9 +58,9 @@ class ModelConfig:
     mlp_bias: bool
     """Whether the projections of MLPs have biases."""
     embedding_scale: float
-    """What embeddings are multiplied by."""
+    """Factor of the embeddings."""
     attention_scale: float
-    """What products of queries and keys are multiplied by."""
+    """Factor of the products of queries and keys."""
     attention_softcap: float | None
     """c: scores x of attention become c tanh(x / c); None: they stay as they are."""
     logits_softcap: float | None

@@ -22,13 +22,13 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_AXES = 4
 _FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
-"""Of the types of values, by number, those of struct; None for strings and arrays."""
+"""The type of `struct` for each type of value, by number; None for strings and arrays."""
 _STRING, _ARRAY = 8, 9
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _IGNORED = "rope_freqs.weight"
-"""What config.json says of rotary embeddings."""
+"""A tensor that is not read: config.json has the same of rotary embeddings."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -81,7 +81,7 @@ class GgufFile:
         return whole
 
     def get_slice(self, name: str) -> torch.Tensor:
-        """What a part is taken of."""
+        """The tensor, which a part is then taken of."""
         return self.get_tensor(name)
 
     def get_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:

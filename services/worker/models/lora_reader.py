@@ -77,7 +77,7 @@ class LoraReader:
 
     @property
     def shapes(self) -> dict[str, LoraShape]:
-        """Of this rank's projections."""
+        """The shapes of this rank's projections, by name."""
         queries, keys, inner = self._widths
         hidden = self.config.hidden_size
         return {
@@ -96,7 +96,7 @@ class LoraReader:
         return queries, keys, shard.of(config.intermediate_size)
 
     def _targets(self, index: int) -> dict[str, _Target]:
-        """What adapters may add to in a layer, by name within it."""
+        """The projections of a layer that adapters may add to, by name within it."""
         config, (queries, keys, inner) = self.config, self._widths
         hidden, width = config.hidden_size, config.intermediate_size
         all_queries, all_keys = (

@@ -80,9 +80,9 @@ class LoadedModel:
     """The longest sequence to serve."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
-    """Of each layer that attends, in order, also of those that other pipeline stages compute."""
+    """Each layer with attention, in order, also those that other pipeline stages compute."""
     states: tuple[StateLayer, ...] = ()
-    """What each recurrent layer keeps."""
+    """The state of each recurrent layer."""
     rope_length: int = 0
     """See model_fingerprint."""
     is_static: bool = False
@@ -104,7 +104,7 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of some layers that are in `model`, by their index there."""
+        """The layers of `layers` that are in `model`, by their index there."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
@@ -121,7 +121,7 @@ class LoadOptions:
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1
     quantization: QuantizationSetting = QuantizationSetting.AUTO
-    """What is quantized at load, in native models alone."""
+    """How weights of native models are quantized at load."""
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

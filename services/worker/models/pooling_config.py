@@ -1,5 +1,5 @@
-"""What a model directory says of pooling: whether the model is one that answers with vectors, which
-states they are made of, and what is done to them last.
+"""The pooling of a model, by its directory: whether it answers with vectors, which states they are
+made of, and the activation that is applied to them last.
 
 Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
 with a config.json of its own, and perhaps a normalization. Cross-encoders have an architecture that
@@ -30,7 +30,7 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class RunnerSetting(enum.Enum):
-    """What a model is run for."""
+    """The use of a model, by vLLM's `--runner`."""
 
     AUTO = "auto"
     GENERATE = "generate"
@@ -38,7 +38,7 @@ class RunnerSetting(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """What is done to a vector last."""
+    """The function that is applied to a vector last."""
 
     NONE = "none"
     NORMALIZE = "normalize"
@@ -63,7 +63,7 @@ class PoolingConfig:
     later ones, else the last.
     """
     activation: Activation
-    """Of vectors for which the client says nothing."""
+    """The activation where a request does not set `use_activation`."""
     num_labels: int = 0
     """Classes; 0 for embeddings."""
     max_seq_length: int | None = None

@@ -51,7 +51,7 @@ class StageLayers:
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Those of some layers of the model that it computes, by their index in the stage."""
+        """The layers of `layers` that it computes, by their index in the stage."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:

@@ -11,8 +11,8 @@ from services.worker.parts.rank_setup import RankSetup
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """What holds adapters; None if none are served. Raises UnsupportedModel if they are to be and
-    the model takes none.
+    """The places of adapters; None if none are served. Raises UnsupportedModel if they are to be
+    served and the model takes none.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora

@@ -17,7 +17,7 @@ def describe(
     fingerprint: bytes,
     incarnation: str,
 ) -> WorkerDescription:
-    """What a worker with a KV cache has and can do. `parts` are those with a sized cache."""
+    """The description of a worker with a KV cache. `parts` are those with a sized cache."""
     settings, own = setup.settings, setup.membership
     loaded, shape, limits = parts.loaded, parts.shape, parts.limits
     return WorkerDescription(

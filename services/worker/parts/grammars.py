@@ -8,8 +8,8 @@ from services.worker.sampling.grammar import Grammars, model_compiler
 
 
 def make_grammars(model: Path, parts: Parts) -> Grammars | None:
-    """What holds outputs to grammars; None where this rank samples nothing. `model`: the directory
-    with the tokenizer.
+    """The grammars of a rank; None if it samples nothing. `model`: the directory with the
+    tokenizer.
     """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None

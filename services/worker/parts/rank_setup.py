@@ -1,4 +1,4 @@
-"""What a rank is built from: its settings, its platform, and the group that it belongs to."""
+"""The setup of a rank: its settings, its platform, and the group that it belongs to."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from services.worker.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """What the parts of one rank are made with. `group` is None for a worker on its own.
+    """The arguments of all parts of one rank. `group` is None for a worker on its own.
 
     `checkpoint_reached` is called between two pieces of work, and may raise to end the start.
-    `ranks`: those that divide a layer, for tensors on the platform's device.
+    `ranks`: the ranks that divide a layer, for tensors on the platform's device.
     """
 
     settings: WorkerSettings
@@ -27,7 +27,7 @@ class RankSetup:
     checkpoint_reached: Callable[[], None]
 
     def least_of_ranks(self, name: str, value: int) -> int:
-        """The smallest value of this name that a rank has."""
+        """The smallest of all ranks' values of this name."""
         return value if self.group is None else self.group.smallest(name, value)
 
 

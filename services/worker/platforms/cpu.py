@@ -30,7 +30,7 @@ class CpuPlatform:
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """What a step computes while it reads the weights: by the ratio of 0.4 TFLOP/s and 35 GB/s."""
+    """Rows that a step computes while it reads the weights, at 0.4 TFLOP/s and 35 GB/s."""
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -115,7 +115,7 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
 def _model_drafter(
     draft: DraftModelParts, attention: PagedAttention, limits: BatchLimits
 ) -> Drafter:
-    """What proposes drafts with a draft model over this cache."""
+    """The drafter of a draft model over this cache."""
     source = DraftModel(
         draft.loaded.model,
         attention,

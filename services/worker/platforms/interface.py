@@ -1,4 +1,4 @@
-"""What a worker does differently on each kind of device."""
+"""The port of platforms: what differs between kinds of devices."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,7 +28,7 @@ class DraftModelParts:
 
     loaded: LoadedModel
     shape: AttentionShape
-    """Of its cache, which has as many blocks as that of the model."""
+    """The shape of its cache, which has as many blocks as that of the model."""
     group: int
     """The model's KV-cache group whose block tables it uses."""
     fingerprint: bytes
@@ -50,7 +50,7 @@ class Parts:
     stage: PipelineStage | None = None
     """None for a whole model."""
     tier_memory: Bytes | None = None
-    """That of offloaded blocks; None if there are none."""
+    """Memory of offloaded blocks; None if there are none."""
     grammars: Grammars | None = None
     """None where outputs are not constrained."""
     adapters: LoraAdapters | None = None

@@ -90,7 +90,7 @@ def _decodes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Those up to `most`, falling."""
+    """The powers of two up to `most`, falling."""
     return [1 << exponent for exponent in reversed(range(most.bit_length()))]
 
 

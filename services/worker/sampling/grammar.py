@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""What takes longer to compile is not compiled while a step waits for it."""
+"""Longest time of a compilation that a step waits for."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
 """Most masks that are made in a row before a token is drawn without one again."""

@@ -54,7 +54,7 @@ class GrammarRows:
         return self._of.get(batch_row)
 
     def have_masks(self, batch_rows: np.ndarray) -> BoolArray:
-        """Of each of these rows, whether it has a mask."""
+        """Whether each of these rows has a mask."""
         have: BoolArray = self._rows[batch_rows] >= 0
         return have
 

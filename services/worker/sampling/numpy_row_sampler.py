@@ -84,7 +84,7 @@ class NumpyRowSampler:
 
 
 def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
-    """Of each token [V] of a row whether it may be drawn; None if all may."""
+    """Whether each token of a row may be drawn, bool [V]; None if all may."""
     if masks is None or masks.rows[index] < 0:
         return None
     words = masks.words[masks.rows[index]]

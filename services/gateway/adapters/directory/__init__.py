@@ -1,1 +1,1 @@
-"""What keeps the index of cached prefixes up to date: Redis, or the pools themselves."""
+"""Sources that keep the index of cached prefixes up to date: Redis, or the pools themselves."""

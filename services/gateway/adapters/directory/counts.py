@@ -1,4 +1,4 @@
-"""What was read into the index of cached prefixes, and what was found wrong."""
+"""Counts of the entries read into the index of cached prefixes, and of faults in them."""
 
 from dataclasses import dataclass
 

@@ -43,7 +43,7 @@ HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
 
 
 class Described(NamedTuple):
-    """What the answer to a request says of an error."""
+    """An error as the body of an answer describes it, and its status."""
 
     status: int
     kind: str

@@ -77,7 +77,7 @@ class QuickRefusals:
         return None
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:
-        """Whose a request is; None if the application decides. Raises Unauthenticated."""
+        """The tenant of a request; None if the application finds it. Raises Unauthenticated."""
         hosts = hosts_of(scope)
         declared = headers.get("content-length", "")
         if (

@@ -1,4 +1,4 @@
-"""Whose an HTTP request is, and whether its tenant's limits let it pass, before it is read."""
+"""The tenant of an HTTP request, and the check of the tenant's limits, before its body is read."""
 
 from collections.abc import Collection
 from typing import Any

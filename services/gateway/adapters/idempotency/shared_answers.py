@@ -1,4 +1,4 @@
-"""What shares answers between gateways, where there is a Redis."""
+"""Builds the sharing of answers between gateways, where there is a Redis."""
 
 from services.common.redis_url import NEEDS_REDIS
 from services.common.settings import SettingError

@@ -1,4 +1,4 @@
-"""What every place where keys are kept can be asked."""
+"""The port of stores of API keys."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -62,7 +62,7 @@ class RedisLimits:
         self._local = local
         self._is_lost = False
         self._last: dict[str, Standing] = {}
-        """Of each tenant, as Redis said it last."""
+        """The standing of each tenant in the last answer of Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
         """Slots that Redis may hold, and that no request uses."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)

@@ -1,4 +1,4 @@
-"""What Redis does for limits, each as one atomic script.
+"""The scripts of limits in Redis; each is atomic.
 
 `limit:{t:ID}`    hash: levels of the buckets of tenant ID, and when they were so; expires when full
 `slots:{t:ID}`    sorted set: names of the slots of tenant ID by their deadlines

@@ -1,4 +1,4 @@
-"""What became of requests with an idempotency key."""
+"""Counts of requests with an idempotency key, by outcome."""
 
 from dataclasses import dataclass
 

@@ -60,10 +60,10 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """What came of sequences."""
+    """Further output of sequences."""
 
     parts: Sequence[Part]
-    """Of each sequence its index, what had come before, and what came."""
+    """For each sequence its index, its output before, and the further output."""
 
 
 @dataclass(frozen=True, slots=True)

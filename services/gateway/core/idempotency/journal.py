@@ -1,4 +1,4 @@
-"""Where gateways share what came of requests with a key: one log for each, and a lease on it."""
+"""The journal in which gateways share answers of requests with a key: a log and a lease each."""
 
 import enum
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Append:
 
 
 class Appended(enum.Enum):
-    """What became of an Append."""
+    """The outcome of an Append."""
 
     DONE = "done"
     FENCED = "fenced"
@@ -75,7 +75,7 @@ class Journal(Protocol):
         """Appends one entry to each of several logs, together with their leases."""
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
-        """What each log has after a position."""
+        """The entries of each log after a position."""
 
     async def release(self, scope: str) -> None:
         """Gives a lease back."""
@@ -84,4 +84,4 @@ class Journal(Protocol):
         """Removes logs and leases."""
 
     async def close(self) -> None:
-        """Nothing more is called."""
+        """Releases the connection. No other call follows."""

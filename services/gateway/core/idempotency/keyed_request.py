@@ -23,7 +23,7 @@ class Wanted:
     scope: str
     """The name under which its answer is remembered, see IdempotencyKey."""
     fingerprint: bytes
-    """Of its content: another request with the same key has another one."""
+    """Hash of its content: another request with the same key has another one."""
     num_sequences: int
     identity: Identity
     """What it gets if it is the first under its key."""

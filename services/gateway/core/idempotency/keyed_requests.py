@@ -1,4 +1,4 @@
-"""All requests with an idempotency key that a gateway remembers, and how many and how long."""
+"""The requests with an idempotency key that a gateway remembers, bounded in number and time."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ went away in that moment.
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What answers may take. An answer is `detached` while it is made and no client reads it."""
+    """Bounds of remembered answers. One is `detached` while it is generated without a client."""
 
     linger_seconds: float
     """How long an answer goes on without a client."""
@@ -37,7 +37,7 @@ class KeyLimits:
     """How long an answer is remembered after it ended, or stopped."""
     max_answers: int
     max_bytes: int
-    """Of answers that ended or stopped; those unused for longest are forgotten first."""
+    """Bytes of answers that ended or stopped; the least recently used are forgotten first."""
 
 
 class KeyedRequests:
@@ -63,7 +63,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """What answers take that ended or stopped."""
+        """Bytes of the answers that ended or stopped."""
         self._engine = engine
         self._clock = clock
         self._limits = limits

@@ -1,4 +1,4 @@
-"""What a gateway has read of the log of one key."""
+"""The part of one key's log that a gateway has read."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Makes the answer of a request with a key, whether a client reads it or not."""
+"""Generates the answer of a request with a key, with or without a client that reads it."""
 
 from collections.abc import Callable, Sequence
 

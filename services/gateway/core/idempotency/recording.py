@@ -1,4 +1,4 @@
-"""What an engine delivered for the sequences of one request, for any number of readers."""
+"""A recording of an engine's output for one request, for any number of readers."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.progress import Progress
 
 _SEQUENCE_BYTES = 1024
-"""What a sequence takes besides its tokens, about."""
+"""About the bytes that a sequence takes besides its tokens."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Seen:
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """All that came of one sequence."""
+    """The whole output of one sequence."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
@@ -45,7 +45,7 @@ class SequenceRecord:
             self.finish = delta.finish
 
     def since(self, seen: Seen) -> Delta:
-        """What a reader has not taken yet. `seen` then counts it as taken."""
+        """The output that a reader has not taken yet. `seen` then counts it as taken."""
         delta = Delta(self.token_ids[seen.num_tokens :].tolist())
         if delta.token_ids and self.logprobs is not None:
             delta.logprobs = self.logprobs.part(seen.num_tokens)

@@ -41,7 +41,7 @@ _LAST_WRITES = 3
 
 
 class Role(enum.Enum):
-    """What a gateway does for a key."""
+    """The part that a gateway has in the answer of a key."""
 
     BEGINS = "begins"
     RESUMES = "resumes"
@@ -54,19 +54,19 @@ class SharingTimes:
     """In seconds."""
 
     flush_seconds: float = 0.05
-    """Between two writes, and two reads, of the logs."""
+    """Time between two writes, and two reads, of the logs."""
     lease_seconds: float = 3.0
     """How long a lease holds; it is renewed three times as often."""
     open_seconds: float = 1.0
     """How long a request may wait for the journal."""
     again_seconds: float = 0.02
-    """Between two looks at a log that a gateway is about to begin."""
+    """Time between two reads of a log that a gateway is about to begin."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
 
 
 class SharingListener(Protocol):
-    """What happens to answers because of other gateways."""
+    """Events of answers that other gateways cause."""
 
     def taken_over(self, request: KeyedRequest) -> None:
         """The answer is to be made here from now on."""
@@ -322,5 +322,5 @@ class Sharing:
 
 
 def _begins_or_resumes(request: KeyedRequest) -> Role:
-    """What a gateway does that makes an answer of which the journal has nothing."""
+    """The part of a gateway that generates an answer of which the journal has nothing."""
     return Role.RESUMES if request.recording.num_tokens else Role.BEGINS

@@ -21,7 +21,7 @@ FOREVER_MILLIS = 2**52
 
 @dataclass(slots=True)
 class _State:
-    """What is counted of one tenant. A level of None is full."""
+    """The buckets and slots of one tenant. A level of None is full."""
 
     requests: int | None = None
     tokens: int | None = None

@@ -22,7 +22,7 @@ double is exact (Redis computes with them).
 
 
 class Quota(enum.Enum):
-    """What is limited."""
+    """The kinds of limits, by the names that clients get."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -70,7 +70,7 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """What becomes of a slot."""
+    """Whether a change takes, keeps or returns a slot of the concurrent requests."""
 
     KEEP = 0
     HOLD = 1
@@ -79,10 +79,11 @@ class SlotChange(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one request takes, all of it or nothing; below zero it is given back.
+    """What one request takes of its tenant's limits, all of it or nothing. Numbers below 0 return
+    what it took.
 
-    With `must_fit` it is refused where a level is too low or no slot is free, and, whatever it
-    takes, where not one token is left. Without, it is done in any case.
+    With `must_fit` the change is refused if a level is too low or no slot is free, and, even if it
+    takes no tokens, if not one token is left. Without, it is applied in any case.
     """
 
     slot: str
@@ -94,8 +95,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is left after a change, or at its refusal. Levels are in units; 0 where there is no
-    limit. `wait_millis` is when what was refused would fit; 0 where that is not known.
+    """The levels of a tenant's buckets after a change, or at its refusal, in units; 0 where there
+    is no limit. `wait_millis` is the time until what was refused would fit; 0: not known.
     """
 
     refused_by: Quota | None

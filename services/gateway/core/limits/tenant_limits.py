@@ -1,4 +1,4 @@
-"""What each request takes of its tenant's limits, and gives back at its end."""
+"""The share of its tenant's limits that a request takes, and returns at its end."""
 
 import itertools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What an answer's text turns out to be, piece by piece, and the whole of it."""
+"""Parsed parts of an answer's text, as events and as a whole message."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the answers of a request are read as."""
+"""How the answers of a request are parsed: calls, reasoning, content."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class OutputForm:
     tools: ToolFormat | None = None
     """The model's own way to write calls; None: its calls are content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of the tools' parameters, by name."""
+    """JSON schemas of the tools' parameters, by the tools' names."""
     is_call_list: bool = False
     """Whether a grammar makes the answer a list of calls, see `read_call_list`."""
     named: str | None = None

@@ -22,7 +22,7 @@ class OutputParser(Protocol):
         """Whether what was fed so far ends within the reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """What is certain after so much more text."""
+        """The events that are certain after the text so far, since the last call."""
 
     def finish(self) -> Sequence[OutputEvent]:
         """The rest, once the text has ended."""

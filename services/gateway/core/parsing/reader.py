@@ -37,7 +37,7 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
-        """What was read since; no more is kept."""
+        """The text since the recording began; it ends the recording."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 

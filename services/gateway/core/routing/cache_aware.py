@@ -33,7 +33,7 @@ there are few, they evict little.
 
 @dataclass(slots=True)
 class _Offer:
-    """What a sequence would find, and cost, at a replica. Not frozen, since that takes longer."""
+    """The cached part and the cost of a sequence at a replica. Not frozen, since that is slower."""
 
     replica: Replica
     known_depth: int
@@ -181,7 +181,7 @@ def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
 
 
 def _default_speeds(candidates: Sequence[Replica]) -> Speeds:
-    """Those of replicas that have not measured their own."""
+    """The speeds of replicas that have not measured their own."""
     for replica in candidates:
         if replica.load.speeds is None:
             return mean_speeds(one.load for one in candidates)

@@ -23,7 +23,7 @@ class RoutingPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
-    """What policies are made of."""
+    """The arguments that policies are built with."""
 
     rng: random.Random
     clock: Clock

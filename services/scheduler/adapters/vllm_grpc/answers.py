@@ -24,13 +24,13 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer, and what of it was not sent yet."""
+    """One answer, and the part of it that was not sent yet."""
 
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Of a call that streams, those of the next chunk; else all."""
+    """Log-probabilities of the next chunk if the call streams, else of the whole answer."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 

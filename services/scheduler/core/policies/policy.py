@@ -1,4 +1,4 @@
-"""What a scheduling policy decides: the order of admission, and the victim of a preemption."""
+"""The port of scheduling policies: the order of admission, and the victim of a preemption."""
 
 from collections.abc import Iterator
 from typing import Protocol
