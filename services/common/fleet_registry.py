@@ -70,7 +70,7 @@ class FleetRegistry:
         await self._redis.call(lambda client: client.zrem(self._key, record), seconds)
 
     async def replicas(self) -> list[RegisteredReplica]:
-        """Those whose lease has not ended. Records that cannot be read are logged once."""
+        """The replicas whose lease has not ended. Records that cannot be read are logged once."""
         records = await self._redis.call(lambda client: client.eval(_READ, 1, self._key))
         found = []
         for record in records:

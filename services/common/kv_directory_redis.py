@@ -53,7 +53,7 @@ class DirectoryKeys:
 
     @classmethod
     def of(cls, fingerprint: bytes) -> "DirectoryKeys":
-        """Those of a model's fingerprint, of which 64 bits are enough."""
+        """The names of a model's keys, with 64 bits of its fingerprint."""
         return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
 
     @property

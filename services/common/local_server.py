@@ -42,7 +42,7 @@ class LocalServer:
         """grpc's, by the name of the method."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
-        """Those that serve a call."""
+        """Connections that serve a call."""
         self.opening_seconds = opening_seconds
         self.unopened: set[_Call] = set()
         """Connections that have named no method so far."""

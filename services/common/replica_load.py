@@ -18,4 +18,4 @@ class ReplicaLoad:
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """Of `num_requests`, those that did not come from the gateway that is told."""
+    """The part of `num_requests` that came from other gateways than the one that gets this."""

@@ -27,9 +27,9 @@ class SpanOutage:
 
     def __init__(self) -> None:
         self._num_dropped: Counter[DropReason] = Counter()
-        """As of the last export."""
+        """Drops as of the last export."""
         self._before: Counter[DropReason] | None = None
-        """As of the last export before the outage; None if there is none."""
+        """Drops as of the last export before the outage; None if there is no outage."""
 
     def exported(
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool

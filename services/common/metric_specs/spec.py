@@ -52,7 +52,7 @@ class MetricSpec:
     unit: str
     text: str
     labels: tuple[str, ...] = ()
-    """Those that the service itself gives it, in the order in which it names their values."""
+    """Labels whose values the service passes, in the order in which it passes them."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without infinity."""
     source: Source = Source.GATEWAY

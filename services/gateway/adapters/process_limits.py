@@ -11,7 +11,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BYTES = 256 * 1024
 _NUM_ARENAS = 2
 _FILES_BESIDES = 128
-"""For what is no client's connection: listeners, schedulers, tracing, libraries."""
+"""Open files besides clients' connections: listeners, schedulers, tracing, libraries."""
 
 
 def give_memory_back() -> None:

@@ -33,7 +33,7 @@ _FAILURES = (InternalError, Aborted, Unavailable)
 _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
 
 CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
-"""Of the gRPC call that the present task serves. Over HTTP it is `request.state.record`."""
+"""The record of the gRPC call that the present task serves. Over HTTP: `request.state.record`."""
 
 
 CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
@@ -71,7 +71,7 @@ class RequestRecord:
 
     call: Call
     headers: Mapping[str, str]
-    """By their lower-case names; over gRPC, the metadata."""
+    """Headers by their lower-case names; over gRPC, the metadata."""
     request_id: str
     origin: TraceOrigin
     """Its trace, the caller's span, and whether they are sampled."""
@@ -101,12 +101,12 @@ class RequestRecord:
     write_nanos: int = 0
     """What the client's reading took of the time, as far as that held up what is sent to it."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
-    """To be added to times, for nanoseconds since 1970."""
+    """Offset of its times to nanoseconds since 1970."""
     root_span_id: int = field(default_factory=new_span_id)
     generate_span_id: int = field(default_factory=new_span_id)
 
     log_fields: dict[str, str] = field(init=False)
-    """Of all log lines about it."""
+    """Fields of all log lines about it."""
 
     def __post_init__(self) -> None:
         self.log_fields = {
@@ -134,7 +134,7 @@ class RequestRecord:
 
     @property
     def seconds(self) -> float:
-        """From its arrival to its end or, before it, to now."""
+        """Time from its arrival to its end or, before the end, to now."""
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:

@@ -34,7 +34,7 @@ class HeldSession:
 
     holder: Holder
     handle: int
-    """By which the replica knows it."""
+    """The handle of the session at the replica."""
     num_tokens: int
     """Tokens of the session that are kept, from the first on."""
     priority: int

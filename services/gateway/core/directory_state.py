@@ -4,7 +4,7 @@ import enum
 
 
 class DirectoryState(enum.Enum):
-    """Of the whole index, or of one node."""
+    """The state of the whole index, or of one node."""
 
     EXACT = "exact"
     """The view is what the pool wrote, as far as it has been read."""

@@ -87,7 +87,7 @@ class Inflight:
     _num_prompt_rows: int = 0
     """Log-probabilities of its prompt that were delivered."""
     _num_repeated_rows: int = 0
-    """Of those, the ones that its present replica sends again."""
+    """The part of these that its present replica sends again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)

@@ -45,5 +45,5 @@ class NodeView:
 
     @property
     def digest(self) -> Digest:
-        """Of the keys in the view."""
+        """The digest of the keys in the view."""
         return Digest(self.count, self.xor)

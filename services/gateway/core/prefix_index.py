@@ -41,11 +41,11 @@ class PrefixIndex:
         self._live = 0
         """Bits of all views."""
         self._jumping = 0
-        """Of those, the ones of nodes that hold prefixes, see `_match_by_jumps`."""
+        """The bits of nodes that hold prefixes, see `_match_by_jumps`."""
         self._retired = 0
         """Void bits that are still in the table."""
         self._being_swept = 0
-        """Of those, the ones that the present sweep removes."""
+        """The bits that the present sweep removes."""
         self._next_shard = 0
         """The shard from which it removes them next."""
         self._interned: dict[int, int] = {}
@@ -71,7 +71,7 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """Of the whole index: FALLBACK without contact, DEGRADED while any node is."""
+        """The state of the whole index: FALLBACK without contact, DEGRADED while any node is."""
         if self.contact is DirectoryState.EXACT and not all(
             view.is_exact for view in self._views.values()
         ):
@@ -79,7 +79,7 @@ class PrefixIndex:
         return self.contact
 
     def node_state(self, node: str) -> DirectoryState:
-        """Of one node; FALLBACK if it is not known."""
+        """The state of one node; FALLBACK if it is not known."""
         view = self._views.get(node)
         if view is None:
             return DirectoryState.FALLBACK

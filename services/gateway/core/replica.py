@@ -122,11 +122,11 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """For how long a connected replica has not been able to run steps; None when it is able."""
+        """Time since a connected replica became unable to run steps; None if it is able."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """For how long there has been no session; None while there is one."""
+        """Time since the last session ended; None while there is one."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property

@@ -120,7 +120,7 @@ class EngineRequest:
 
     @property
     def adapter_digest(self) -> bytes:
-        """By which its cached blocks are told apart; empty without an adapter."""
+        """SHA-256 of its adapter's files, by which its cached blocks are found; empty without one."""
         return b"" if self.adapter is None else self.adapter.digest
 
 

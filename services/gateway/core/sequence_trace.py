@@ -34,7 +34,7 @@ class EngineTimes:
     prefill: float
     decode: float
     interrupted: float
-    """Of the last two, the time in which it did not run."""
+    """The part of the last two in which it did not run."""
     queued_unix_nanos: int | None = None
     """When it arrived there, by that replica's clock."""
 

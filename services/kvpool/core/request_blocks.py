@@ -316,7 +316,7 @@ def _need(admission: Admission) -> Need:
 
 
 def _num_stored(admission: Admission) -> int:
-    """To how many tokens windows move on."""
+    """Tokens up to which windows move on."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

@@ -49,7 +49,7 @@ class UnwrittenChanges:
 
     @property
     def digest(self) -> Digest:
-        """Of all keys that are cached now."""
+        """The digest of all keys that are cached now."""
         return Digest(len(self._cached), self._xor)
 
     def take(self) -> tuple[list[int], list[int]]:

@@ -47,7 +47,7 @@ class StepRecord:
     done: int = 0
     """When its tokens arrived."""
     compute_nanos: int = 0
-    """For how long the workers computed."""
+    """Time in which the workers computed."""
     nanos: int = 0
     """How long it took, without its overlap with the step before."""
     only_decodes: bool = False

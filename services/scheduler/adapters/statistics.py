@@ -18,7 +18,7 @@ WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
 
 RECENT_STEPS = 100
 _SHARE_OF_NEWEST = 0.1
-"""In the mean length of prompts."""
+"""Weight of the newest prompt in the mean length."""
 
 
 class StepCounts:

@@ -36,7 +36,7 @@ class SentStep:
         self._missing = set(steps.ranks)
         self._response: worker_pb2.ExecuteResponse | None = None
         self._other_nanos = 0
-        """For how long other ranks than the last one computed, together."""
+        """Time in which the other ranks than the last one computed, together."""
         self._slack_nanos: int | None = None
         """The least of other ranks."""
 

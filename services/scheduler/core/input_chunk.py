@@ -17,7 +17,7 @@ class InputChunk:
     request_id: str = ""
     """The id of the session in its next turn; empty: as before."""
     traceparent: str = ""
-    """Of the caller of the turn, as are the next two."""
+    """The caller's, for traces, as are the next two."""
     tracestate: str = ""
     baggage: str = ""
     queued_unix_nanos: int = 0

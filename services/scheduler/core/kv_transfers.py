@@ -44,7 +44,7 @@ class KVTransfers:
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
-        """Of the requests that hold blocks."""
+        """Block tables of the requests that hold blocks."""
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load, until they are looked at after its end."""
         self._num_local: dict[Request, int] = {}
@@ -52,7 +52,7 @@ class KVTransfers:
         self._finished_recving: set[Request] = set()
         """Requests whose load has ended, and that have not gone on since."""
         self._first_invalid: dict[Request, int] = {}
-        """Of requests whose load within a step failed, the first block that they compute again."""
+        """The first block to compute again of each request whose load within a step failed."""
         self._leaving: dict[RequestKey, BlockTables] = {}
         """Requests that ended and whose blocks a transfer still uses."""
         self._filled: list[Request] = []

@@ -33,7 +33,7 @@ class TierStats:
     num_query_tokens: int = 0
     """Tokens behind local hits."""
     num_hit_tokens: int = 0
-    """Of these, tokens whose load began."""
+    """The part of these whose load began."""
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_invalid_blocks: int = 0

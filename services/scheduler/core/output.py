@@ -174,7 +174,7 @@ class ModelRunnerOutput:
     num_draft_tokens: Sequence[int] = ()
     """Drafts that the workers verified of each; parallel as well, or empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """By index of the request; carried through."""
+    """Log-probabilities by index of the request; carried through."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)

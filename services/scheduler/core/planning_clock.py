@@ -9,7 +9,7 @@ MIN_STEPS = 8
 MARGIN_SECONDS = 0.001
 """Timers of event loops are no more exact."""
 LEAST_SECONDS = 0.003
-"""For less than this no step is put off: to sleep once more in each step costs processor time."""
+"""Shortest time by which planning is put off: each further sleep costs processor time."""
 _OUTLIERS = 16
 """Of the recent steps, all but one in 16 had at least the room that "nearly all" had."""
 

@@ -1,4 +1,4 @@
-"""In which steps prompts wait, so that the steps between them hold only requests that decode."""
+"""Decides in which steps prompts wait, so that these hold only requests that decode."""
 
 from services.scheduler.core.running_requests import RunningRequests
 from services.scheduler.core.step_builder import StepBuilder

@@ -26,7 +26,7 @@ class StepCosts:
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
         """Requests, further tokens and seconds of the others."""
         self._fitted: tuple[float, float] | None = None
-        """By the steps so far; None if it was not asked for since the last one."""
+        """The costs by the steps so far; None if they were not asked for since the last step."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
         """Records the time of a step. Steps without requests, which carry transfers or free rows,
@@ -43,12 +43,12 @@ class StepCosts:
 
     @property
     def seconds_per_decode(self) -> float:
-        """For each request that decodes; 0 while it is not known."""
+        """Seconds for each request that decodes; 0 while it is not known."""
         return self._fit()[1]
 
     @property
     def seconds_per_prompt_token(self) -> float:
-        """For each token of a prompt; 0 while it is not known."""
+        """Seconds for each token of a prompt; 0 while it is not known."""
         num_tokens = sum(tokens for _, tokens, _ in self._computing)
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0

@@ -192,7 +192,7 @@ class Timeline:
     first_token: int | None = None
     """When it came; None before."""
     interrupted_nanos: int = 0
-    """For how long it did not run though it had been admitted."""
+    """Time in which it did not run after its first admission."""
 
     def __post_init__(self) -> None:
         self.current = Phase(PhaseKind.QUEUE, self.queued)

@@ -27,7 +27,7 @@ from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
 
 KEY_BYTES = HASH_BYTES + 4
-"""Of a block hash and a KV-cache group."""
+"""Bytes of a block hash and a KV-cache group."""
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")

@@ -28,7 +28,7 @@ class RowParameters:
     positions: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowParameters":
-        """Those of some rows."""
+        """The parameters of some rows."""
         return RowParameters(self.values.take(rows, 1), self.seeds[rows], self.positions[rows])
 
 
@@ -45,7 +45,7 @@ class RowMasks:
     rows: npt.NDArray[np.int64]
 
     def of(self, rows: npt.NDArray[np.int64]) -> "RowMasks":
-        """Those of some rows."""
+        """The masks of some rows."""
         return RowMasks(self.words, self.rows[rows])
 
 

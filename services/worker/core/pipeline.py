@@ -59,7 +59,7 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
-        """For how long the current step waited for the stage before."""
+        """Time for which the current step waited for the stage before."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype

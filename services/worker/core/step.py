@@ -28,7 +28,7 @@ class NewRequest:
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
-    """By KV-cache group."""
+    """Block ids, a table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings of the last of its placeholders; those of tokens that are computed already may be
     left out.
@@ -148,7 +148,7 @@ class StepOutput:
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     """Vectors of the requests whose prompt the step computed to its end."""
     waited_nanos: int = 0
-    """For how long the step waited for the pipeline stage before."""
+    """Time for which the step waited for the pipeline stage before."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
     """Loads that ended since the step before."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)

@@ -49,7 +49,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     """The settings of each layer that may differ from layer to layer."""
     rope: RopeConfig
-    """Of layers that see all tokens before them."""
+    """Rotary positions of layers without a window."""
     tie_word_embeddings: bool
     qkv_bias: bool
     """Whether the projections to queries, keys and values have biases."""

@@ -126,7 +126,7 @@ class CudaPlatform:
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """Those that compile every kernel that steps need, and record every program of decodes."""
+        """The steps that compile every kernel, and record every program of decodes."""
         return every_shape(limits)
 
 

@@ -82,7 +82,7 @@ class _Registry:
         self._registry = FleetRegistry(self._redis, model_name)
 
     async def addresses(self) -> set[str]:
-        """Those of the replicas that are registered now. Raises Unavailable."""
+        """The addresses of the replicas that are registered now. Raises Unavailable."""
         return {replica.address for replica in await self._registry.replicas()}
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ _SMALL_BYTES = 16 * 1024
 _MAX_PROBLEMS = 100
 """Listing a hundred thousand problems would take longer than serving a request."""
 _MAX_NAME = 100
-"""Of a client's name for a field, no more is sent back."""
+"""Characters of a client's name for a field that an error repeats."""
 
 
 class BodyReader:

@@ -45,7 +45,7 @@ class KeyedRequest:
         self.routes: list[Route] = []
         """Where its sequences were sent from here, in order."""
         self.waits: list[Wait] = []
-        """Of its sequences that did not go to a replica at once."""
+        """Waits of its sequences that did not go to a replica at once."""
         self.traces: list[SequenceTrace] = []
         """Where its sequences were from here."""
         self.readers: set[Reader] = set()

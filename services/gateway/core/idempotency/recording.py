@@ -165,7 +165,7 @@ class Recording:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """From where an engine goes on with each sequence."""
+        """The progress from which an engine resumes each sequence."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences

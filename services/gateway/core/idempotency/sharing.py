@@ -51,7 +51,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharingTimes:
-    """In seconds."""
+    """Times of the sharing, in seconds."""
 
     flush_seconds: float = 0.05
     """Time between two writes, and two reads, of the logs."""

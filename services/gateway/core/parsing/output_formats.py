@@ -36,4 +36,4 @@ class OutputFormats:
 
 
 NO_FORMATS = OutputFormats()
-"""Of a server whose answers are content."""
+"""The formats of a server whose answers are content."""

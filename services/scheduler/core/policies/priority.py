@@ -1,4 +1,4 @@
-"""By priority, and by arrival among requests of one priority."""
+"""The policy PRIORITY: by priority, and by arrival among requests of one priority."""
 
 from bisect import insort
 from heapq import heappop, heappush

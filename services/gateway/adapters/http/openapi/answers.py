@@ -33,13 +33,13 @@ class Error(Answer):
 
 
 class PromptTokensDetails(Answer):
-    """Of the prompts' tokens, those found in the prefix cache."""
+    """Prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(Answer):
-    """Of the generated tokens, those that were thought."""
+    """Generated tokens of the reasoning."""
 
     reasoning_tokens: int
 
@@ -63,7 +63,7 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id; the first position has none."""
+"""Log-probabilities by token id; the first position has none."""
 
 
 class CompletionLogprobs(Answer):

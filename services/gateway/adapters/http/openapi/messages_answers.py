@@ -63,7 +63,7 @@ ContentBlock = TextContent | ThinkingContent | ToolUseContent
 
 
 class OutputTokensDetails(Answer):
-    """Of the generated tokens, those that were thought."""
+    """Generated tokens of the reasoning."""
 
     thinking_tokens: int
 

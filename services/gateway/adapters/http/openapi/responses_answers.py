@@ -71,7 +71,7 @@ class IncompleteDetails(Answer):
 
 
 class InputTokensDetails(Answer):
-    """Of the prompt's tokens, those found in the prefix cache; to write it costs nothing."""
+    """Prompt tokens that were found in the prefix cache; storing them costs nothing."""
 
     cached_tokens: int
     cache_write_tokens: int
@@ -88,7 +88,7 @@ class ResponseUsage(Answer):
 
 
 class ReasoningTokensDetails(Answer):
-    """Of the generated tokens, those that were thought."""
+    """Generated tokens of the reasoning."""
 
     reasoning_tokens: int
 

@@ -59,7 +59,7 @@ class ItemWriter:
 
     def __init__(self, request: ClientRequest, created: int) -> None:
         self.items: list[dict[str, Any]] = []
-        """Those that have ended."""
+        """Items that have ended."""
         self._request = request
         self._created = created
         self._item: _Item | None = None
