@@ -120,7 +120,7 @@ class EngineRequest:
 
     @property
     def adapter_digest(self) -> bytes:
-        """SHA-256 of its adapter's files, by which its cached blocks are found; empty without one."""
+        """SHA-256 of its adapter's files, a part of its block hashes; empty without an adapter."""
         return b"" if self.adapter is None else self.adapter.digest
 
 
