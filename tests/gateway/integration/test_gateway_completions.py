@@ -320,3 +320,16 @@ async def test_models_health_status_and_metrics(served: Serving) -> None:
     missing = await served.http.get("/nowhere")
     assert missing.status_code == 404
     assert missing.json()["error"]["message"] == "GET /nowhere: Not Found"
+
+
+@pytest.mark.parametrize(
+    ("path", "served_path"),
+    [("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages")],
+)
+async def test_a_path_of_another_base_url_is_answered_with_the_one_that_is_served(
+    served: Serving, path: str, served_path: str
+) -> None:
+    answer = await served.http.post(path, json={})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message == f"POST {path}: Not Found; there is {served_path}"

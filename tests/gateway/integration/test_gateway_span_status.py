@@ -65,6 +65,28 @@ async def test_an_error_of_the_client_leaves_the_status_unset(
         assert "top_p" in root.attributes["stepwell.client_error.message"]
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "error"),
+    [
+        ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"Content-Type": "application/json", "Host": "elsewhere"}, 421, "misdirected_request"),
+    ],
+)
+async def test_a_request_that_is_refused_before_its_route_has_the_error_of_its_status(
+    model: Path, headers: dict[str, str], status: int, error: str
+) -> None:
+    tracer = Tracer()
+    async with serving(model, FakeScheduler(), tracing=tracer.tracing) as served:
+        answer = await served.http.post("/v1/completions", content=b"{}", headers=headers)
+        assert answer.status_code == status
+        root = (await tracer.trace()).root
+        assert codes(root) == {HTTP: status}
+        assert_fault(root, error, is_server=False)
+        assert root.attributes is not None
+        message = root.attributes["stepwell.client_error.message"]
+        assert message == answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("api", "code"), [("http", {HTTP: 500}), ("grpc", {GRPC: "INTERNAL"})])
 async def test_an_error_of_the_server_is_the_status(
     model: Path, api: str, code: dict[str, object]

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
+from http import HTTPStatus
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -21,6 +22,8 @@ Check = Callable[[Request], Awaitable[None]]
 """Raises HTTPException or StepwellError for a request that is refused before its route."""
 
 _DOCUMENT = "/openapi.json"
+_VERSION = "/v1"
+_MAX_PATH = 200
 
 
 class Application:
@@ -43,6 +46,7 @@ class Application:
             for route, checks in routes
         ]
         self._router = Router([*endpoints, *_document_routes(title, document)])
+        self._paths = frozenset(route.path for route, _ in routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # the router raises HTTPException for what it does not find then
@@ -51,12 +55,26 @@ class Application:
         except StepwellError as error:
             await error_response(error, scope)(scope, receive, send)
         except HTTPException as error:
-            await _http_error(error, scope)(scope, receive, send)
+            await self._http_error(error, scope)(scope, receive, send)
         except Exception:
             record: RequestRecord = scope["state"]["record"]
             if not record.status:  # the answer has not begun
                 await error_response(InternalError("a defect here"), scope)(scope, receive, send)
             raise  # the server logs it
+
+    def _http_error(self, error: HTTPException, scope: Scope) -> Response:
+        path = Request(scope).url.path[:_MAX_PATH]
+        message = f"{scope['method']} {path}: {error.detail}"
+        if error.status_code == HTTPStatus.NOT_FOUND and (meant := self._similar(path)):
+            message += f"; there is {meant}"
+        response = plain_error_response(error.status_code, message, scope)
+        response.headers.update(error.headers or {})
+        return response
+
+    def _similar(self, path: str) -> str | None:
+        """The route that a client with another base URL asks for: one with or without /v1."""
+        longer, shorter = f"{_VERSION}{path}", path.removeprefix(_VERSION)
+        return next((known for known in (longer, shorter) if known in self._paths), None)
 
 
 class _Endpoint:
@@ -107,10 +125,3 @@ def _redoc_page(title: str) -> Response:
     from fastapi.openapi.docs import get_redoc_html  # noqa: PLC0415 - see _document_routes
 
     return get_redoc_html(openapi_url=_DOCUMENT, title=f"{title} - ReDoc")
-
-
-def _http_error(error: HTTPException, scope: Scope) -> Response:
-    message = f"{scope['method']} {Request(scope).url.path[:200]}: {error.detail}"
-    response = plain_error_response(error.status_code, message, scope)
-    response.headers.update(error.headers or {})
-    return response

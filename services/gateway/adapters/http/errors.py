@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
+from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
 from starlette.responses import Response
@@ -12,6 +13,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from services.common import errors
 from services.common.retry_hint import retry_hint_seconds
+from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.idempotency.key import KeyReused
 
 KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
@@ -197,7 +199,11 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 
 
 def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
-    """The answer to what was not understood far enough to be one of these errors."""
+    """The answer to what was not understood far enough to be one of these errors. The request's
+    record gets the name of the status for its error.
+    """
+    record: RequestRecord = scope["state"]["record"]
+    record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
     body = json.dumps(error_writer(scope).plain_body(status_code, message))
     return Response(body, status_code=status_code, media_type=_MEDIA_TYPE)
 

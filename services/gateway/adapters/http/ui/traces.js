@@ -19,8 +19,9 @@ export class Traces {
   async list() {
     const order = byId("trace-order").value;
     const { are_kept, num_kept, traces } = await get(`traces?limit=30&order=${order}`);
+    const none = order === "failed" && !traces.length ? "; none of them failed" : "";
     byId("traces-say").textContent = are_kept
-      ? `${num_kept} kept; a few of each minute are traced`
+      ? `${num_kept} kept: a few of each minute, and those that fail or are slow${none}`
       : "not kept here: they go to a collector, or tracing is off";
     byId("trace-rows").replaceChildren(...traces.map((trace) => this.#row(trace)));
   }
