@@ -21,10 +21,7 @@ SHORTEST_SEQUENCE = 2
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
     """The configuration by the settings, for the steps that the workers are built for and the
-    sequences that the pool can hold.
-
-    Raises FailedPrecondition if a sequence could get longer than the step that must hold it, if the
-    pool does not hold even the shortest, or if states would have to be cached and cannot be.
+    sequences that the pool can hold. Raises FailedPrecondition if these do not fit together.
     """
     built, whole = shape.description, shape.takes_whole_prompts
     num_stages = shape.pipeline_parallel_size
@@ -60,19 +57,27 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
     if whole:  # a longer prompt gets the step for itself, and no part of it
         config = replace(config, long_prefill_token_threshold=0)
     config = replace(config, max_model_len=max_request_tokens(config))
+    _check(config, settings, shape)
+    return config
+
+
+def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
+    """Raises FailedPrecondition if the pool does not hold the shortest sequence, if a sequence
+    could get longer than the step that must hold it, if offloaded blocks could not be found, or if
+    states would have to be cached and cannot be.
+    """
+    has_tier = shape.description.num_tier_blocks > 0
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
             f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
         )
-    if built.num_tier_blocks and not config.enable_prefix_caching:
+    if has_tier and not config.enable_prefix_caching:
         raise FailedPrecondition(
             "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
             "prefixes are: set enable_prefix_caching"
         )
-    if built.num_tier_blocks and any(
-        group.block_size != config.hash_block_size for group in config.groups
-    ):
+    if has_tier and any(group.block_size != config.hash_block_size for group in config.groups):
         raise FailedPrecondition(
             "the workers keep offloaded blocks (kv_offloading_size), which are found by the hash "
             "at their end: leave prefix_match_unit unset, and blocks must have one size"
@@ -84,7 +89,6 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         )
     if conflict := config_conflict(config):
         raise FailedPrecondition(conflict)
-    return config
 
 
 def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingConnector | None:
