@@ -133,24 +133,26 @@ class LoadTracker:
         self,
         num_tokens: int,
         max_output_tokens: int | None,
-        default_speeds: Speeds,
+        fleet_speeds: Speeds,
         pressure: float,
     ) -> float:
         """The cost of a sequence here of which `num_tokens` are to be computed: the time that it
         waits for the tokens before it, several times its own, and the time by which the requests
-        here and the sequence slow one another down while it decodes. `pressure` is that of
-        evictions here, divided by the mean of all replicas.
+        here and the sequence slow one another down while it decodes. `fleet_speeds` are the means
+        of all replicas: this one counts as half as far from them as it measured, since what equal
+        replicas measure at little load differs by chance, and most new conversations would come to
+        the same pools. `pressure` is that of evictions here, divided by the mean of all replicas.
         """
-        speeds = self.speeds or default_speeds
+        speeds = self.speeds or fleet_speeds
         num_output_tokens = self._mean_output_tokens
         if max_output_tokens is not None:
             num_output_tokens = min(num_output_tokens, max_output_tokens)
         own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
         num_computed = self.num_uncomputed_tokens + own_tokens_count * num_tokens
         num_decoded = self.num_requests * num_output_tokens
-        return (
-            speeds.seconds_per_prompt_token * num_computed + speeds.seconds_per_decode * num_decoded
-        )
+        per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token
+        per_decode = speeds.seconds_per_decode + fleet_speeds.seconds_per_decode
+        return (per_prompt_token * num_computed + per_decode * num_decoded) / 2
 
     def sent(self, handle: int, inflight: Inflight, route: Route) -> None:
         """A sequence was sent."""

@@ -32,7 +32,7 @@ def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> N
         serve(policy, CONVERSATIONS, at_once, 1 / NUM_REPLICAS)
         for policy in ("cache-aware", "round-robin", "least-loaded")
     )
-    assert aware.hit_rate >= 2.7 * turns.hit_rate
+    assert aware.hit_rate > 3 * turns.hit_rate
     assert aware.hit_rate >= 0.93 * aware.best_hit_rate
     assert aware.ttft_p99 <= 1.05 * load.ttft_p99
     assert aware.spread < 1.3
@@ -45,7 +45,7 @@ def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
         "cache-aware", NUM_REPLICAS, num_blocks, measured_slowness=(1.0, 1.0, 1.6, 0.8)
     )
     aware = world.run(CONVERSATIONS, 4)
-    assert aware.hit_rate >= 2.7 * serve("round-robin", CONVERSATIONS, 4, 0.25).hit_rate
+    assert aware.hit_rate > 3 * serve("round-robin", CONVERSATIONS, 4, 0.25).hit_rate
     assert aware.spread < 1.3
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from services.gateway.core.inflight import Inflight
-from services.gateway.core.load_tracker import DEFAULT_SPEEDS, Speeds, mean_speeds
+from services.gateway.core.load_tracker import mean_speeds
 from services.gateway.core.replica import Replica
 from services.gateway.core.route import Route, RoutingReason
 from services.gateway.core.routing.chain_keys import ChainKeys
@@ -25,7 +25,7 @@ SPREAD_LOAD_RATIO times as many requests as the least loaded one: then that one 
 it cached from then on, too (Preble's rule). A prefix that fewer requests share, such as that of a
 conversation, stays where it is cached as long as that is cheapest.
 """
-FEW_TOKENS = 8192
+FEW_TOKENS = 2048
 """Added to the tokens that were computed at each replica lately, before they are compared: where
 there are few, they evict little.
 """
@@ -141,7 +141,7 @@ class CacheAware:
         max_output_tokens = request.sampling.max_tokens
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
         depths = self._directory.match(keys)
-        default_speeds = _default_speeds(candidates)
+        fleet_speeds = mean_speeds([replica.load for replica in candidates])
         mean_recent = fmean([replica.load.recent_tokens for replica in candidates])
         offers = []
         for replica in candidates:
@@ -157,7 +157,7 @@ class CacheAware:
             is_trusted = load.trust >= MIN_TRUST
             num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
             pressure = (load.recent_tokens + FEW_TOKENS) / (mean_recent + FEW_TOKENS)
-            cost = load.cost_seconds(num_to_compute, max_output_tokens, default_speeds, pressure)
+            cost = load.cost_seconds(num_to_compute, max_output_tokens, fleet_speeds, pressure)
             is_cached = is_trusted and num_cached > 0
             offers.append(_Offer(replica, known_depth, depth, num_cached, is_cached, cost))
         return offers
@@ -178,11 +178,3 @@ def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
         and load.num_requests >= SPREAD_LOAD_RATIO * least
         and load.num_sharing(key) >= SPREAD_MIN_SHARING
     )
-
-
-def _default_speeds(candidates: Sequence[Replica]) -> Speeds:
-    """The speeds of replicas that have not measured their own."""
-    for replica in candidates:
-        if replica.load.speeds is None:
-            return mean_speeds(one.load for one in candidates)
-    return DEFAULT_SPEEDS
