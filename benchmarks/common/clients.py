@@ -99,7 +99,7 @@ def completion_request(
     headers: str = "",
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """A streamed greedy `POST /v1/completions` of so many tokens; `headers` are whole lines, and
+    """A streamed greedy `POST /v1/completions` of `num_tokens`; `headers` are whole lines, and
     `fields` are added to the body, or replace its own.
     """
     body = json.dumps(

@@ -125,7 +125,7 @@ def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
 
 
 def _binomial(num_trials: int, num_successes: int, probability: float) -> float:
-    """How likely so many of the trials succeed."""
+    """The probability of `num_successes` in `num_trials`."""
     num_failures = num_trials - num_successes
     ways = math.lgamma(num_trials + 1) - math.lgamma(num_successes + 1)
     ways -= math.lgamma(num_failures + 1)

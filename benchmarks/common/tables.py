@@ -10,5 +10,5 @@ def table_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number_text(value: float | None, digits: int) -> str:
-    """With so many digits after the point; a dash where nothing was measured."""
+    """The value with `digits` after the point; a dash where nothing was measured."""
     return "—" if value is None else f"{value:.{digits}f}"

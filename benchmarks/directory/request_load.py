@@ -57,7 +57,7 @@ class RequestLoad:
                 raise RuntimeError(f"a request failed before any fault: {asked.complaint}")
 
     async def window(self, seconds: float) -> list[Asked]:
-        """The requests of so many seconds, once all have ended."""
+        """The requests of the next `seconds`, once all have ended."""
         loop = asyncio.get_running_loop()
         began, tasks = loop.time(), []
         for number in range(round(seconds * REQUESTS_PER_SECOND)):

@@ -37,7 +37,7 @@ def run(_platform: CudaPlatform, copy: float) -> bool:
 def decodes(
     device: CudaDevice, batch: int, num_layers: int, *, batch_invariant: bool = False
 ) -> Callable[[], torch.Tensor]:
-    """One decode of `batch` sequences through so many layers' attention, recorded."""
+    """One decode of `batch` sequences through the attention of `num_layers`, recorded."""
     width = CONTEXT // BLOCK_SIZE
     shape = AttentionShape(
         (LAYER,) * num_layers, BLOCK_SIZE, batch * width + 1, torch.bfloat16, device.torch_device

@@ -73,7 +73,7 @@ class AttentionCheck:
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
     def store(self, lengths: list[int]) -> None:
-        """Appends so many random keys and values to each sequence, as earlier steps would have."""
+        """Appends `lengths` random keys and values to the sequences, as earlier steps would."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self._grow(sequence, key, value)

@@ -82,7 +82,7 @@ class OpenConversations:
             self.begin(number % workload.num_turns)
 
     def begin(self, num_turns_before: int = 0) -> None:
-        """Opens a conversation, which has had so many turns."""
+        """Opens a conversation that has had `num_turns_before`."""
         load = self._workload
         system = random.Random(f"{load.seed}/system/{self._num_begun % load.num_system_prompts}")
         draw = random.Random(f"{load.seed}/conversation/{self._num_begun}")
@@ -126,7 +126,7 @@ class ConversationClient:
     async def run(
         self, workload: Workload, at_once: int, cache_salt: str = ""
     ) -> list[TurnFigures]:
-        """Sends the workload with so many requests at once; the figures of those measured.
+        """Sends the workload with `at_once` requests; returns the figures of those measured.
 
         What was cached of the same workload with another salt does not count.
         """

@@ -61,7 +61,7 @@ class DecisionFigures:
 def measure_decisions(
     num_replicas: int, num_blocks: int, num_decisions: int
 ) -> list[DecisionFigures]:
-    """Times decisions of each kind, with an index of `num_blocks` blocks on so many replicas.
+    """Times decisions of each kind, with an index of `num_blocks` blocks on `num_replicas`.
 
     * keys known: the prompt's keys are given. Each decision is for another prompt of the index.
     * next turn: the prompt is one that was routed before with 128 tokens more. The tokens are
@@ -127,7 +127,7 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Puts so many blocks into the index, among them the prompts but for their last turn, each
+        """Puts `num_blocks` into the index, among them the prompts but for their last turn, each
         on one replica. Returns the keys of the other prompts.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]

@@ -21,12 +21,12 @@ from services.cli.supervisor import RestartPolicy
 BLOCK_SIZE = 16
 
 COUNT_SECONDS = 30.0
-"""For so long the replicas may take to count the requests of a load."""
+"""Longest time until the replicas have counted the requests of a load."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyFigures:
-    """What a policy gave with so many requests at once."""
+    """The figures of a policy at one number of concurrent requests."""
 
     policy: str
     at_once: int

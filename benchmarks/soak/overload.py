@@ -38,7 +38,7 @@ from services.cli.settings import UpSettings
 from services.common.settings import SettingError, parse_settings
 
 VOCAB_SIZE = 256
-"""Prompts are drawn from so many tokens: every model has as many."""
+"""Token ids of prompts are below this: every model has as many."""
 
 
 @dataclass(frozen=True, slots=True)

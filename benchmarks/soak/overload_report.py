@@ -1,4 +1,4 @@
-"""What is wanted of the measurement with two tenants, and its figures as a table."""
+"""The goals of the measurement with two tenants, and its figures as a table."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _MEDIAN_AND_P99 = "TTFT ms, median / p99"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, and whether it is as it should be; None where nothing is asked of it."""
+    """A figure, and whether it meets its goal; None where it has none."""
 
     name: str
     value: str
@@ -92,8 +92,8 @@ def _flooding_lines(result: Result) -> list[Line]:
 
 
 def _quiet_lines(result: Result) -> list[Line]:
-    """What the quiet tenant notices of the flood, beside its times without one, and beside those
-    while the same flood is sent elsewhere.
+    """Times to the first token of the quiet tenant during the flood, beside those without one, and
+    those while the same flood is sent elsewhere.
     """
     unloaded, flooded = result.unloaded.first_token_millis, result.quiet.first_token_millis
     beside = result.unloaded_beside_flood.first_token_millis

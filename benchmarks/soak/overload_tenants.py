@@ -1,22 +1,22 @@
-"""Two tenants, of whom one floods: what the other one notices, and what is still done.
+"""Overload by one of two tenants, the flooding one: the latencies of the other one, which is called
+quiet, and the goodput of both.
 
-1. Peak: a closed loop of as many requests as run at once, half of them each tenant's. Once alone,
-   and once while as many requests a second as the flood has are sent to a server that refuses them
-   for next to nothing: services and load generators share one machine and its processors, and
-   sending the flood costs a part of them whatever is done with it.
-2. Unloaded: the quiet tenant alone asks steadily, for a part of its fair share. That is half of the
-   peak while the flood is sent elsewhere: no more is there to be shared when it is sent here.
-   Again it does so while the flood is sent elsewhere: what becomes longer then is what a tenant
-   alone waits for processors beside such a load generator.
-3. Full: it goes on, and the other tenant has as many requests as run at once, in a closed loop.
-   Nothing is refused; what the quiet tenant notices is that steps are shared.
-4. Flood: it goes on, and the other tenant asks for a multiple of the peak.
+1. Peak: a closed loop of as many requests as run at once, half of them of each tenant. It runs once
+   alone, and once while the flood is sent to another server, which refuses it at almost no cost:
+   services and load generators share the processors of one machine, and sending the flood takes
+   part of these in any case.
+2. Unloaded: the quiet tenant alone sends at a steady rate, a part of its fair share. That share is
+   half of the peak beside the flood sent elsewhere, since no more can be served when it is sent
+   here. This part, too, runs alone and while the flood is sent elsewhere: the difference is the
+   wait for processors beside such a load generator.
+3. Full: the quiet tenant goes on, and the other one has as many requests as run at once, in a
+   closed loop. Nothing is refused; the quiet tenant is slower only because steps are shared.
+4. Flood: the quiet tenant goes on, and the other one sends a multiple of the peak.
 5. Recovery: the quiet tenant alone again, some seconds after the flood.
 
 The peaks, Full and Recovery, whose tails are not judged, take half as long as the other parts. With
-several rounds all of that is measured so often, and what is compared is of all rounds: a machine
-whose speed changes within minutes changes the parts of each round alike. The first round sets what
-is asked for.
+several rounds all parts are repeated, and figures are those of all rounds together, so that a
+machine whose speed changes within minutes changes all parts alike. The first round sets the rates.
 
 Of a few hundred requests the 99th percentile is one of the slowest, and differs much between runs:
 beside it is the interval in which it lies in 95 % of such samples, for its quotients likewise.

@@ -126,7 +126,7 @@ class SchemaRequests:
                 neighbor.cancel()
 
     async def until_done(self, number: int) -> None:
-        """Waits until so many schemas are done with."""
+        """Waits until `number` schemas have been tried."""
         while self.outcomes.num_done < number:
             self.outcomes.progressed.clear()
             await self.outcomes.progressed.wait()
@@ -247,7 +247,7 @@ def _kind(message: str) -> str:
 
 
 def _draw(directory: Path, number: int, seed: int) -> list[tuple[str, str]]:
-    """Names and texts of so many files."""
+    """Names and texts of `number` files."""
     paths = sorted(directory.rglob("*.json"))
     drawn = Random(seed).sample(paths, min(number, len(paths)))
     return [(path.name, path.read_text()) for path in drawn]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step [--quick] [--running 64,256,1024] [--rounds N] [--json FILE]
 
-A client holds one session with the scheduler, as a gateway does, and so many requests decode at
+A client holds one session with the scheduler, as a gateway does, and `--running` requests decode at
 once, of which one in sixteen crosses a block in each step. With an empty step the time from one
 step to the next is overhead and nothing else; with one of 5 ms it should hide behind it, and the
 worker should do as many steps a second as in a bare loop, in the same process and the same round.

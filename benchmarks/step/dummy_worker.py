@@ -5,7 +5,7 @@
 
 It answers each step with made-up tokens after a set time, one step after the other, so that what is
 left of a step is what everything else costs. Commands come on standard input, a line of JSON each:
-`{"step_millis": 5, "bare_steps": 100}` sets the time, runs so many steps in the compute thread with
+`{"step_millis": 5, "bare_steps": 100}` sets the time, runs `bare_steps` in the compute thread with
 no request, and is answered with the times at which they ended; `{}` is answered with the steps
 that were served since the last command. Times are nanoseconds of the monotonic clock.
 """

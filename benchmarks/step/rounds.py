@@ -59,12 +59,12 @@ class StepRow:
 
 
 def num_tokens(num_steps: int) -> int:
-    """Output of each request for so many steps that count."""
+    """Output tokens of each request for `num_steps` that count."""
     return num_steps + WARM_UP_STEPS + SPARE_STEPS
 
 
 def num_blocks(running: int, num_steps: int) -> int:
-    """Blocks that hold so many requests, and some more."""
+    """Blocks that hold `running` requests, and some more."""
     longest = PROMPT_TOKENS + BLOCK_SIZE + num_tokens(num_steps)
     return running * (-(-longest // BLOCK_SIZE) + 1) + 64
 
@@ -97,7 +97,7 @@ async def run_round(
 async def decode(
     replica: DummyReplica, running: int, num_tokens: int
 ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-    """News of so many requests that begin together: the scheduler is paused until it has all."""
+    """Deltas of `running` requests that begin together: the scheduler is paused until then."""
     client = SessionClient(replica.scheduler)
     async with open_channel(replica.scheduler) as channel:
         admin = scheduler_pb2_grpc.SchedulerAdminStub(channel)
@@ -165,7 +165,7 @@ class _Meter:
 
 
 async def _resume_with(channel: grpc.aio.Channel, running: int) -> None:
-    """Lets the scheduler go on once so many requests wait."""
+    """Resumes the scheduler once `running` requests wait."""
     scheduler, num_waiting = scheduler_pb2_grpc.SchedulerStub(channel), 0
     while num_waiting < running:
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)

@@ -78,7 +78,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "--load-seconds",
         type=float,
         default=20.0,
-        help="after so long with one load, and two rounds, an engine leaves its turns",
+        help="seconds of one load, and two rounds, after which an engine leaves its turns",
     )
     parser.add_argument(
         "--least-seconds",

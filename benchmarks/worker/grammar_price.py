@@ -157,7 +157,7 @@ def cold_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> float:
 
 
 def build(model: Path, most_rows: int, num_steps: int) -> Worker:
-    """A worker that holds so many rows."""
+    """A worker with room for `most_rows`."""
     num_blocks = most_rows * StepsLoad("decode", most_rows, NUM_PREFIX).num_blocks(num_steps)
     settings = WorkerSettings(
         model=model,

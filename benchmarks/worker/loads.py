@@ -36,7 +36,7 @@ LEAST_SECONDS = 3.0
 Prompts = list[list[int]]
 Times = list[list[float]]
 Generate = Callable[[Prompts, int], Times]
-"""Generates so many tokens of each prompt, greedily, ends of text ignored; begins all at once.
+"""Generates a number of tokens of each prompt, greedily, ends of text ignored; begins all at once.
 
 Returns for each prompt when each of its tokens was known, by `time.perf_counter`.
 """

@@ -119,7 +119,7 @@ def main() -> None:
 async def measure_repetition(
     model: Path, num_threads: int, num_rounds: int, num_tokens: int
 ) -> str:
-    """The table of n-grams and suffix trees: of answers of so many tokens."""
+    """The table of n-grams and suffix trees, for answers of `num_tokens`."""
     lines = ["| text | at once | without, ms a token |"]
     lines[0] += " n-grams | speed-up | tokens a step | suffix trees | speed-up | tokens a step |"
     lines.append("| --- |" + 8 * " ---: |")
@@ -136,7 +136,7 @@ async def measure_repetition(
 async def measure_draft_model(
     model: Path, draft: Path, num_threads: int, num_rounds: int, num_tokens: int
 ) -> str:
-    """The table of a draft model: of answers of so many tokens."""
+    """The table of a draft model, for answers of `num_tokens`."""
     lines = ["| right | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines[0] += " step of the draft model, of the model's |"
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")

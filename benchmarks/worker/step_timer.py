@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0)
 
 @dataclass(frozen=True, slots=True)
 class StepsLoad:
-    """Steps of so many requests, each of `num_tokens` tokens behind a prefix."""
+    """Steps of several requests, each of `num_tokens` tokens behind a prefix."""
 
     name: str
     num_requests: int
@@ -25,7 +25,7 @@ class StepsLoad:
     num_tokens: int = 1
 
     def num_blocks(self, num_steps: int) -> int:
-        """Blocks of one request that runs so many steps."""
+        """Blocks of one request that runs `num_steps`."""
         return -(-(self.num_prefix + self.num_tokens + num_steps) // BLOCK_SIZE)
 
 
