@@ -47,7 +47,7 @@ class Authority:
         self.pem = certificate.public_bytes(Encoding.PEM)
 
     def issue(self, *names: str, seconds: float = ONE_DAY) -> Issued:
-        """For DNS names, addresses and URIs, valid for so many seconds from now."""
+        """For DNS names, addresses and URIs, valid for `seconds` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject_names = x509.SubjectAlternativeName([_subject_name(name) for name in names])
         certificate = (

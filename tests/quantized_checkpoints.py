@@ -38,7 +38,7 @@ class Codes:
 
 
 def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: Any) -> Codes:
-    """Rounded to so many bits, in groups of so many columns, with scales of a data type."""
+    """Rounded to `bits`, in groups of `group` columns, with scales of a data type."""
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     most = 2**bits - 1

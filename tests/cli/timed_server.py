@@ -4,7 +4,7 @@ The name of the model says what it does, in words such as `ttft=60 itl=15 refuse
 
 * ttft, itl: milliseconds before the first token, and between tokens;
 * refuse: a field with which a request is refused (400); status: every completion has this status;
-* break: closes the connection after so many tokens; error: sends an error after so many;
+* break: closes the connection after this number of tokens; error: sends an error after it;
 * usage=no: reports no usage; role-first: sends an event without output at once;
 * pack: tokens in one write; silent: finishes without a token; tokenize=no: has no /tokenize.
 

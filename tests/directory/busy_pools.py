@@ -98,7 +98,7 @@ def own_time() -> float:
 
 
 async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) -> None:
-    """The index equals the pools within so long, longer on a slow machine, while they change, and
+    """The index equals the pools within `seconds`, longer on a slow machine, while they change, and
     once they do not.
     """
     seconds *= busy_slowness()

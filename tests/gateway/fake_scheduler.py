@@ -145,7 +145,7 @@ class FakeScheduler(
         self._sessions.clear()
 
     def allow(self, num_steps: int) -> None:
-        """Lets so many further steps happen."""
+        """Lets `num_steps` further steps happen."""
         self.permits = (self.permits or 0) + num_steps
         self.wake()
 
@@ -316,7 +316,7 @@ class FakeScheduler(
 def formula(prompt: list[int], seed: int, position: int) -> int:
     """The token that the fake makes at a position: any for a seed that a test named, a whole
     character for one that a gateway drew. A gateway holds back a part of a character, and what a
-    test gets after so many tokens must not depend on what was drawn.
+    test gets after a number of tokens must not depend on what was drawn.
     """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
     drawn = seed >= FIRST_DRAWN_SEED

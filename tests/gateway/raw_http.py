@@ -2,7 +2,7 @@
 
 
 def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") -> bytes:
-    """The head of a POST of so many bytes of JSON."""
+    """The head of a POST of `num_bytes` of JSON."""
     lines = (
         f"POST {path} HTTP/{version}",
         "Host: localhost",

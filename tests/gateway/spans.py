@@ -64,7 +64,7 @@ def span_id(span: ReadableSpan) -> int:
 
 def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
     """The parts of the request follow one another without a gap, and so do those of each of its
-    sequences, the last of which starts within so many milliseconds: there is no time without a
+    sequences, the last of which starts within `start_millis`: there is no time without a
     reason.
     """
     assert_follow(trace.root, trace.below(trace.root))

@@ -11,7 +11,7 @@ A, B = Tenant("a"), Tenant("b")
 
 
 def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
-    """A fleet whose replicas run so many sequences each."""
+    """A fleet whose replicas run `num_places` sequences each."""
     world = FakeFleet(num_replicas)
     world.connect(*world.replicas, max_num_seqs=num_places)
     return world

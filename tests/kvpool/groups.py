@@ -35,6 +35,6 @@ def pool_of(
 
 
 def evict(pool: KVPool, num_blocks: int) -> None:
-    """Takes so many blocks from the free queue and gives them back without a hash."""
+    """Takes `num_blocks` from the free queue and gives them back without a hash."""
     admit(pool, 99, num_blocks * BLOCK_SIZE)
     release(pool, 99)

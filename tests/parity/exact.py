@@ -165,7 +165,7 @@ class ExactServing:
     driver: Driver
 
     def step(self, scheduled: Sequence[tuple[Request, int]], what: str) -> None:
-        """Computes so many tokens of each request."""
+        """Computes a number of tokens of each request."""
         begins = [request.num_computed for request, _ in scheduled]
         self.driver.step(scheduled)
         for begin, (request, count) in zip(begins, scheduled, strict=True):

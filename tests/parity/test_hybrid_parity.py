@@ -35,7 +35,7 @@ KINDS = ["bamba", "qwen3_next"]
 NUM_TURNS_ALONE = 6
 """The first turns, among them prompts that come again, and that end inside a block."""
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
-"""States take few blocks: so many of each KV-cache group hold two or three of the turns."""
+"""States take few blocks: this number holds two or three of the turns."""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 

@@ -87,7 +87,7 @@ class Served:
 
 
 def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
-    """Of a worker whose tier has so many MiB, or with others of its group."""
+    """Settings of a worker with a tier of `num_mib`, or of all workers of its group together."""
     return WorkerSettings(
         model=directory,
         block_size=BLOCK_SIZE,
@@ -101,7 +101,7 @@ def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
 
 @contextmanager
 def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterator[Served]:
-    """A model whose tiers have so many MiB together."""
+    """A model whose tiers have `num_mib` together."""
     save_tiny_model(directory, kind)
     settings = settings_for(directory, num_mib)
     if num_stages == 1:

@@ -37,7 +37,7 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def is_right(num_tokens: int, index: int) -> bool:
-    """Whether a draft is right that is made after so many tokens: about seven in ten are, and the
+    """Whether a draft is right that is made after `num_tokens`: about seven in ten are, and the
     others are one off.
     """
     return (num_tokens * 7 + index * 13) % 10 < 7
@@ -117,7 +117,7 @@ class _Row(StoredTokens):
         self._num_prompt_tokens = new.num_prompt_tokens
 
     def take_back(self, num_tokens: int) -> None:
-        """Forgets the tokens behind the first so many."""
+        """Forgets the tokens behind the first `num_tokens`."""
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
@@ -140,7 +140,7 @@ class _Row(StoredTokens):
         return drafts[:num_allowed] + [-1] * (num_tokens - num_allowed)
 
     def num_allowed_of_last(self, num_tokens: int) -> int:
-        """How many of the last so many tokens come before the first that is refused."""
+        """How many of the last `num_tokens` come before the first that is refused."""
         if self._grammar is None:
             return num_tokens
         begin = len(self.token_ids) - num_tokens

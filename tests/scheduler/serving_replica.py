@@ -97,7 +97,7 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input of a session that has so many tokens."""
+        """Sends further input of a session that has `num_tokens`."""
         self.heard[handle].num_cached_tokens = None
         defaults = {
             "request_id": f"request-{handle}",
@@ -108,7 +108,7 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Waits until so many turns of a session have ended; returns its tokens since its start."""
+        """Waits until `count` turns of a session have ended; returns its tokens since its start."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
@@ -126,7 +126,7 @@ class Gateway:
                 await self._news.wait()
 
     async def until_tokens(self, handle: int, count: int) -> None:
-        """Waits until a request has at least so many tokens."""
+        """Waits until a request has at least `count` tokens."""
         await self.until(lambda: len(self.heard[handle].tokens) >= count)
 
     async def finish(self, *handles: int) -> None:

@@ -259,7 +259,7 @@ class Driver:
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
-        """Computes so many tokens of each request."""
+        """Computes a number of tokens of each request."""
         entering: list[NewRequest] = []
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
@@ -335,7 +335,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows its tables to so many tokens; what each grew by."""
+        """Grows its tables to `num_tokens`; returns the new blocks of each."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [

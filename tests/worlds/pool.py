@@ -92,7 +92,7 @@ class WorldPool:
         self._hosted = self._host.open(_ID, self._config)
 
     def lose_after(self, num_transactions: int) -> None:
-        """It answers so many more transactions."""
+        """It answers `num_transactions` more."""
         self._num_left = num_transactions
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:  # noqa: ARG002

@@ -26,7 +26,7 @@ class TierBlock:
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way, which ends with the output of the step after so many more."""
+    """A load under way, which ends with the output of a later step."""
 
     load: ConnectorLoad
     num_steps: int

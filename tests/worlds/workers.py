@@ -20,7 +20,7 @@ from tests.worlds.world import Arrival, World
 _Answer = asyncio.Future[ModelRunnerOutput]
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
 _SLACK_SECONDS = 0.005
-"""In every other world workers say that each step came so long before its time; steps are put off
+"""In every other world workers report this slack of each step; steps are put off
 then, until the next tick at most, which ends the one before.
 """
 

@@ -69,7 +69,7 @@ class Incident(enum.Enum):
     RESET_ENCODER_CACHE = "reset_encoder_cache"
     LOSE_WORKERS = "lose_workers"
     LOSE_POOL = "lose_pool"
-    """After so many more transactions."""
+    """The pool is lost after some more transactions."""
     REPORT_LOSS = "report_loss"
     """Workers are lost while no step shows it."""
     BAD_TRANSACTION = "bad_transaction"

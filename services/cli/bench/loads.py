@@ -1,4 +1,4 @@
-"""From settings to the sessions that are sent, and when."""
+"""The sessions that are sent, and their times, by the settings."""
 
 import random
 from collections.abc import Iterable, Iterator

@@ -47,7 +47,7 @@ class BenchSettings:
 
     @property
     def rate(self) -> RequestRate | None:
-        """Of an open loop; None for a closed one, and for a trace."""
+        """The rate of an open loop; None for a closed one, and for a trace."""
         return RequestRate.parse(self.request_rate) if self.request_rate else None
 
     @property

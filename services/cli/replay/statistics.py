@@ -80,13 +80,13 @@ class RunStatistics:
 
     @property
     def queued_steps(self) -> list[int]:
-        """Of each request that was scheduled."""
+        """Steps in the queue, of each request that was scheduled."""
         steps = (account.queued_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 
     @property
     def first_token_steps(self) -> list[int]:
-        """Of each request that got a token."""
+        """Steps to the first token, of each request that got one."""
         steps = (account.first_token_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 

@@ -25,7 +25,7 @@ class Row:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
     def show_change(self, before: float | None, after: float | None) -> str:
-        """By how much the second is more than the first."""
+        """The difference of `after` to `before`, as text."""
         if before is None or after is None:
             return "-"
         change = after - before

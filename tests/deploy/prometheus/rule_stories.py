@@ -10,7 +10,7 @@ OF_REPLICA = 'instance="r:9101",model_name="m",engine="e"'
 
 
 def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
-    """Series of a histogram to which so many observations up to each bound come in a minute."""
+    """Series of a histogram; `bounds` has the observations up to each bound in a minute."""
     return {
         f'{name}_bucket{{{OF_REPLICA},le="{bound}"}}': f"0+{count}x30"
         for bound, count in bounds.items()

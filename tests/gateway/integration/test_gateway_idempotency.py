@@ -28,7 +28,7 @@ async def metric(served: Serving, name: str) -> float:
 
 
 async def cut_after(served: Serving, num_tokens: int, body: dict | None = None) -> None:
-    """A client that reads so many tokens of a stream, and goes away."""
+    """A client that reads `num_tokens` of a stream, and goes away."""
     served.scheduler.allow(num_tokens)
     stream = Stream(served, body, KEY)
     await until(lambda: len(stream.token_ids) == num_tokens)

@@ -1,4 +1,4 @@
-"""More requests than are served, and requests whose clients wait only so long."""
+"""More requests than are served, and requests with a timeout."""
 
 import asyncio
 import json

@@ -191,7 +191,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
 async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_at_once(
     model: Path,
 ) -> None:
-    """Of so many some wait for their turn, while their end is there already."""
+    """With this many refusals, some wait for a turn of the event loop after their end has come."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         clients = [await Client.of(served) for _ in range(40)]

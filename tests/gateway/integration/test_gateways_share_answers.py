@@ -50,7 +50,7 @@ class Reader:
                 self.is_complete |= line == "data: [DONE]"
 
     async def has(self, num_tokens: int) -> None:
-        """Waits for so many tokens."""
+        """Waits for `num_tokens`."""
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:

@@ -73,7 +73,7 @@ async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
 
 
 def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
-    """How many wait after each of so many calls of the clock."""
+    """The number that wait after each of `num_calls` of the clock."""
     numbers = []
     for _ in range(num_calls):
         world.clock.next_call()

@@ -17,7 +17,7 @@ def anyone(_: Tenant) -> bool:
 
 
 def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
-    """A queue with so many items of each tenant, named "a0", "a1" and so on."""
+    """A queue with `counts` items of the tenants, named "a0", "a1" and so on."""
     queue: FairQueue[str] = FairQueue()
     for tenant, count in counts.items():
         for number in range(count):

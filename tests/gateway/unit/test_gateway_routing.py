@@ -50,7 +50,7 @@ def finish(world: FakeFleet, name: str, index: int = 0) -> None:
 
 
 def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int = 0) -> None:
-    """A replica's scheduler reports so many requests of other gateways, and their tokens."""
+    """A replica's scheduler reports `num_requests` of other gateways, and their tokens."""
     replica = world.replicas[name]
     load = replica.load
     replica.load_changed(
@@ -172,7 +172,7 @@ def test_a_queue_that_takes_longer_than_the_prefix_sends_it_elsewhere() -> None:
 
 
 def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
-    """A replica computes so many tokens of a prompt for this gateway, and ends the sequence."""
+    """A replica computes `num_tokens` of a prompt for this gateway, and ends the sequence."""
     others = [other for other in world.replicas if other != name]
     world.replicas[name].load.clear()
     for other in others:

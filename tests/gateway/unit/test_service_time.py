@@ -42,7 +42,7 @@ class World:
         self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
-        """A request for one token is sent, and leaves after so long with so many."""
+        """A request for one token is sent, and leaves after `seconds` with `num_tokens`."""
         mailbox = self.fake.start(max_tokens=1, tenant=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)
@@ -55,7 +55,7 @@ class World:
             mailbox.close()
 
     def fill(self, num_waiting: int) -> None:
-        """All places are taken, and so many wait: each half a second behind the one before it."""
+        """All places are taken, and `num_waiting` wait, each half a second behind the one before."""
         for _ in range(3 + num_waiting):
             self.fake.start(tenant=A)
 

@@ -42,7 +42,7 @@ async def registry(server: RedisServer) -> AsyncIterator[FleetRegistry]:
 
 
 async def registered(registry: FleetRegistry, number: int) -> list[RegisteredReplica]:
-    """Those that are registered, once there are so many."""
+    """The registered replicas, once there are `number` of them."""
     async with asyncio.timeout(60):
         while True:
             with suppress(RedisUnavailable):

@@ -19,7 +19,7 @@ Seconds = st.floats(0, 0.1)
 
 
 def run_steps(clock: PlanningClock, count: int, room: float, num_tokens: int = 8) -> None:
-    """So many steps of one size in a row, each with so much room."""
+    """`count` steps of one size in a row, each with the same room."""
     for step in range(count):
         clock.begins(num_tokens, 100.0)
         clock.planned(step, clock.due)

@@ -40,7 +40,7 @@ class MeasuredStory(Story):
         self.metrics.ended([request])
 
     async def take(self, seconds: float) -> tuple[SchedulerOutput, list[Any]]:
-        """A step of so many seconds; returns its plan and its tokens."""
+        """A step that takes `seconds`; returns its plan and its tokens."""
         plan = await self.scheduler.schedule()
         self.metrics.admitted(plan.new)
         self.now += seconds

@@ -9,7 +9,7 @@ from services.cli.replay.scenario_run import run_scenario
 
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:
-    """The record of prompts of so many tokens that no two share, all added at step 0."""
+    """The record of prompts of these lengths, which share no tokens, all added at step 0."""
     events = [
         {
             "step": 0,

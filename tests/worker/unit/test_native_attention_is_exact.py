@@ -55,7 +55,7 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """Of all tokens, in steps of so many, `beside` others that do the same."""
+        """Outputs of all tokens, in steps of `counts`, with `beside` others that do the same."""
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages

@@ -77,7 +77,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
 def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
     native, num_rows: int, num_adapters: int, depth: int
 ) -> None:
-    """Rows of an adapter are the same distance apart; so many deep ones are several blocks."""
+    """Rows of an adapter are the same distance apart; many of a large depth are several blocks."""
     torch.manual_seed(5)
     shape = LoraShape(sum(COLUMNS), depth)
     weight = torch.randn(shape.columns, depth).to(native.dtype)

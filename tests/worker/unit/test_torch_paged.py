@@ -73,7 +73,7 @@ def run_step(
     block_size: int,
     layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes so many new tokens of each sequence, with padding behind them, and compares."""
+    """Computes new tokens of each sequence, with padding behind them, and compares."""
     total, padding = sum(counts), 3
     queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
     keys, values = torch.randn(2, total + padding, NUM_KV_HEADS, HEAD_DIM).unbind(0)

@@ -42,7 +42,7 @@ class RequestRecord:
     ended: float | None = None
     """When the last event of the answer came, or the whole answer that is not streamed."""
     num_input_tokens: int | None = None
-    """Of `usage`, as are the next two."""
+    """From `usage`, as are the next two."""
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -62,17 +62,17 @@ class RequestRecord:
 
     @property
     def schedule_lag(self) -> float | None:
-        """By how much later than intended it was sent."""
+        """The time by which it was sent later than intended."""
         return None if self.sent is None else self.sent - self.intended
 
     @property
     def ttft(self) -> float | None:
-        """To the first event that carries output."""
+        """Time to the first event that carries output."""
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
     def e2el(self) -> float | None:
-        """To the end of the answer."""
+        """Time to the end of the answer."""
         return None if self.ended is None else self.ended - self.intended
 
     @property
