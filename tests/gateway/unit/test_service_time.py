@@ -55,7 +55,7 @@ class World:
             mailbox.close()
 
     def fill(self, num_waiting: int) -> None:
-        """All places are taken, and `num_waiting` wait, each half a second behind the one before."""
+        """All places are taken, and `num_waiting` wait, each half a second after another."""
         for _ in range(3 + num_waiting):
             self.fake.start(tenant=A)
 

@@ -69,9 +69,9 @@ class FairShares:
        sequences of the tenants below theirs need, and one more for each of those tenants. These
        reserved places make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
     3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
-       Whitt, 1981). So a tenant whose `lag` is at least that many mean answers has its share and
-       its square root in rules 1 and 2, but no other one is preempted for what exceeds the share.
-       While its `lag` is above 0, a tenant keeps that many places above its share.
+       Whitt, 1981). So a tenant counts as below its share with up to the square root of it in
+       further places, if its `lag` is at least as many mean answers; no other one is preempted for
+       these. While its `lag` is above 0, it is not preempted for them either.
     4. Few sequences of a tenant start at once: else all prompts of a burst would be computed before
        those of requests that come meanwhile. Where its answers are short, as many may start as end
        in the time of a start: else places would stay free.
