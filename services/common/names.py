@@ -230,7 +230,7 @@ METRIC_TLS_SECONDS_LEFT = "stepwell_tls_certificate_seconds_left"
 METRIC_TLS_RELOADS = "stepwell_tls_reloads"
 METRIC_TLS_RELOAD_FAILURES = "stepwell_tls_reload_failures"
 
-# What pools write to the directory in Redis, and what gateways know of the pools.
+# Metrics of the directory in Redis: what pools write, and what gateways have of it.
 METRIC_DIRECTORY_ENTRIES = "stepwell_directory_entries"
 METRIC_DIRECTORY_KEYS = "stepwell_directory_keys"
 METRIC_DIRECTORY_SNAPSHOTS = "stepwell_directory_snapshots"

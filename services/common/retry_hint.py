@@ -5,8 +5,8 @@ import random
 from services.common.errors import StepwellError
 
 JITTER = 0.25
-"""Clients wait exactly as long as they are told, so that many that were refused at once would come
-back at once: each is told up to so much more.
+"""Largest random addition to a retry hint, as a part of it, so that clients that were refused
+together do not come back together.
 """
 
 

@@ -75,7 +75,7 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
-    """The status with its details; `retry_after_seconds` is what the client is told."""
+    """The status with its details; `retry_after_seconds` is the hint for the client."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(

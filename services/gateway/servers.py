@@ -132,7 +132,7 @@ def admin_server(parts: Parts) -> HttpServer | None:
 
 
 def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
-    """The routes for people who look at the server; see their classes for `sees_all`."""
+    """The routes of displays, such as `/ui`; see their classes for `sees_all`."""
     activity = ActivityRoutes(
         parts.activity, parts.inference, parts.fleet, parts.gate, sees_all=sees_all
     )

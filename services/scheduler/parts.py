@@ -105,7 +105,7 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
-        """What a gateway is told when its session opens."""
+        """The first message to a gateway in its session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 

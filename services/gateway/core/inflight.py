@@ -257,13 +257,13 @@ class Mailbox:
         """Sequences of which tokens were taken."""
 
     def delta(self, index: int) -> Delta:
-        """The delta to add to; its reader is told of it."""
+        """The delta to add to; calls `on_news` of its reader."""
         delta = self.open_delta(index)
         self._on_news()
         return delta
 
     def open_delta(self, index: int) -> Delta:
-        """The delta to add to what its reader was told of before, or is told of later."""
+        """The delta to add to, without a call of `on_news`: another addition makes it."""
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta()

@@ -1,4 +1,4 @@
-"""A map of a pool's blocks, for people: what is in each, and whose it is."""
+"""A map of a pool's blocks for displays: the state of each block, and the request that holds it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -37,7 +37,7 @@ _Filling = tuple[int, int, Request]
 
 class KVCacheManager:
     """Allocates blocks for requests, publishes full ones, and looks up cached prefixes. The
-    scheduler knows of a block table how long it is and how much of it is published.
+    scheduler keeps the length of each block table, and how much of it is published.
     """
 
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
@@ -313,7 +313,7 @@ class KVCacheManager:
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Keeps what an outcome tells of the pool, and not of one of the operations."""
+        """Keeps the part of an outcome that concerns the pool as a whole."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

@@ -1,1 +1,1 @@
-"""What the replicas do at present, for people who look: asked of the schedulers, given as JSON."""
+"""The present activity of the replicas for displays: asked of the schedulers, given as JSON."""

@@ -73,7 +73,7 @@ def client_routes(
     sessions: SessionRoutes,
     views: Sequence[Route],
 ) -> Sequence[Route]:
-    """All routes of clients; `views` are those for people who look at the server."""
+    """All routes of clients; `views` are those of displays, such as `/ui`."""
     return (
         *_generating(generation),
         *_pooling(generation),

@@ -7,7 +7,7 @@ HEADERS = "headers"
 ARRIVAL = "arrival"
 """The Arrival of a request that has room, and was counted by its headers."""
 CLIENT = "client"
-"""The Client whose request it is."""
+"""The Client that sent the request."""
 BODY_WRITER = "body_writer"
 """The BodyWriter of an answer with chunks, which writes past what wraps `send`. Middlewares change
 the start of an answer and nothing else.

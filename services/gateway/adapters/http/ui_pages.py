@@ -35,7 +35,7 @@ _HEADERS = {
 
 
 class UiRole(enum.Enum):
-    """For whom the page is: on the operators' address it offers their calls, and no chat."""
+    """The users of a page: operators get their calls on it, clients the chat."""
 
     CLIENT = "client"
     OPERATOR = "operator"

@@ -1,4 +1,4 @@
-"""The bodies of answers for people who look at the server: traces, and what replicas do."""
+"""The bodies of answers for displays: traces, and the activity of replicas."""
 
 from typing import Any
 
