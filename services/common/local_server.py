@@ -198,7 +198,9 @@ class _Call:
             self._stream.close()
             return
         self._handler = server.handlers.get(method)
-        if self._handler is None:
+        if self._stream.has_lost_peer:  # such as while this process was stopped
+            self._stream.close()
+        elif self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")
         elif not server.takes_calls:
             self._end(_STOPPED)

@@ -8,6 +8,7 @@ server's last frame.
 
 import asyncio
 import enum
+import select
 import socket
 import struct
 from collections import deque
@@ -101,6 +102,15 @@ class LocalStream:
     def has_unsent(self) -> bool:
         """Whether frames wait for the peer to read earlier ones."""
         return bool(self._unsent)
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether the peer has closed the connection, also where what it sent before was not
+        received so far.
+        """
+        ends = select.poll()
+        ends.register(self._connection, select.POLLHUP)
+        return bool(ends.poll(0))
 
     def limit_sending(self, num_bytes: int) -> None:
         """Lets the kernel keep about `num_bytes` that the peer has not read, and at least a few

@@ -245,6 +245,25 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
     await server.stop(0)
 
 
+async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
+    """As where a server was stopped, and its clients gave up and called again meanwhile."""
+    begun = []
+
+    async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
+        begun.append(await anext(requests))
+        yield response(1)
+
+    async with serving(noted, at_socket) as (_, _, transact):
+        for number in (1, 2):
+            abandoned = transact()
+            await abandoned.write(request(number))
+            abandoned.cancel()
+        call = transact()
+        await call.write(request(3))
+        assert await call.read() == response(1)
+    assert begun == [request(3)]
+
+
 async def test_a_server_that_stops_serves_no_connection_that_it_has_accepted(
     at_socket: str,
 ) -> None:
