@@ -23,6 +23,10 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "color_message",  # uvicorn's, for terminals
 }
 
+_GRPC = "grpc._cython.cygrpc"
+_WRITE_FAILED = "ExecuteBatchError"
+"""What grpc.aio raises where a connection ends while it is written to."""
+
 
 class LogFormat(enum.Enum):
     """How a log line looks."""
@@ -46,9 +50,18 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     formatter = _JsonFormatter if style is LogFormat.JSON else _TextFormatter
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
+    logging.getLogger(_GRPC).addFilter(_says_more_than_that_a_peer_left)
     # What no line says is not looked up for each ("Optimization", in logging's documentation).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
+    """False for the traceback that grpc.aio logs where a client's connection ends while it is sent
+    a message. The service learns of that by the end of the call.
+    """
+    error = record.exc_info[0] if record.exc_info else None
+    return error is None or error.__name__ != _WRITE_FAILED
 
 
 class _LinesHandler(logging.StreamHandler[TextIO]):

@@ -40,6 +40,8 @@ _CONNECTION_ENDS = (
     (r"Socket closed", "closed the connection"),
 )
 """Patterns of grpc's messages about connections, and what they mean; the first one counts."""
+_WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL, of a connection that ended while it was written to."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -141,6 +143,8 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
             return errors.Unavailable(f"{peer} {_connection_end(rpc_error.details() or '')}")
         if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return errors.Unavailable(f"{peer} does not answer")
+        if rpc_error.details() == _WRITE_FAILED:
+            return errors.Unavailable(f"{peer} closed the connection")
     return from_rpc_error(rpc_error)
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+from grpc._cython import cygrpc
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -129,3 +130,18 @@ def test_lines_of_a_loop_that_has_ended_are_written_with_the_next(
     loop.close()
     logging.shutdown()
     assert [line.rpartition(" ")[2] for line in lines(capsys)] == ["last"]
+
+
+def test_a_client_that_leaves_while_it_is_answered_is_no_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure_logs("scheduler", LogLevel.INFO, LogFormat.TEXT)
+    grpcs = logging.getLogger(cygrpc.__name__)
+    for error in (cygrpc.ExecuteBatchError("a write"), cygrpc.UsageError("a defect")):
+        try:
+            raise error
+        except cygrpc.BaseError:
+            grpcs.exception("raised by servicer method")
+    assert [line.split(" ", 1)[1] for line in lines(capsys) if "raised" in line] == [
+        "error   scheduler: raised by servicer method"
+    ]

@@ -1,5 +1,6 @@
 """Errors and statuses: the map is complete, and what one service raises another one catches."""
 
+import asyncio
 import importlib
 import json
 import pkgutil
@@ -29,6 +30,7 @@ from services.worker.backends.out_of_memory import NotEnoughMemory
 from services.worker.core.errors import KVCacheTooSmall, NoSpeculation, NoTier
 from services.worker.models.errors import ModelError
 from services.worker.platforms.cpu_kernels import KernelsUnavailable
+from tests.scheduler.cuttable_proxy import CuttableProxy
 
 ENDS_A_START = (
     ModelError,
@@ -271,3 +273,33 @@ def test_grpcs_message_about_a_connection_becomes_a_sentence(details: str, sente
     error = from_peer("the worker", failed)
     assert type(error) is errors.Unavailable
     assert error.message == sentence
+
+
+async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> None:
+    async def answer_once(requests: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+        yield await anext(requests)
+        await asyncio.Event().wait()  # reads no more, so that further writes wait
+
+    async def write_on() -> None:
+        while True:
+            await call.write(bytes(100_000))
+
+    server = grpc.aio.server()
+    handlers = {"Call": grpc.stream_stream_rpc_method_handler(answer_once)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("Pool", handlers),))
+    proxy = CuttableProxy(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    async with open_channel(await proxy.start()) as channel:
+        call = channel.stream_stream("/Pool/Call")()
+        await call.write(b"first")
+        await call.read()
+        writer = asyncio.create_task(write_on())
+        await asyncio.sleep(0)
+        proxy.cut()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await writer
+    error = from_peer("the kvpool", failed.value)
+    assert type(error) is errors.Unavailable
+    assert error.message == "the kvpool closed the connection"
+    await proxy.close()
+    await server.stop(0)
