@@ -79,7 +79,12 @@ async def test_what_goes_wrong_is_in_the_line(
         assert (line["line"], line["error"]) == ("POST /v1/completions 400", "invalid_argument")
         caplog.clear()
         await served.http.get("/no%0Athing")
-        assert (await the_line(caplog))["line"] == "GET /no%0Athing 404"
+        line = await the_line(caplog)
+        assert (line["line"], line["error"]) == ("GET /no%0Athing 404", "not_found")
+        caplog.clear()
+        await served.http.get("/v1/models/another")
+        line = await the_line(caplog)
+        assert (line["line"], line["error"]) == ("GET /v1/models/another 404", "model_not_found")
 
 
 async def test_a_client_that_goes_away_is_a_line(

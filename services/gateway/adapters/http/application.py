@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.http.errors import error_response, plain_error_response
 from services.gateway.adapters.http.route import Handler, Route
-from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.request_record import RequestRecord, is_failure
 
 Check = Callable[[Request], Awaitable[None]]
 """Raises HTTPException or StepwellError for a request that is refused before its route."""
@@ -50,14 +50,15 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = self  # the router raises HTTPException for what it does not find then
+        record: RequestRecord = scope["state"]["record"]
         try:
             await self._router(scope, receive, send)
         except StepwellError as error:
+            record.failed(error.error_reason.lower(), error.message, is_failure=is_failure(error))
             await error_response(error, scope)(scope, receive, send)
         except HTTPException as error:
             await self._http_error(error, scope)(scope, receive, send)
         except Exception:
-            record: RequestRecord = scope["state"]["record"]
             if not record.status:  # the answer has not begun
                 await error_response(InternalError("a defect here"), scope)(scope, receive, send)
             raise  # the server logs it
