@@ -3,6 +3,7 @@
 import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,11 @@ class _MetricsServer(ThreadingHTTPServer):
         # HTTPServer looks up the host's name, which may take seconds; nothing here needs it.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def handle_error(self, _request: object, _client_address: object) -> None:
+        """Logs why an answer failed, unless its client closed the connection first."""
+        if not isinstance(sys.exception(), ConnectionError):
+            logger.exception("metrics cannot be served")
 
 
 class _MetricsHandler(BaseHTTPRequestHandler):

@@ -36,6 +36,7 @@ _CONNECTION_ENDS = (
     ),
     (r"ping timeout", "answers no ping"),
     (r"failed to connect", "is not there"),
+    (r"Connection timed out", "does not answer"),
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )

@@ -180,7 +180,7 @@ class PoolClient:
                     raise ports.PoolLost(
                         f"the kvpool refused a transaction: {error.message}"
                     ) from rpc_error
-                if error.message != logged:
+                if not self._is_late and error.message != logged:
                     logged = error.message
                     logger.warning("transaction %d is sent again: %s", request.sequence, logged)
                 await self._pause_before_retry(error)

@@ -2,7 +2,9 @@
 
 import asyncio
 import socket
+import struct
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -324,3 +326,36 @@ def test_metrics_are_served_while_the_block_lasts(free_port: int) -> None:
 def test_without_an_address_no_metrics_are_served() -> None:
     with serving_metrics(rendered, None):
         pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_only_what_is_wrong_with_metrics_is_logged(
+    free_port: int,
+    *,
+    fails: bool,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    asked, answering = threading.Event(), threading.Event()
+    threads: list[threading.Thread] = []
+
+    def render() -> bytes:
+        threads.append(threading.current_thread())
+        asked.set()
+        assert answering.wait(SECONDS)
+        if fails:
+            raise ValueError("no metrics")
+        return bytes(2**20)
+
+    with serving_metrics(render, f"127.0.0.1:{free_port}"):
+        with socket.create_connection(("127.0.0.1", free_port)) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert asked.wait(SECONDS)
+            # Closed at once, with a reset.
+            scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        answering.set()
+        threads[0].join(SECONDS)
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == (
+        ["metrics cannot be served"] if fails else []
+    )
+    assert capfd.readouterr().err == ""

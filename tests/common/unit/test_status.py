@@ -263,6 +263,7 @@ async def test_what_is_not_served_is_a_defect() -> None:
             "the worker is not there",
         ),
         ("Stream removed (recvmsg:Connection reset by peer)", "the worker closed the connection"),
+        ("Stream removed (recvmsg:Connection timed out)", "the worker does not answer"),
         ("Stream removed (ping timeout)", "the worker answers no ping"),
         ("TLS handshake failed", "the worker is gone: TLS handshake failed"),
     ],

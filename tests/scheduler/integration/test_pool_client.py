@@ -5,8 +5,10 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.server import GrpcServer
 from services.scheduler.adapters.pool_client import RETRY_SECONDS, PoolClient
 from services.scheduler.core.ports import PoolLost
 
@@ -31,6 +33,35 @@ async def client(silent_address: str) -> AsyncIterator[PoolClient]:
         client = PoolClient(channel, "pool", timeout_seconds=0.2)
         yield client
         client.close()
+
+
+class HangingPool(kvpool_pb2_grpc.KVPoolServicer):
+    """Takes transactions, and answers none."""
+
+    async def Transact(  # noqa: N802
+        self, requests: AsyncIterator[object], _: object
+    ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
+        async for _request in requests:
+            await asyncio.Event().wait()
+            yield kvpool_pb2.TransactResponse()
+
+
+async def test_a_transaction_that_is_given_up_is_not_said_to_be_sent_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = GrpcServer()
+    server.add(
+        kvpool_pb2_grpc.add_KVPoolServicer_to_server, HangingPool(), "stepwell.kvpool.v1.KVPool"
+    )
+    async with open_channel(await server.start("127.0.0.1:0")) as channel:
+        await channel.channel_ready()
+        client = PoolClient(channel, "pool", timeout_seconds=0.2)
+        async with asyncio.timeout(60):
+            with pytest.raises(PoolLost, match=r"did not answer within 0\.2 s"):
+                await client.transact(())
+        client.close()
+    await server.drain(0)
+    assert "is sent again" not in caplog.text
 
 
 async def test_a_transaction_ends_in_time_while_the_connection_begins(client: PoolClient) -> None:
