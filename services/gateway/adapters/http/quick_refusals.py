@@ -1,4 +1,4 @@
-"""Decides by the headers of a request, in the turn in which they come, whether there is room."""
+"""Refusals of requests by their headers, in the turn of the event loop in which these come."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -25,18 +25,18 @@ from services.gateway.core.tenant import Tenant
 
 Header = tuple[bytes, bytes]
 _LEFT = frozenset((FIELD.lower(), "origin"))
-"""Headers of requests whose answer depends on more than is known here."""
+"""Headers of requests that only the application can decide about."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuickRefusals:
-    """Refuses POST requests that generate while there is no room for them, for a fraction of what a
-    request costs that the application sees: its body is not read, and it has no task. One that has
-    room is counted from here on, so that of a burst no more is let in than fits.
+    """Refuses POST requests that generate while there is no room for them. That costs a fraction of
+    a refusal by the application: no body is read, and no task is made. A request that has room
+    counts from here on, so that a burst cannot exceed the bounds.
 
-    The application decides about everything else, by the same rules: a request that is refused for
-    another reason, whose key is not in memory, whose tenant has limits of its own, that comes from
-    a page of another site, or that has an idempotency key.
+    The application decides about all other requests, by the same rules: those that are refused for
+    another reason, whose key is not in memory, whose tenant has limits per minute or at once, that
+    come from a page of another site, or that have an idempotency key.
     """
 
     operations: Mapping[str, str]
@@ -52,8 +52,8 @@ class QuickRefusals:
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
         """The whole answer to a request that is refused, with these headers besides its own; None
-        for one that the application is to see. Its state has its Arrival, and whose it is, where
-        it was counted: its host, its key and its declared size are checked then.
+        for one that is passed to the application. If it was counted, its host, key and declared
+        size have been checked, and its state has its Arrival and its tenant.
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None

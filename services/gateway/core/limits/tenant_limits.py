@@ -31,11 +31,11 @@ _SHORTEST_RETRY_SECONDS = 0.1
 
 
 _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
-"""Errors that a request is not at fault for."""
+"""Errors that the client of a request has not caused."""
 
 
 class LimitReached(QuotaExceeded):
-    """A tenant is over one of its limits; `standing` says where it stands."""
+    """A tenant is over one of its limits; `standing` has the levels of all of them."""
 
     def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
         quota = standing.refused_by or Quota.CONCURRENCY
@@ -107,7 +107,9 @@ class TenantLimits:
 
 
 class Allowance:
-    """What one request has taken. It must be closed once, when the request is over."""
+    """The share of the limits that one request has taken. It must be closed once, when the request
+    is over.
+    """
 
     def __init__(
         self,
