@@ -32,7 +32,11 @@ def settings_of(service: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class UpSettings:
-    """Starts a gateway and replicas of scheduler, kvpool and worker, and serves a model."""
+    """Starts a gateway and replicas of scheduler, kvpool and worker, and serves a model.
+
+    Further settings of a service are variables named STEPWELL_<SERVICE>_<NAME>, such as
+    STEPWELL_GATEWAY_TRACE_SLOW_SECONDS; `python -m services.gateway --help` lists the gateway's.
+    """
 
     model: Path = setting(doc="directory of the model, in Hugging Face format")
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every one")

@@ -9,6 +9,7 @@ sentence and exit status 2.
 import argparse
 import dataclasses
 import enum
+import inspect
 import os
 import sys
 import types
@@ -166,15 +167,16 @@ class _Parser(ArgumentParser):
 def _parser(
     cls: type[IsDataclass], service: str, kinds: dict[str, Any], prog: str | None
 ) -> _Parser:
+    description, _, further = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
     parser = _Parser(
         prog=prog or f"python -m services.{service}",
-        description=(cls.__doc__ or "").splitlines()[0],
-        epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>.",
+        description=description,
+        epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>. {further}",
         allow_abbrev=False,
     )
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, _FIELDS, ())}
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
-        default = "" if field.default in (dataclasses.MISSING, None) else as_text(field.default)
+        default = _help_text(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
         if kinds[field.name] is bool:
@@ -183,6 +185,12 @@ def _parser(
             options["metavar"] = _metavar(kinds[field.name])
         parser.add_argument(flag_name(field.name), **options)
     return parser
+
+
+def _help_text(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return "" if default in (dataclasses.MISSING, None) else as_text(default)
 
 
 def _metavar(kind: Any) -> str:

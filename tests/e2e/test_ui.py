@@ -121,6 +121,9 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await page.click("#waterfall-close")
         await page.click("#trace-rows li:first-child button")
         await page.wait_for_selector("#waterfall[open]")
+        await page.click("#waterfall-close")
+        await page.select_option("#trace-order", "failed")
+        await page.wait_for_selector("#traces-say >> text=none of them failed")
 
 
 async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> None:

@@ -29,7 +29,10 @@ class Colour(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Everything:
-    """A setting of each kind."""
+    """A setting of each kind.
+
+    What else there is to say.
+    """
 
     name: str = setting(doc="who it is")
     count: int = setting(3, doc="how many, in %", check=at_least(1))
@@ -161,10 +164,10 @@ def test_help_names_every_flag_its_values_and_its_default(
         "A setting of each kind.",
         "--count N how many, in % (default: 3)",
         "--colour red|dark-blue which colour (default: red)",
-        "--fast, --no-fast whether to hurry (default: True)",
+        "--fast, --no-fast whether to hurry (default: yes)",
         "--hosts A,B where (default: a)",
         "--limit N how many at most",
-        "STEPWELL_THING_<NAME>",
+        "Each flag can also be set as STEPWELL_THING_<NAME>. What else there is to say.",
     ):
         assert part in text
 
