@@ -9,7 +9,7 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # see StepInput
 class WantedDrafts:
     """Drafts that are wanted of one request, by its index in the step: up to `most`. A grammar
     leaves no choice about the `forced` ones, which come first; there are no more of them than
@@ -22,8 +22,9 @@ class WantedDrafts:
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
         """What is proposed, or only the forced drafts if it does not begin so."""
-        begins_so = list(proposed[: len(self.forced)]) == self.forced
-        return proposed if begins_so else self.forced
+        forced = self.forced
+        begins_so = not forced or list(proposed[: len(forced)]) == forced
+        return proposed if begins_so else forced
 
 
 class DraftSource(Protocol):

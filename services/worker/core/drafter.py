@@ -6,7 +6,6 @@ which drafts were accepted, and goes on from its own tokens.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 
 import numpy as np
@@ -81,12 +80,11 @@ class Drafter:
         if not any(drafts):
             return known
         counts = np.array([len(own) for own in drafts], np.int32)
-        return replace(
-            known,
-            num_scheduled_tokens=known.num_scheduled_tokens + counts,
-            num_draft_tokens=counts,
-            draft_token_ids=np.array(list(chain.from_iterable(drafts)), np.int32),
-        )
+        completed = known.copy()
+        completed.num_scheduled_tokens = known.num_scheduled_tokens + counts
+        completed.num_draft_tokens = counts
+        completed.draft_token_ids = np.array(list(chain.from_iterable(drafts)), np.int32)
+        return completed
 
     def _length(self, row: int) -> DraftLength:
         length = self._lengths.get(row)
@@ -109,14 +107,11 @@ def _without_drafts(step: StepInput, batch: InputBatch) -> StepInput:
     num_scheduled = step.num_scheduled_tokens
     if has_drafts:
         num_scheduled = num_scheduled - step.num_draft_tokens
-    num_known = batch.num_tokens[step.rows.astype(np.int64)]
+    num_known = batch.num_tokens.take(step.rows)
     num_computed = np.minimum(step.num_computed_tokens, num_known - num_scheduled)
     if not (has_drafts or np.count_nonzero(num_computed != step.num_computed_tokens)):
         return step
-    return replace(
-        step,
-        num_scheduled_tokens=num_scheduled,
-        num_computed_tokens=num_computed,
-        num_draft_tokens=no_ints(),
-        draft_token_ids=no_ints(),
-    )
+    known = step.copy()
+    known.num_scheduled_tokens, known.num_computed_tokens = num_scheduled, num_computed
+    known.num_draft_tokens = known.draft_token_ids = no_ints()
+    return known

@@ -1,6 +1,7 @@
 """Input and output of one engine step, as the runner uses them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,13 @@ class StepInput:
     """The last scheduled token of each request, for pipeline stages that do not sample."""
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
+
+    def copy(self) -> "StepInput":
+        """A step of the same fields. `dataclasses.replace` takes several times as long."""
+        return StepInput(*_fields_of(self))
+
+
+_fields_of = attrgetter(*(one.name for one in fields(StepInput)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class NgramIndex:
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
         """By n-gram: how many tokens there are up to its end, where it occurs first."""
+        self._match_end = 0
+        """Where the longest end of the sequence that occurred before did first; 0: none did."""
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -31,22 +33,21 @@ class NgramIndex:
         known, first_end = self._token_ids, self._first_end
         begin = len(known) + 1
         known.extend(token_ids)
+        count = len(known)
+        if begin <= count:
+            self._match_end = 0
         for length in self._lengths:
-            for end in range(max(begin, length), len(known) + 1):
-                first_end.setdefault(tuple(known[end - length : end]), end)
+            for end in range(max(begin, length), count + 1):
+                first = first_end.setdefault(tuple(known[end - length : end]), end)
+                if end == count > first and not self._match_end:
+                    self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
         """Up to `most` tokens that followed the longest end of the sequence that occurred before;
         none if there is no such end.
         """
-        known = self._token_ids
-        count = len(known)
-        for length in self._lengths:
-            if length < count:
-                end = self._first_end[tuple(known[-length:])]
-                if end < count:
-                    return known[end : end + most]
-        return ()
+        end = self._match_end
+        return self._token_ids[end : end + most] if end else ()
 
 
 class NgramProposer:

@@ -288,7 +288,7 @@ class SuffixFunctions:
         self.clear = function("clear", _ADDRESS)
         self.enter = function("enter", _ADDRESS, _INT, ctypes.c_char_p, *2 * (_COUNT,))
         batch = _ADDRESS, _ADDRESS, _COUNT, _ADDRESS
-        self.take_in = function("take_in", *batch, _ADDRESS, _COUNT)
+        self.take_in = function("take_in", *batch, ctypes.c_char_p, _COUNT)
         self.propose = function("propose", *batch, _INT, _COUNT, _ADDRESS, returns=_COUNT)
         self.leave = function("leave", _ADDRESS, _INT)
         self.num_cached = function("num_cached", _ADDRESS, returns=_COUNT)

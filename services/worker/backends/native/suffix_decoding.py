@@ -3,8 +3,6 @@
 import ctypes
 import weakref
 
-import numpy as np
-
 from services.worker.backends.native.library import (
     NativeSuffixSettings,
     SuffixFunctions,
@@ -54,9 +52,8 @@ class NativeSuffixDecoding:
         self._functions.enter(self._trees, row, key, len(key), num_tokens)
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
-        rows = np.ascontiguousarray(rows)
         known = self._known(token_ids, num_tokens)
-        self._functions.take_in(self._trees, *known, address(rows), len(rows))
+        self._functions.take_in(self._trees, *known, rows.tobytes(), len(rows))
 
     def propose(
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
