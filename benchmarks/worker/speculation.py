@@ -1,6 +1,7 @@
 """What speculation gains and costs on the CPU: with it and without, in turns.
 
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
+    python -m benchmarks.worker.speculation --model 135m --text "random tokens" --rounds 15
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
 Runner, scheduler and pool in one process, several times over the same weights: without speculation,
@@ -25,14 +26,16 @@ tokens, chosen by chance, in whose place it is told another one. A size stands f
 that shape with the vocabulary of the model.
 
 Figures are medians of rounds, from the first token to the last. Tokens a step are those of the runs
-with speculation.
+with speculation. On a machine that other programs use, --processor-time with one thread leaves out
+when they run.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -96,12 +99,25 @@ def main() -> None:
     parser.add_argument(
         "--draft-model", help="a directory or a size (default: n-grams and suffix trees)"
     )
+    parser.add_argument("--text", help="measure this text alone (without --draft-model)")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count processor time in place of wall time; with one thread",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="turns of each text")
     parser.add_argument("--num-tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--quick", action="store_true", help="a few tokens of each text, once")
     arguments = parser.parse_args()
-    size, draft = arguments.model, arguments.draft_model
+    size, draft, num_threads = arguments.model, arguments.draft_model, arguments.threads
+    if arguments.processor_time and num_threads > 1:
+        parser.error("argument --processor-time: needs --threads 1")
+    if arguments.text is not None and draft is not None:
+        parser.error("argument --text: a draft model writes one text only")
+    if arguments.text is not None and arguments.text not in _names(repetition_loads(1)):
+        parser.error(f"argument --text: {arguments.text!r} is not one of the texts")
+    clock = time.process_time if arguments.processor_time else time.perf_counter
     title = f"worker.speculation --model {size}"
     show(machine_text(machine(), title if draft is None else f"{title} --draft-model {draft}"))
     model = find_model(size)
@@ -109,22 +125,31 @@ def main() -> None:
     if arguments.quick:
         num_tokens, num_rounds = 24, 1
     if draft is None:
-        table = measure_repetition(model, arguments.threads, num_rounds, num_tokens)
+        table = measure_repetition(
+            model, num_threads, num_rounds, num_tokens, arguments.text, clock
+        )
     else:
         directory = find_model(draft, vocab_size(model))
-        table = measure_draft_model(model, directory, arguments.threads, num_rounds, num_tokens)
+        table = measure_draft_model(model, directory, num_threads, num_rounds, num_tokens, clock)
     show(uvloop.run(table))
 
 
 async def measure_repetition(
-    model: Path, num_threads: int, num_rounds: int, num_tokens: int
+    model: Path,
+    num_threads: int,
+    num_rounds: int,
+    num_tokens: int,
+    text: str | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of n-grams and suffix trees, for answers of `num_tokens`."""
+    """The table of n-grams and suffix trees, for answers of `num_tokens`, of one text or of all.
+    `clock` gives seconds.
+    """
     lines = ["| text | at once | without, ms a token |"]
     lines[0] += " n-grams | speed-up | tokens a step | suffix trees | speed-up | tokens a step |"
     lines.append("| --- |" + 8 * " ---: |")
-    wanted, configs = repetition_loads(num_tokens), (NGRAM, SUFFIX)
-    measured = await measure(model, num_threads, configs, wanted, num_rounds)
+    wanted = [load for load in repetition_loads(num_tokens) if text in (None, load.text.name)]
+    measured = await measure(model, num_threads, (NGRAM, SUFFIX), wanted, num_rounds, clock)
     for load, gains in zip(wanted, measured, strict=True):
         line = f"| {load.text.name} | {load.num_at_once} | {gains[0].without:.2f} |"
         for gain in gains:
@@ -134,15 +159,20 @@ async def measure_repetition(
 
 
 async def measure_draft_model(
-    model: Path, draft: Path, num_threads: int, num_rounds: int, num_tokens: int
+    model: Path,
+    draft: Path,
+    num_threads: int,
+    num_rounds: int,
+    num_tokens: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> str:
-    """The table of a draft model, for answers of `num_tokens`."""
+    """The table of a draft model, for answers of `num_tokens`. `clock` gives seconds."""
     lines = ["| right | at once | without, ms a token | with | speed-up | tokens a step |"]
     lines[0] += " step of the draft model, of the model's |"
     lines.append("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": NUM_DRAFTS}
     wanted = draft_model_loads(num_tokens)
-    measured = await measure(model, num_threads, (config,), wanted, num_rounds)
+    measured = await measure(model, num_threads, (config,), wanted, num_rounds, clock)
     for load, (gain,) in zip(wanted, measured, strict=True):
         lines.append(
             f"| {load.share_right} | {load.num_at_once} | {gain.without:.2f} | "
@@ -158,10 +188,11 @@ async def measure(
     configs: Sequence[Mapping[str, object]],
     loads: Sequence[Load],
     num_rounds: int,
+    clock: Callable[[], float],
 ) -> list[list[Gain]]:
     """What each load gains by each way of speculation, after a round that does not count."""
     async with AsyncExitStack() as stack:
-        engines = [ToldEngine(model, num_threads, config) for config in (None, *configs)]
+        engines = [ToldEngine(model, num_threads, config, clock) for config in (None, *configs)]
         for engine in engines:
             await stack.enter_async_context(engine.composed)
         gc.collect()
@@ -214,6 +245,10 @@ def repetition_loads(num_tokens: int) -> list[Load]:
         Load(step, 1, before=tuple(before)),
         *(Load(text, NUM_AT_ONCE) for text in together),
     ]
+
+
+def _names(loads: Sequence[Load]) -> set[str]:
+    return {load.text.name for load in loads}
 
 
 def draft_model_loads(num_tokens: int) -> list[Load]:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,11 +34,12 @@ MAX_NUM_SEQS = 32
 
 class ToldModel:
     """A Model that writes what it is told, at whatever cost it has. It measures that cost, of steps
-    of few tokens.
+    of few tokens, in seconds that `clock` gives.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, clock: Callable[[], float]) -> None:
         self._model = model
+        self._clock = clock
         self._next_tokens = torch.zeros(MAX_MODEL_LEN, dtype=torch.int64)
         self.num_steps = 0
         self.seconds: list[float] = []
@@ -70,10 +71,10 @@ class ToldModel:
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.num_steps += 1
-        began = time.perf_counter()
+        began = self._clock()
         found = self._model.forward(token_ids, positions, attention, embedded, wanted, lora)
         if len(token_ids) <= MAX_NUM_SEQS:
-            self.seconds.append(time.perf_counter() - began)
+            self.seconds.append(self._clock() - began)
         if found[1] is not None:
             at = positions if wanted is None else positions[wanted]
             found[1][torch.arange(len(at)), self._next_tokens[at]] += RAISED
@@ -83,9 +84,17 @@ class ToldModel:
 class ToldEngine:
     """A replica in this process, without speculation or with a configuration of it. `model` and
     `draft_model`, None if there is none, are there while the context of `composed` is entered.
+    `clock` gives seconds.
     """
 
-    def __init__(self, model: Path, num_threads: int, config: Mapping[str, object] | None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        num_threads: int,
+        config: Mapping[str, object] | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
         settings = WorkerSettings(
             model=model,
             num_threads=num_threads,
@@ -104,10 +113,10 @@ class ToldEngine:
         if not isinstance(runner, ModelRunner):
             raise TypeError("this model is not run in steps of tokens")
         self._runner = runner
-        runner.model = self.model = ToldModel(runner.model)
+        runner.model = self.model = ToldModel(runner.model, self._clock)
         source = None if runner.drafter is None else runner.drafter.source
         if isinstance(source, DraftModel):
-            source.model = self.draft_model = ToldModel(source.model)
+            source.model = self.draft_model = ToldModel(source.model, self._clock)
 
     def forget(self) -> None:
         """Forgets what requests wrote, as far as drafts come from it."""
@@ -134,4 +143,4 @@ class ToldEngine:
     async def _arrivals(self, text: Text) -> list[tuple[float, int]]:
         """When tokens came, and how many."""
         pieces = self.composed.client.generate(text.prompt, len(text.answer))
-        return [(time.perf_counter(), count) async for count in pieces]
+        return [(self._clock(), count) async for count in pieces]

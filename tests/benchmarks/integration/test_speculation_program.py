@@ -1,5 +1,6 @@
 """What speculation gains and costs is measured, on a model that takes no time."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ async def test_every_text_is_written_with_speculation_and_without() -> None:
     by_ngrams, by_suffixes = (float(rows[5][column]) for column in (5, 8))
     assert rows[5][0] == "step of an agent"
     assert by_suffixes > 1.3 * by_ngrams
+
+
+async def test_one_text_is_timed_with_the_clock_given() -> None:
+    """A clock that goes on by a second each time it is read: once for a token, and twice for the
+    model's part of a step.
+    """
+    clock = itertools.count().__next__
+    table = await measure_repetition(DEMO, 1, 1, 24, "random tokens", clock)
+    ((name, *figures),) = rows_of(table)
+    assert name == "random tokens"
+    times = [float(figures[column]) for column in (1, 2, 5)]
+    assert times == pytest.approx([3000] * 3, abs=300)  # steps may overlap at both ends
 
 
 async def test_a_draft_model_gains_by_how_often_it_is_right() -> None:
