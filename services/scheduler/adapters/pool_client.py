@@ -18,7 +18,7 @@ from services.common.status import from_peer
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
 from services.scheduler.core import ports
-from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.deadlines import IDLE_CHECK_SECONDS, Deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class PoolClient:
         self._owner = owner
         self._recorder = recorder
         self._turns = asyncio.Lock()
-        self._probe: asyncio.Task[None] | None = None
+        self._probe: asyncio.Task[object] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._timeout_seconds = timeout_seconds
         self._generation = 0
         self._sequence = 0
@@ -108,6 +109,7 @@ class PoolClient:
         if self._recorder is not None:
             self._recorder.opened()
         await self.transact(())
+        self._watch = asyncio.create_task(self._watch_idle_pool(), name="watch the pool")
         return self._generation
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -136,9 +138,10 @@ class PoolClient:
 
     def close(self) -> None:
         """Ends the stream."""
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
+        for task in (self._probe, self._watch):
+            if task is not None:
+                task.cancel()
+        self._probe = self._watch = None
         self._end_call()
 
     def _end_call(self) -> None:
@@ -152,11 +155,23 @@ class PoolClient:
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
 
-    async def _probe_pool(self) -> None:
+    async def _watch_idle_pool(self) -> None:
+        """Probes a pool that has had no transaction: one that hangs is not known to otherwise."""
+        is_there = True
+        while is_there:
+            last = self._sequence
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            if self._sequence == last:
+                is_there = await self._probe_pool()
+
+    async def _probe_pool(self) -> bool:
+        """Whether the pool answers; otherwise it is lost."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
             self.on_lost(lost)
+            return False
+        return True
 
     def _give_up(self) -> None:
         """Ends the stream, and the wait for it: a write to a stream that is cancelled before its

@@ -12,6 +12,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.adapter import Adapter
 from services.common.adapter_proto import adapter_to_proto
+from services.common.errors import StepwellError, Unavailable
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
@@ -22,7 +23,7 @@ from services.scheduler.adapters.converters import (
 )
 from services.scheduler.adapters.prepared_grammars import PreparedGrammars
 from services.scheduler.adapters.steps_in_flight import SentStep, StepsInFlight
-from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.deadlines import IDLE_CHECK_SECONDS, Deadlines
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 
@@ -31,20 +32,28 @@ _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.E
 DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
+_SILENT_CHECKS = 2
 STEP_FLOOR_SECONDS = 2.0
 """The least time that a step is allowed, however short steps are: the machine may be busy."""
 
 
 class Rank:
-    """One worker and its stream of steps. If the stream ends, the steps without an answer fail."""
+    """One worker and its stream of steps. If the stream ends, the steps without an answer fail.
+
+    A worker that has no steps is asked now and then whether it answers. After two questions in a
+    row without an answer its stream is ended: this process may have stood still in the first.
+    """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
         self.on_lost: Callable[[str], None] = lambda _: None
-        """Called with a message if the stream ends by itself."""
+        """Called with a message if the stream ends by itself, or the worker hangs without steps."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._has_answered = False
+        """Whether a step was answered since this was set to False."""
         self._unanswered: deque[SentStep] = deque()
 
     async def describe(self) -> worker_pb2.DescribeResponse:
@@ -84,12 +93,14 @@ class Rank:
         self.close()
         self._call = self._stub.Execute()
         self._reader = asyncio.create_task(self._read(self._call), name=f"read {self.address}")
+        self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
 
     def close(self) -> None:
         """Ends the stream; steps in flight fail."""
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
+        for task in (self._reader, self._watch):
+            if task is not None:
+                task.cancel()
+        self._reader = self._watch = None
         if self._call is not None:
             self._call.cancel()
             self._call = None
@@ -109,6 +120,7 @@ class Rank:
         why, reason = "it ended the stream", None
         try:
             async for response in call:
+                self._has_answered = True
                 if self._unanswered:
                     self._unanswered.popleft().answered(self.address, response)
         except grpc.aio.AioRpcError as error:
@@ -118,6 +130,30 @@ class Rank:
         message = f"the worker at {self.address} was lost: {why}"
         self._fail(message, reason)
         self.on_lost(message)
+
+    async def _watch_idle(self) -> None:
+        num_silent = 0
+        while num_silent < _SILENT_CHECKS:
+            self._has_answered = False
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            is_silent = not self._is_at_work and not await self._answers()
+            num_silent = num_silent + 1 if is_silent and not self._is_at_work else 0
+        self._watch = None
+        self.close()
+        self.on_lost(f"the worker at {self.address} was lost: it does not answer")
+
+    @property
+    def _is_at_work(self) -> bool:
+        return bool(self._unanswered) or self._has_answered
+
+    async def _answers(self) -> bool:
+        try:
+            await self.describe()
+        except Unavailable:
+            return False
+        except StepwellError:
+            return True
+        return True
 
     def _fail(self, message: str, reason: str | None = None) -> None:
         while self._unanswered:

@@ -6,6 +6,8 @@ would notice a hang late. A class without a measured time gets the longest time 
 step may compile or allocate.
 """
 
+IDLE_CHECK_SECONDS = 5.0
+"""After so long without work a pool or worker is asked whether it still answers."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
 """By a shorter time the longest one decays to this share of itself, plus the rest of that time."""

@@ -162,6 +162,49 @@ async def test_a_worker_that_was_stopped_and_goes_on_brings_nothing_stale(
         await replica.until_idle()
 
 
+async def test_a_worker_that_hangs_without_steps_is_noticed_before_the_next_request(
+    short_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_client, "IDLE_CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(worker_client, "DESCRIBE_TIMEOUT_SECONDS", 0.3)
+    save_tiny_model(short_directory, "llama")
+    worker = ProcessWorker(short_directory)
+    async with (
+        serving_replica(worker, step_timeout_seconds=CEILING_SECONDS) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        assert worker.process is not None
+        await gateway.add(1, range(20, 40))
+        await gateway.finish(1)
+        await replica.until_idle()
+        worker.process.send_signal(signal.SIGSTOP)
+        await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+        assert "was lost: it does not answer" in (await replica.stats()).state_reason
+        worker.process.send_signal(signal.SIGCONT)
+        await replica.until_idle()
+        await gateway.add(2, range(20, 40))
+        await gateway.finish(2)
+        assert gateway.heard[2].tokens == gateway.heard[1].tokens
+
+
+async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool_client, "IDLE_CHECK_SECONDS", 0.3)
+    async with serving_replica(cuttable=True) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, range(20, 40))
+        await gateway.finish(1)
+        await replica.until_idle()
+        replica.pool_link.swallow_answers()
+        async with asyncio.timeout(8):  # pings would notice it later
+            await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
+        assert "the kvpool did not answer" in (await replica.stats()).state_reason
+        replica.pool_link.cut()
+        await replica.until_idle()
+        await gateway.add(2, range(20, 40))
+        await gateway.finish(2)
+
+
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
     """One whose path fits a socket's address."""
