@@ -151,16 +151,19 @@ class Tracing:
         result = self.root_sampler.should_sample(None, new_trace_id(), "")
         return result.decision is Decision.RECORD_AND_SAMPLE
 
-    def origin(self, traceparent: str = "", tracestate: str = "") -> TraceOrigin:
+    def origin(
+        self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
+    ) -> TraceOrigin:
         """The trace of a request that comes with these headers, or a new one. The caller's flag
-        decides whether it is sampled, or the ratio where there is no caller.
+        decides whether it is sampled. Where there is no caller, the sampler does; if it may not be
+        drawn, the request is not sampled, and the sampler does not count it.
         """
         parent = parse_traceparent(traceparent, tracestate)
         if parent is not None:
             is_sampled = self.enabled and bool(parent.trace_flags & TraceFlags.SAMPLED)
             return TraceOrigin(parent.trace_id, parent, is_sampled)
         trace_id = new_trace_id()
-        if self.provider is None:
+        if self.provider is None or not may_be_drawn:
             return TraceOrigin(trace_id, None, False)
         drawn = self.provider.sampler.should_sample(None, trace_id, "")
         return TraceOrigin(trace_id, None, drawn.decision is Decision.RECORD_AND_SAMPLE)

@@ -38,8 +38,7 @@ class CallRecords:
         trailing metadata, unless a call has several.
         """
         call = Call("grpc", "POST", method, client_of(context))
-        record = self._recorder.begin(call, metadata_of(context))
-        record.operation = operation
+        record = self._recorder.begin(call, operation, metadata_of(context))
         CALL_RECORD.set(record)
         code = grpc.StatusCode.OK
         try:

@@ -54,18 +54,25 @@ class RequestRecorder:
         """Calls that are not over, by the id of their first span, the oldest first."""
 
     def begin(
-        self, call: Call, headers: Mapping[str, str], arrived: int | None = None
+        self, call: Call, operation: str, headers: Mapping[str, str], arrived: int | None = None
     ) -> RequestRecord:
         """The record of a call with these headers, by their lower-case names. The request has the
-        name that the client gave it, if that can be used, and a new one else.
+        name that the client gave it, if that can be used, and a new one else. Without an operation
+        it is not sampled: such calls, as for metrics or by /ui, have no spans, and would take the
+        place of requests that are to be traced.
         """
         given = headers.get(REQUEST_ID.lower(), "")
-        origin = self._tracing.origin(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        origin = self._tracing.origin(
+            headers.get("traceparent", ""),
+            headers.get("tracestate", ""),
+            may_be_drawn=bool(operation),
+        )
         request_id = given if is_request_id(given) else secrets.token_hex(12)
         baggage = passed_on(headers.get("baggage", ""))
         if arrived is None:
             arrived = time.perf_counter_ns()
         record = new_record(call, headers, request_id, origin, baggage, arrived)
+        record.operation = operation
         self.running[record.root_span_id] = record
         return record
 

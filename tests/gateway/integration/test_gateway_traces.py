@@ -12,7 +12,7 @@ import pytest
 from services.common.settings import SettingError
 from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.adapters.traces.keeping import StoreExporter
-from services.gateway.adapters.traces.tracing import make_trace_store
+from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
 from services.gateway.core.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.documented import Documented
@@ -175,3 +175,24 @@ def test_a_store_and_a_collector_exclude_each_other(model: Path) -> None:
     with pytest.raises(SettingError, match="--trace-address"):
         make_trace_store(settings)
     assert make_trace_store(GatewaySettings(model=model)) is None
+
+
+async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
+    """As of the page /ui, which asks for activity some times a second."""
+    settings = GatewaySettings(
+        model=model,
+        schedulers=("127.0.0.1:1",),
+        trace_address="127.0.0.1:0",
+        trace_sample_ratio=1.0,
+        trace_store_max_per_minute=2,
+    )
+    store = make_trace_store(settings)
+    with gateway_tracing("gateway", settings, store) as tracing:
+        async with serving(
+            model, tracing=tracing, traces=store, trace_address="127.0.0.1:0"
+        ) as served:
+            for path in ("/activity", "/metrics", "/traces"):
+                assert (await served.http.get(path)).is_success
+            answer = await served.http.post("/v1/completions", json=BODY)
+            read = await served.http.get(f"/traces/{answer.json()['id']}")
+            assert read.json()["spans"][0]["attributes"]["stepwell.kept_for"] == "sampled"

@@ -95,8 +95,8 @@ class QuickRefusals:
     ) -> tuple[Header, ...]:
         """Counts and logs a refusal; returns the headers that name it."""
         path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
-        record = self.recorder.begin(call_of(scope), headers, arrived)
-        record.operation, record.tenant, record.status = self.operations[path], tenant, str(status)
+        record = self.recorder.begin(call_of(scope), self.operations[path], headers, arrived)
+        record.tenant, record.status = tenant, str(status)
         self.observer.refused(record, error)
         self.recorder.end(record)
         seconds = (time.perf_counter_ns() - arrived) / 1e9

@@ -41,9 +41,10 @@ class RequestRecords:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        record = self._recorder.begin(call_of(scope), headers_of(scope), state.get(ARRIVED))
-        if scope["method"] == "POST":
-            record.operation = self._operations.get(scope["path"], "")
+        operation = self._operations.get(scope["path"], "") if scope["method"] == "POST" else ""
+        record = self._recorder.begin(
+            call_of(scope), operation, headers_of(scope), state.get(ARRIVED)
+        )
         state["record"] = record
 
         async def send_with_names(message: Message) -> None:
