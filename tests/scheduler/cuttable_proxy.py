@@ -15,6 +15,8 @@ class CuttableProxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_deaf_backwards = False
         self.num_connections = 0
+        self.has_swallowed = asyncio.Event()
+        """An answer was lost on its way."""
 
     async def start(self) -> str:
         """Listens; returns the address."""
@@ -60,7 +62,9 @@ class CuttableProxy:
     ) -> None:
         with suppress(OSError):
             while data := await source.read(65_536):
-                if not (is_answer and self._is_deaf_backwards):
+                if is_answer and self._is_deaf_backwards:
+                    self.has_swallowed.set()
+                else:
                     sink.write(data)
                     await sink.drain()
         sink.close()

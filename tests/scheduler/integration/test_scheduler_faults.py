@@ -90,12 +90,7 @@ async def test_a_transaction_whose_answer_was_lost_is_applied_once(patient: Repl
         await ask(gateway)
         before = await patient.pool.stats()
         patient.pool_link.swallow_answers()
-        async with asyncio.timeout(SECONDS):
-            while True:
-                applied = (await patient.pool.stats()).num_transactions
-                if applied > before.num_transactions:
-                    break
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(patient.pool_link.has_swallowed.wait(), SECONDS)
         patient.pool_link.cut()
         await expect_every_token(gateway)
         await patient.until_idle()
