@@ -29,17 +29,21 @@ class GatewayProgram:
 
     def another(self, name: str, settings: Mapping[str, Any] | None = None) -> "GatewayProgram":
         """A gateway of the same replicas on ports of its own, with other values of some settings
-        of GatewaySettings.
+        of GatewaySettings. It takes the place of this one if it has its name; otherwise it has
+        sockets of its own, and the services send their spans to this one.
         """
         http, grpc = (
             join_host_port(_HOST, claim_port(_HOST, 0, flag))
             for flag in ("--http-port", "--grpc-port")
         )
         assert self.spec.liveness_address is not None
-        health = f"{self.spec.liveness_address.rpartition('/')[0]}/{name}.sock"
+        sockets = f"{self.spec.liveness_address.rpartition('/')[0]}/{name}"
+        health = f"{sockets}.sock"
         addresses = {"http_address": http, "address": grpc, "health_address": health}
-        own = {**(settings or {}), **addresses}
         prefix = env_prefix("gateway")
+        if name != self.spec.name and f"{prefix}TRACE_ADDRESS" in self.spec.environ:
+            addresses["trace_address"] = f"{sockets}-traces.sock"
+        own = {**(settings or {}), **addresses}
         environ = {f"{prefix}{setting.upper()}": as_text(value) for setting, value in own.items()}
         spec = replace(
             self.spec,
