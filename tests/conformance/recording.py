@@ -13,12 +13,12 @@ Record = dict[str, Any]
 DIRECTORY = Path(__file__).parent / "recordings"
 NUM_RECORDINGS = {
     "basic": 53,
-    "pooling": 4,
+    "pooling": 5,
     "lora": 12,
-    "session": 19,
+    "session": 21,
     "connector": 42,
     "grammar": 15,
-    "encoder": 22,
+    "encoder": 23,
     "control": 26,
     "groups": 37,
     "mixed": 90,

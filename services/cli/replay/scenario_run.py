@@ -138,7 +138,8 @@ class ScenarioRun:
         since the steps that were in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
-        happens = any((runs, self._finished_since_plan, self._has_transfers))
+        transfers = self._connector is not None and self._connector.has_transfers
+        happens = any((runs, self._finished_since_plan, transfers))
         changes = any(map(record.get, _CHANGES))
         waits = self._has_requests and self.scheduler.queues.has_admissible
         waits = waits and not (happens or changes)

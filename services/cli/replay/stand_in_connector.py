@@ -68,6 +68,11 @@ class StandInConnector:
     _loads: list[_Load] = field(default_factory=list)
     _sends: dict[RequestKey, int] = field(default_factory=dict)
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether the end of a load or of a send is still to be reported."""
+        return bool(self._loads or self._sends)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:

@@ -60,12 +60,13 @@ class AdmissionPlan:
     refused: PlannedAdmission | None = None
     """The admission of the first, if it certainly does not fit in the pool."""
     has_old_hits: bool = False
-    """Whether the first that is in neither list would be passed over or left out for a hit which an
-    admission before it may have made longer: it must be looked up again.
+    """Whether the first that is in neither list would be passed over or left out for a hit that an
+    admission before it may have changed: that takes blocks which are cached, and with windows and
+    states publishes others. It must be looked up again.
     """
 
     def look_up_again(self) -> "AdmissionPlan":
-        """The plan, as it ends before a request whose hit may be longer by now."""
+        """The plan, as it ends before a request whose hit may be another one by now."""
         self.has_old_hits = True
         return self
 
@@ -125,14 +126,15 @@ class AdmissionPlanner:
             if only_grows and not request.holds_blocks:
                 hit = self._hit(request, hit, trial.published)
             start = hit + prefixes.external.get(request, 0)
-            may_grow = bool(plan.admissions) and not (only_grows or request.holds_blocks)
+            may_differ = bool(hit) or not only_grows
+            is_old = bool(plan.admissions) and may_differ and not request.holds_blocks
             if builder.defers_prefills and start < request.num_tokens - 1:
-                return plan.look_up_again() if may_grow else plan.stop(WaitReason.PREFILL_INTERVAL)
+                return plan.look_up_again() if is_old else plan.stop(WaitReason.PREFILL_INTERVAL)
             num_asked = self._num_new_tokens(builder, request, start, trial.budget)
             decision = self._decide_items(builder, trial, request, start, num_asked)
             num_new = num_asked if decision is None else decision.num_tokens
             if decision is not None and num_new == 0:
-                if may_grow:
+                if is_old:
                     return plan.look_up_again()
                 error = decision.mismatch and mismatch_error(decision.mismatch)
                 number = len(plan.admissions)
@@ -145,7 +147,7 @@ class AdmissionPlanner:
                 builder, request, hit, num_new, num_asked, trial.budget, joins=joins
             )
             if num_new == 0 or planned.num_tokens > trial.budget:
-                return plan.look_up_again() if may_grow else plan.stop(WaitReason.BUDGET)
+                return plan.look_up_again() if is_old else plan.stop(WaitReason.BUDGET)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)

@@ -236,14 +236,18 @@ class Request(ComputedTokens):
             raise AssertionError(f"the turn of {self.request_id} has not ended")
         end = TurnEnd(self.finish_reason, self.stop_token_id, copy.copy(self))
         self.finish_reason = self.stop_token_id = None
+        self.forget_ahead()
         self.token_ids = self.token_ids[:-1]
         del self.block_hashes[len(self.token_ids) // block_size :]
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids))
         self.draft_token_ids = []
         self.is_prefill_chunk = False
         self.status = RequestStatus.WAITING_FOR_CHUNK
         return end
+
+    def forget_ahead(self) -> None:
+        """Counts no token as computed that steps in flight compute after the end of a turn."""
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
         """Continues a session with further prompt."""

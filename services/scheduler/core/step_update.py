@@ -80,10 +80,13 @@ class StepUpdate:
             kept = taken[index] = self._kept(plan, output, index)
             num_tokens += len(kept or ()) - 1
             if kept is not None and request.finish_reason is not None:
-                if _goes_on(request):
-                    turns[request] = self._end_turn(request)
-                else:
+                if not request.resumable or request.finish_reason in _FAILURES:
                     ended.append(request)
+                elif request.chunks and request.chunks[0] is None:
+                    request.forget_ahead()
+                    ended.append(request)
+                else:
+                    turns[request] = self._end_turn(request)
         return num_tokens, ended, turns
 
     def _kept(
@@ -152,13 +155,14 @@ class StepUpdate:
             self._running.leave_fast_path(plan.requests[index])
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
-        """The tokens that are computed, and not only planned, of each request of a step that uses
-        items. One whose output is dropped keeps its items.
+        """The tokens that are computed, and that no draft refused can take back, of each request of
+        a step that uses items; pooling models sample none. One whose output is dropped keeps its
+        items.
         """
         used_inputs = self._state.encoder_cache.used_inputs
-        is_async = self._config.async_scheduling
+        samples_ahead = self._config.async_scheduling and not self._config.pooling
         return {
-            request: request.num_computed_tokens - is_async * request.num_output_placeholders
+            request: request.num_computed_tokens - samples_ahead * request.num_output_placeholders
             for request in plan.requests
             if request in used_inputs and request not in plan.dropped
         }
@@ -206,9 +210,3 @@ class StepUpdate:
             session.begin_turn(chunk, self._config.max_model_len)
         state.queues.add(session)
         return end
-
-
-def _goes_on(session: Request) -> bool:
-    """Whether a request is a session that its end does not end."""
-    ends = session.finish_reason in _FAILURES or not session.resumable
-    return not ends and not (session.chunks and session.chunks[0] is None)
