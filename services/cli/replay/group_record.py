@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from services.common.ids import BlockId
-from services.common.kv_cache_groups import AttentionType
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
@@ -23,7 +22,10 @@ class GroupRecord:
         self._core = core
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
+        self._groups_to_zero: list[int] = []
+        """The group of each block that the next plan clears, in the order of the plan."""
         core.observe_frees(self._freed.extend)
+        core.observe_blocks_to_zero(self._note_blocks_to_zero)
 
     def before_plan(self, running: Iterable[Request]) -> None:
         """A step is about to be planned."""
@@ -48,7 +50,7 @@ class GroupRecord:
             for request in plan.new + plan.resumed
             if request.shared_prefix_boundary
         }
-        record["to_zero"] = self._by_group(plan.block_ids_to_zero, after.values())
+        record["to_zero"] = self._by_group(plan.block_ids_to_zero)
         record["copies"] = [[copy.source, copy.target] for copy in plan.copies]
         record["freed_sched"] = self._take_freed()
 
@@ -63,22 +65,17 @@ class GroupRecord:
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
         return {request: self._core.block_tables(request.key) for request in requests}
 
-    def _by_group(self, block_ids: Sequence[BlockId], tables: Iterable[_Tables]) -> list[BlockId]:
-        """Blocks of attention group by group, as vLLM lists those that are cleared. Those of a
-        request that was preempted since are put in the first group.
+    def _note_blocks_to_zero(self, blocks: Sequence[Sequence[BlockId]]) -> None:
+        for group, of_group in enumerate(blocks):
+            self._groups_to_zero += [group] * len(of_group)
+
+    def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
+        """The blocks that a step clears group by group, as vLLM lists them: not transaction by
+        transaction, as the pool tells of them.
         """
-        groups = [
-            index
-            for index, one in enumerate(self._core.config.groups)
-            if one.attention_type is not AttentionType.STATE_SPACE
-        ]
-        group_of = {
-            block_id: group
-            for of_request in tables
-            for group in groups
-            for block_id in of_request[group]
-        }
-        return sorted(block_ids, key=lambda block_id: group_of.get(block_id, groups[0]))
+        groups, self._groups_to_zero = self._groups_to_zero, []
+        pairs = zip(groups, block_ids, strict=True)
+        return [block_id for _, block_id in sorted(pairs, key=lambda pair: pair[0])]
 
     def _take_freed(self) -> list[BlockId]:
         freed = list(self._freed)

@@ -50,6 +50,7 @@ class KVPool:
             spec.attention_type is AttentionType.STATE_SPACE for spec in config.groups
         )
         self._tables = self._requests.tables
+        self._observe_blocks_to_zero: Callable[[Sequence[Sequence[BlockId]]], object] | None = None
 
     def transact(self, operations: Sequence[Operation]) -> Outcome:
         """Executes operations in order, up to the first item that does not fit.
@@ -69,7 +70,10 @@ class KVPool:
                 break
         if not self._holds_states:
             return Outcome(self._blocks.num_free_blocks, tuple(results), stop)
-        to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
+        new_blocks = [group.take_blocks_to_zero() for group in self._groups]
+        if self._observe_blocks_to_zero is not None:
+            self._observe_blocks_to_zero(new_blocks)
+        to_zero = [block for blocks in new_blocks for block in blocks]
         copies = self._blocks.take_copies()
         return Outcome(self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies)
 
@@ -92,6 +96,14 @@ class KVPool:
         enter the queue.
         """
         self._blocks.observe_frees(observer)
+
+    def observe_blocks_to_zero(
+        self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
+    ) -> None:
+        """Calls the observer after each transaction with the blocks of each group that must be
+        cleared, where layers keep states.
+        """
+        self._observe_blocks_to_zero = observer
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
         """The blocks of a request in each group; empty tables when it holds none."""
