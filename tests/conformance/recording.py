@@ -20,7 +20,7 @@ NUM_RECORDINGS = {
     "grammar": 15,
     "encoder": 23,
     "control": 26,
-    "groups": 38,
+    "groups": 39,
     "mixed": 90,
     "events": 14,
 }

@@ -107,11 +107,11 @@ class AdmissionPlanner:
         """Admissions of the candidates, in order, as far as places and budget seem to reach.
 
         A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
-        step publish. With windows and states only the pool can tell: it stops where the hit is
-        another one. If the first candidate certainly does not fit, none is planned: that saves a
-        transaction in every step until it does.
+        step publish, if the configuration foretells hits. Otherwise only the pool can tell: the
+        plan stops where the hit may be another one. If the first candidate certainly does not fit,
+        none is planned: that saves a transaction in every step until it does.
         """
-        only_grows, prefixes = self.config.only_grows, builder.prefixes
+        foretells_hits, prefixes = self.config.foretells_hits, builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
         plan = AdmissionPlan()
         for request in candidates:
@@ -123,10 +123,10 @@ class AdmissionPlanner:
                 plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
                 continue
             hit = prefixes.hits[request]
-            if only_grows and not request.holds_blocks:
+            if foretells_hits and not request.holds_blocks:
                 hit = self._hit(request, hit, trial.published)
             start = hit + prefixes.external.get(request, 0)
-            may_differ = bool(hit) or not only_grows
+            may_differ = bool(hit) or not foretells_hits
             is_old = bool(plan.admissions) and may_differ and not request.holds_blocks
             if builder.defers_prefills and start < request.num_tokens - 1:
                 return plan.look_up_again() if is_old else plan.stop(WaitReason.PREFILL_INTERVAL)
@@ -158,7 +158,7 @@ class AdmissionPlanner:
     def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
         """Changes what is left of the step as if the admission had come about."""
         request, terms, size = planned.request, planned.terms, self.config.hash_block_size
-        if self.config.only_grows:
+        if self.config.foretells_hits:
             begin, end = terms.num_hit_tokens, terms.num_computed_tokens + planned.num_new_tokens
             trial.published.update(request.block_hashes[begin // size : end // size])
         trial.budget -= planned.num_tokens

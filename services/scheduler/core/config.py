@@ -149,6 +149,13 @@ class SchedulerConfig:
         )
 
     @cached_property
+    def foretells_hits(self) -> bool:
+        """Whether the prefix hit of a request follows from the blocks that are published: the pool
+        finds no shorter one for the sake of another group, nor one that ends inside a block.
+        """
+        return self.only_grows and self.hash_block_size == self.block_size
+
+    @cached_property
     def holds_states(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
         return any(group.attention_type is AttentionType.STATE_SPACE for group in self.all_groups)

@@ -189,7 +189,7 @@ class WaitingScheduler:
         self._admit_items(builder, admission)
         builder.schedule(request, admission.num_tokens)
         builder.plan.block_tables[request] = blocks
-        if self._config.only_grows:
+        if self._config.foretells_hits:
             begin = terms.num_hit_tokens // size
             builder.prefixes.published.update(
                 request.block_hashes[begin : request.num_committed_blocks]
