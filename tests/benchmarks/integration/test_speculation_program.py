@@ -38,14 +38,13 @@ async def test_every_text_is_written_with_speculation_and_without() -> None:
 
 async def test_one_text_is_timed_with_the_clock_given() -> None:
     """A clock that goes on by a second each time it is read: once for a token, and twice for the
-    model's part of a step.
+    model's part of a step. As steps overlap, a token's time has two to four of these.
     """
     clock = itertools.count().__next__
     table = await measure_repetition(DEMO, 1, 1, 24, "random tokens", clock)
     ((name, *figures),) = rows_of(table)
     assert name == "random tokens"
-    times = [float(figures[column]) for column in (1, 2, 5)]
-    assert times == pytest.approx([3000] * 3, abs=300)  # steps may overlap at both ends
+    assert all(1500 < float(figures[column]) < 4500 for column in (1, 2, 5))
 
 
 async def test_a_draft_model_gains_by_how_often_it_is_right() -> None:
