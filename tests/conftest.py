@@ -8,6 +8,7 @@ and no other test: that takes seconds of a processor. Without pytest-xdist all t
 process, as they are collected.
 """
 
+import asyncio
 import gc
 import os
 import tempfile
@@ -161,6 +162,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.set_num_threads(1)
         if servers_of(item.nodeid) is None:
             os.nice(NICENESS)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def grpc_poller() -> None:
+    """Keeps grpc.aio's poller thread until the process ends. It would end with the last channel or
+    server, which a garbage collection in any later test may find, and which waits for the thread:
+    for ever if a call of theirs is open (grpc 1.85).
+    """
+    import grpc.aio  # noqa: PLC0415 - after `services.worker`, as the services do
+
+    async def initialize() -> None:
+        grpc.aio.init_grpc_aio()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(initialize())
+    loop.close()
 
 
 @pytest.fixture(params=["port", "socket"])
