@@ -171,6 +171,8 @@ async def list_models(stub: gateway_pb2_grpc.InferenceStub) -> gateway_pb2.ListM
         ({"lora_name": "tiny", "lora_path": LATE}, 400, "lora_name"),
         ({"lora_name": "everywhere", "lora_path": LATE}, 400, "lora_name"),
         ({"lora_name": "", "lora_path": LATE}, 400, "lora_name"),
+        ({"lora_name": "n" * 257, "lora_path": LATE}, 400, "lora_name"),
+        ({"lora_name": "two\nlines", "lora_path": LATE}, 400, "lora_name"),
         ({"lora_path": LATE}, 400, "lora_name"),
     ],
 )

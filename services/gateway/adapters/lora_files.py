@@ -9,6 +9,8 @@ from services.common.errors import InvalidArgument, NotFound, PermissionDenied
 from services.common.settings import SettingError
 from services.gateway.core.lora_modules import LoraModules
 
+_MAX_SHOWN_CHARACTERS = 300
+
 
 def read_adapter(name: str, directory: Path) -> Adapter:
     """The adapter of a directory, by the digest of its files, all of which are read. Raises
@@ -52,5 +54,11 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
         try:
             modules.add(read_adapter(name, Path(path).resolve()))
         except Exception as error:
-            raise SettingError(f"--lora-modules {entry}: {error}") from error
+            raise SettingError(f"--lora-modules {_shown(entry)}: {error}") from error
     return modules
+
+
+def _shown(entry: str) -> str:
+    """An entry as errors show it: cut, and quoted if it would break the line."""
+    cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
+    return cut if cut.isprintable() else repr(cut)

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, NotFound
 
+MAX_NAME_CHARACTERS = 256
+"""Names are in requests, answers, logs and labels of metrics: longer ones are refused."""
+
 
 class LoraModules:
     """Adapters by name. None of them is called as the model is."""
@@ -21,11 +24,15 @@ class LoraModules:
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:
-        """Raises InvalidArgument for a name that an adapter may not get: none, the model's, or that
-        of another adapter, unless it is to take its place.
+        """Raises InvalidArgument for a name that an adapter may not get: an empty one, one that is
+        too long or not printable, the model's, or that of another adapter, unless it is to take its
+        place.
         """
-        if not name:
-            raise InvalidArgument("lora_name must not be empty", field="lora_name")
+        if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
+            raise InvalidArgument(
+                f"lora_name must be 1 to {MAX_NAME_CHARACTERS} printable characters",
+                field="lora_name",
+            )
         if name == self._model_name:
             raise InvalidArgument(f"lora_name: {name!r} is the model's name", field="lora_name")
         if name in self._adapters and not in_place:
