@@ -27,9 +27,10 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
@@ -64,6 +65,7 @@ def run_service(
         gc.enable()
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_on_unhandled_error)
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, _request_stop, stop, signum)
         await serve(settings, stop)
@@ -89,6 +91,19 @@ def _end(status: int) -> NoReturn:
     logging.shutdown()
     drop_unwritten(sys.stdout, sys.stderr)
     os._exit(status)
+
+
+def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs an error that nothing awaits. Left out is one of looking up a host name: where an
+    attempt to connect is cancelled, uvloop does not end the lookup, and drops its result. Whoever
+    wanted to connect has had an error of its own.
+    """
+    future = context.get("future")
+    is_task = isinstance(future, asyncio.Task)
+    if isinstance(context.get("exception"), socket.gaierror) and future is not None and not is_task:
+        logger.debug("a lookup that nothing waits for has failed: %s", context["exception"])
+    else:
+        loop.default_exception_handler(context)
 
 
 def _request_stop(stop: asyncio.Event, signum: int) -> None:

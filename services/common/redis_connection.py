@@ -146,7 +146,8 @@ def why_unusable(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLError):
             return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
         if isinstance(cause, socket.gaierror):
-            return "there is no such host"
+            # EAI_AGAIN: no name server answers, which is no statement about the name.
+            return None if cause.errno == socket.EAI_AGAIN else "there is no such host"
         if isinstance(cause, exceptions.InvalidResponse):
             return "what answers there is not Redis"
     return None

@@ -116,9 +116,9 @@ def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
         1,
         f"stepwell up: --redis {server.url}: nothing answers there\n",
     )
-    assert up("--model", model, "--redis", "redis://no-such-host.invalid:6379") == (
+    assert up("--model", model, "--redis", "redis://no-such-host!:6379") == (
         1,
-        "stepwell up: --redis redis://no-such-host.invalid:6379: there is no such host\n",
+        "stepwell up: --redis redis://no-such-host!:6379: there is no such host\n",
     )
     assert up("--model", model, "--redis", "127.0.0.1:6379") == (
         2,

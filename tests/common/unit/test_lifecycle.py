@@ -152,6 +152,41 @@ run_service("thing", ServiceSettings, serve)
     assert ended(start(body)) == (0, "True True True\n", "")
 
 
+def test_a_lookup_that_fails_after_its_connection_attempt_was_cancelled_is_not_logged() -> None:
+    _, out, errors = ended(
+        start("""
+import gc
+from contextlib import suppress
+
+async def connect():
+    with suppress(OSError):
+        await asyncio.open_connection("no-such-host.invalid", 1)
+
+async def fail():
+    raise LookupError("a task's own error is logged")
+
+async def serve(settings, stop):
+    for num_turns in range(20):  # one of them cancels while the name is being looked up
+        attempt = asyncio.create_task(connect())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        attempt.cancel()
+    await connect()  # is answered after those before
+    task = asyncio.create_task(fail())
+    await asyncio.sleep(0.1)
+    del task
+    gc.collect()
+    print("end", flush=True)
+
+run_service("thing", ServiceSettings, serve)
+""")
+    )
+    assert out == "end\n"
+    assert "gaierror" not in errors
+    assert "Task exception was never retrieved" in errors
+    assert "a task's own error is logged" in errors
+
+
 def test_a_defect_ends_it_with_a_traceback() -> None:
     status, _, errors = ended(
         start("""

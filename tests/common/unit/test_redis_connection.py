@@ -1,6 +1,7 @@
 """Calls of Redis end soon, whatever the server does, and a cancelled one is cancelled."""
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from tests.redis_servers import needs_redis, redis_server
 if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
 
-from services.common.redis_connection import RedisConnection, RedisUnavailable
+from services.common.redis_connection import RedisConnection, RedisUnavailable, why_unusable
 from services.common.settings import SettingError
 
 
@@ -116,3 +117,15 @@ def test_what_is_no_url_of_redis_is_refused_with_the_form(url):
 
 def test_secrets_are_not_shown():
     assert without_secrets("rediss://u:p@h:1/2?password=p") == "rediss://h:1/2"
+
+
+@pytest.mark.parametrize(
+    ("number", "complaint"),
+    [(socket.EAI_NONAME, "there is no such host"), (socket.EAI_AGAIN, None)],
+)
+def test_a_name_server_that_does_not_answer_says_nothing_about_the_host(
+    number: int, complaint: str | None
+) -> None:
+    failure = RedisUnavailable("Redis at redis://cache:6379: no connection")
+    failure.__cause__ = socket.gaierror(number, "the lookup failed")
+    assert why_unusable(failure) == complaint
