@@ -14,6 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.block_hash import pack_token_ids
 from services.common.channel import open_channel
+from services.common.protocol import own_release
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
@@ -156,7 +157,7 @@ class SessionClient:
     ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
         """Sends all prompts at once; yields each message with tokens, until all have ended."""
         call = self._stub.Session()
-        hello = scheduler_pb2.OpenSession(gateway_id="benchmark")
+        hello = scheduler_pb2.OpenSession(gateway_id="benchmark", release=own_release())
         await call.write(scheduler_pb2.SessionRequest(open=hello))
         await call.read()
         for handle, prompt in enumerate(prompts):

@@ -18,7 +18,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.block_hash import unpack_token_ids
-from services.common.errors import FailedPrecondition
+from services.common.errors import FailedPrecondition, StepwellError
 from services.common.metrics_servicer import serve_collect
 from services.common.server import GrpcServer
 
@@ -111,6 +111,8 @@ class FakeScheduler(
         self._sessions: list[_Session] = []
         self._state = scheduler_pb2.ReplicaState(ready=True)
         self._is_hung = False
+        self.refusal: StepwellError | None = None
+        """What every session is refused with."""
 
     async def start(self, address: str = "") -> str:
         """Serves, on the address it had before if it had one."""
@@ -197,6 +199,8 @@ class FakeScheduler(
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[scheduler_pb2.SessionRequest], _context: object
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        if self.refusal is not None:
+            raise self.refusal
         session = _Session(self)
         self._sessions.append(session)
         self.num_sessions += 1

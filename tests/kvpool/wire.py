@@ -7,6 +7,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common import status
+from services.common.protocol import own_release
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 60.0
@@ -19,7 +20,11 @@ def open_request(
     group = common_pb2.KVCacheGroup(
         attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=BLOCK_SIZE, num_layers=2
     )
-    defaults: dict[str, object] = {"groups": [group], "enable_prefix_caching": True}
+    defaults: dict[str, object] = {
+        "groups": [group],
+        "enable_prefix_caching": True,
+        "release": own_release(),
+    }
     return kvpool_pb2.OpenPoolRequest(pool_id=pool_id, num_blocks=num_blocks, **(defaults | fields))
 
 

@@ -12,6 +12,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.errors import InternalError, InvalidArgument
+from services.common.protocol import PROTOCOL, OtherProtocol
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.scheduler.adapters.replica import ReplicaShape
@@ -68,6 +69,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             max_loras=max_loras,
             max_cpu_loras=max_loras,
         )
+        self.protocol = PROTOCOL
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.prepared: list[str] = []
         """Texts of the grammars that it was to compile."""
@@ -99,9 +101,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Describe(  # noqa: N802
         self,
-        request: worker_pb2.DescribeRequest,  # noqa: ARG002
+        request: worker_pb2.DescribeRequest,
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.DescribeResponse:
+        if request.release.protocol != self.protocol:
+            raise OtherProtocol(
+                f"this worker has version 9.0 (protocol {self.protocol}), the scheduler version "
+                f"{request.release.version} (protocol {request.release.protocol})"
+            )
         return self.description
 
     async def PrepareGrammar(  # noqa: N802

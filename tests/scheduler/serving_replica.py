@@ -19,6 +19,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.block_hash import pack_token_ids
 from services.common.channel import open_channel
+from services.common.protocol import own_release
 from services.common.status import from_rpc_error
 from services.common.telemetry import configure_tracing
 from services.kvpool.__main__ import PoolService
@@ -78,9 +79,12 @@ class Gateway:
         """What it heard last of whether the replica can run steps."""
         return self.states[-1] if self.states else None
 
-    async def open(self, gateway_id: str = "gateway") -> scheduler_pb2.SessionOpened:
+    async def open(
+        self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
+    ) -> scheduler_pb2.SessionOpened:
         """Says hello; returns what the replica serves."""
-        await self.say(open=scheduler_pb2.OpenSession(gateway_id=gateway_id))
+        hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
+        await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
         assert self.opened is not None
         return self.opened

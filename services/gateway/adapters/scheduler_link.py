@@ -1,6 +1,7 @@
 """The session with one scheduler: a stream of requests and of what becomes of them."""
 
 import asyncio
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.metrics_servicer import collect_from
+from services.common.protocol import OtherProtocol, own_release
 from services.common.queue_state_proto import queue_state_from_proto
 from services.common.replica_load_proto import replica_load_from_proto
 from services.common.status import from_peer
@@ -35,6 +37,8 @@ SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_
 
 _Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
 """A message, or a sequence to send with its handle."""
+
+logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
@@ -65,6 +69,8 @@ class SchedulerLink:
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
+        self._refused_with = ""
+        """What was logged last of a scheduler of another protocol."""
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
@@ -147,7 +153,7 @@ class SchedulerLink:
         """One session from beginning to end; returns whether it ever opened."""
         call = self._stub.Session()
         self._outbox.clear()
-        hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id)
+        hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id, release=own_release())
         self._post(scheduler_pb2.SessionRequest(open=hello))
         writer = asyncio.create_task(self._write(call))
         reason = ENDED_HERE
@@ -157,7 +163,11 @@ class SchedulerLink:
         except TimeoutError:
             reason = f"no message for {self._session_timeout:g} s: the scheduler hangs"
         except grpc.aio.AioRpcError as error:
-            reason = from_peer("the scheduler", error).message
+            refusal = from_peer("the scheduler", error)
+            reason = refusal.message
+            if refusal.error_reason == OtherProtocol.reason and reason != self._refused_with:
+                logger.warning("scheduler %s opens no session: %s", self.address, reason)
+                self._refused_with = reason
         finally:
             writer.cancel()
             call.cancel()

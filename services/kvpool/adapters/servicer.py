@@ -17,6 +17,7 @@ from services.common.pool_operations_proto import (
     operations_from_proto,
     outcome_to_proto,
 )
+from services.common.protocol import require_same_protocol
 from services.common.telemetry import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
@@ -57,6 +58,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
         self, request: kvpool_pb2.OpenPoolRequest, _context: Context
     ) -> kvpool_pb2.OpenPoolResponse:
         """Begins a new life of a pool."""
+        require_same_protocol("the scheduler", request.release, "kvpool")
         pool_id, holder = PoolId(request.pool_id), holder_from_proto(request.owner)
         config = converters.pool_config_from_proto(request)
         lease, _ = self._leases.get(pool_id) or (

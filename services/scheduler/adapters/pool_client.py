@@ -14,6 +14,7 @@ from services.common.kv_cache_groups import KVCacheGroup
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pool_operations import Operation, Outcome
 from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
+from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
@@ -100,6 +101,7 @@ class PoolClient:
                     owner=self._owner,
                     seen_generation=max(seen_generation, self._generation),
                     report_events=self._recorder is not None,
+                    release=own_release(),
                 ),
                 timeout=self._timeout_seconds,
             )

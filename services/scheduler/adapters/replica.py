@@ -13,6 +13,7 @@ from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
 from services.common.lease import Taken
 from services.common.pooling import Pooler
 from services.common.pooling_proto import pooler_from_proto
+from services.common.protocol import OtherProtocol
 from services.scheduler.adapters.converters import num_stages
 from services.scheduler.adapters.pool_client import PoolClient
 from services.scheduler.adapters.worker_client import WorkerGroup
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
+_MAY_END = (Taken.reason, OtherProtocol.reason)
+"""Reasons of refusals that are waited for: others may take their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ class ReplicaClient:
     async def open(self) -> ReplicaShape:
         """Waits for pool and workers without limit, and opens them as a new generation. Logs what
         it waits for: after `QUIET_SECONDS`, which they usually take to start, or at once if they
-        belong to another scheduler.
+        belong to another scheduler or are of another protocol.
         """
         delay, logged = FIRST_RETRY_SECONDS, ""
         loop = asyncio.get_running_loop()
@@ -97,10 +100,10 @@ class ReplicaClient:
             try:
                 return await self._try()
             except StepwellError as error:
-                is_taken = error.error_reason == Taken.reason
-                if isinstance(error, FailedPrecondition | InvalidArgument) and not is_taken:
+                may_end = error.error_reason in _MAY_END
+                if isinstance(error, FailedPrecondition | InvalidArgument) and not may_end:
                     raise
-                if error.message != logged and (is_taken or loop.time() >= quiet_until):
+                if error.message != logged and (may_end or loop.time() >= quiet_until):
                     logged = error.message
                     logger.info("waiting for pool and workers: %s", logged)
                 await asyncio.sleep(delay)

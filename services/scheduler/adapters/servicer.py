@@ -10,6 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.finish_reason import FinishReason
+from services.common.protocol import require_same_protocol
 from services.common.span_collector import SpanCollector
 from services.common.span_encoding import encoded_spans
 from services.scheduler.adapters.activity import MAX_CELLS, Activity
@@ -56,6 +57,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidArgument("a session begins with open", field="open")
+        require_same_protocol("the gateway", first.open.release, "scheduler")
         session = self._sessions.open(first.open.gateway_id)
         reader = asyncio.create_task(self._read(session, request_iterator))
         logger.info("session of %s opened", session.gateway_id)

@@ -13,6 +13,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.adapter import Adapter
 from services.common.adapter_proto import adapter_to_proto
 from services.common.errors import StepwellError, Unavailable
+from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
@@ -60,7 +61,7 @@ class Rank:
         """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
         try:
             return await self._stub.Describe(
-                worker_pb2.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_SECONDS
+                worker_pb2.DescribeRequest(release=own_release()), timeout=DESCRIBE_TIMEOUT_SECONDS
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer(f"the worker at {self.address}", error) from error

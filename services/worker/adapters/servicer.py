@@ -16,6 +16,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
 from services.common.lease import Lease
 from services.common.lease_proto import holder_from_proto
+from services.common.protocol import require_same_protocol
 from services.common.structured_outputs_proto import structured_outputs_from_proto
 from services.common.telemetry import Tracing
 from services.worker.adapters.compute import ComputeThread
@@ -75,6 +76,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.DescribeRequest,
         context: _Context,
     ) -> worker_pb2.DescribeResponse:
+        require_same_protocol("the scheduler", request.release, "worker")
         message = description_to_proto(self._loaded().description)
         message.seen_generation = self._seen_generation
         return message

@@ -3,7 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from services.common.block_hash import unpack_token_ids
+from services.common.protocol import OtherProtocol
 from services.common.tokenizer_files import tokenizer_fingerprint
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import Serving, serving, until
@@ -45,6 +48,27 @@ async def test_a_replica_that_cannot_run_steps_gets_no_requests(model: Path) -> 
         refused = await served.http.get("/health")
         assert refused.status_code == 503
         assert "the pool is away" in refused.json()["reason"]
+
+
+async def test_a_scheduler_of_another_protocol_gets_no_requests_and_is_named(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = FakeScheduler(), FakeScheduler()
+    first.refusal = OtherProtocol("this scheduler has version 9.0 (protocol 9)")
+    async with serving(model, first, second, num_ready=1) as served:
+        for _ in range(4):
+            answer = await served.http.post("/v1/completions", json={"prompt": "the"})
+            assert answer.status_code == 200
+        health = (await served.http.get("/health")).json()
+        assert health["not_ready"] == {first.address: "this scheduler has version 9.0 (protocol 9)"}
+        await asyncio.sleep(1)  # in which the gateway tries again
+        said = [line for line in caplog.messages if "protocol 9" in line]
+        assert said == [
+            f"scheduler {first.address} opens no session: this scheduler has version 9.0 "
+            "(protocol 9)"
+        ]
+        first.refusal = None
+        await until(lambda: served.gateway.membership.num_ready == 2)
 
 
 async def test_streams_leave_a_replica_that_cannot_run_steps(model: Path) -> None:

@@ -229,6 +229,18 @@ async def test_a_pool_of_a_shape_that_is_not_served_is_refused(stub, fields, fie
     assert error.field == field
 
 
+async def test_a_scheduler_of_another_protocol_opens_no_pool(stub):
+    speaker = await opened_speaker(stub)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.OpenPool(wire.open_request(release=common_pb2.Release(protocol=9, version="9")))
+    error = status.from_rpc_error(refused.value)
+    assert isinstance(error, FailedPrecondition)
+    assert error.error_reason == "OTHER_PROTOCOL"
+    assert "this kvpool has version" in error.message
+    assert "the scheduler version 9 (protocol 9)" in error.message
+    await speaker.transact(wire.lookup(1, 8, "ab"))  # the pool goes on in its generation
+
+
 async def test_no_more_pools_are_opened_than_the_process_keeps(stub):
     for pool_id in ("a", "b", "a"):
         await stub.OpenPool(wire.open_request(pool_id))

@@ -10,6 +10,7 @@ import pytest
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
+from services.common.protocol import PROTOCOL, own_release
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler
@@ -88,6 +89,31 @@ async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: 
         assert await scheduler.wait() == 0
     finally:
         await scheduler.close()
+
+
+async def test_it_waits_for_a_worker_of_its_own_protocol_and_says_so_once() -> None:
+    worker, pool = FakeWorker(), Pool()
+    worker.protocol = 9
+    scheduler = await SchedulerProcess.start(
+        *("--kvpool", await pool.start(), "--workers", await worker.start()),
+        *("--address", "127.0.0.1:0", "--log-format", "json"),
+    )
+    try:
+        assert scheduler.process.stderr is not None
+        lines = [json.loads(await scheduler.process.stderr.readline())["message"]]
+        await asyncio.sleep(1)  # in which it asks again
+        worker.protocol = PROTOCOL
+        while "serving on" not in lines[-1]:
+            lines.append(json.loads(await scheduler.process.stderr.readline())["message"])
+        assert lines[0] == (
+            "waiting for pool and workers: this worker has version 9.0 (protocol 9), the scheduler "
+            f"version {own_release().version} (protocol {PROTOCOL})"
+        )
+        assert sum("waiting" in line for line in lines) == 1
+    finally:
+        await scheduler.close()
+        await worker.stop()
+        await pool.stop()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.block_hash import pack_token_ids
 from services.common.channel import open_channel
-from services.common.errors import InvalidArgument
+from services.common.errors import FailedPrecondition, InvalidArgument
 from tests.scheduler.fake_worker import BLOCK_SIZE, EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
 from tests.scheduler.serving_replica import (
@@ -230,6 +230,25 @@ async def test_a_session_begins_with_open_and_opens_once(replica: Replica) -> No
     await twice.say(open=scheduler_pb2.OpenSession())
     await twice.until_ended()
     assert isinstance(twice.error, InvalidArgument)
+
+
+async def test_a_gateway_of_another_protocol_is_refused_with_both_versions(
+    replica: Replica, gateway: Gateway
+) -> None:
+    newer = Gateway(replica.stub)
+    await newer.say(
+        open=scheduler_pb2.OpenSession(
+            gateway_id="newer", release=common_pb2.Release(protocol=9, version="9.0.0")
+        )
+    )
+    await newer.until_ended()
+    assert isinstance(newer.error, FailedPrecondition)
+    assert newer.error.error_reason == "OTHER_PROTOCOL"
+    assert "the gateway version 9.0.0 (protocol 9)" in newer.error.message
+    assert "this scheduler has version" in newer.error.message
+    assert newer.opened is None
+    await gateway.add(1, prompt(5))
+    await gateway.finish(1)
 
 
 async def test_broken_logits_end_a_request_with_an_error(

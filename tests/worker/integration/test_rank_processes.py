@@ -12,6 +12,7 @@ import pytest
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.protocol import own_release
 from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import free_port
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
@@ -52,7 +53,9 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     for rank in range(2):
         async with open_channel(f"unix:{directory}/{rank}.sock") as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            described = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
+            described = await stub.Describe(
+                worker_pb2.DescribeRequest(release=own_release()), timeout=60
+            )
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
         # One of two heads of keys and values, in both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4

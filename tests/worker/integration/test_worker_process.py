@@ -10,6 +10,7 @@ import torch
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.protocol import own_release
 from services.worker.backends.kv_codes import bytes_of_head
 from tests.tiny_models import edit_config, save_tiny_model
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving
@@ -35,7 +36,9 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
         await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
+            description = await stub.Describe(
+                worker_pb2.DescribeRequest(release=own_release()), timeout=60
+            )
         assert (description.model_name, description.num_blocks) == ("model", 50)
     finally:
         process.send_signal(signal.SIGTERM)
@@ -60,7 +63,9 @@ async def test_serves_with_keys_and_values_in_8_bits(directory: Path, tmp_path: 
         await asyncio.wait_for(until_serving(address), DEADLINE_SECONDS)
         async with open_channel(address) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=60)
+            description = await stub.Describe(
+                worker_pb2.DescribeRequest(release=own_release()), timeout=60
+            )
     finally:
         process.send_signal(signal.SIGTERM)
     assert (await outcome(process))[0] == 0

@@ -17,6 +17,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.channel import open_channel
+from services.common.protocol import own_release
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
 from services.worker.__main__ import GRPC_SERVICE
@@ -173,7 +174,9 @@ async def generate(stream: Stream, count: int) -> list[int]:
 async def test_describe_answers_with_model_limits_and_cache(
     worker: worker_pb2_grpc.WorkerStub, loaded: Worker
 ) -> None:
-    description = await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+    description = await worker.Describe(
+        worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
+    )
     assert description.incarnation == "incarnation-1"
     assert description.model_name == "llama-tiny"
     assert description.fingerprint == loaded.description.fingerprint
@@ -190,6 +193,17 @@ async def test_describe_answers_with_model_limits_and_cache(
     assert (group.block_size, group.window, group.num_layers) == (16, 0, 2)
 
 
+async def test_a_scheduler_of_another_protocol_is_told_nothing(
+    worker: worker_pb2_grpc.WorkerStub,
+) -> None:
+    request = worker_pb2.DescribeRequest(release=common_pb2.Release(protocol=9, version="9.0"))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.Describe(request, timeout=DEADLINE_SECONDS)
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "this worker has version" in str(caught.value.details())
+    assert "the scheduler version 9.0 (protocol 9)" in str(caught.value.details())
+
+
 async def test_unavailable_until_the_model_is_loaded(
     servicer: WorkerServicer, channel: grpc.aio.Channel, loaded: Worker
 ) -> None:
@@ -198,11 +212,15 @@ async def test_unavailable_until_the_model_is_loaded(
     state = await health.Check(health_pb2.HealthCheckRequest(service=GRPC_SERVICE))
     assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+        await worker.Describe(
+            worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
+        )
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert (await Stream(worker).error()).code() is grpc.StatusCode.UNAVAILABLE
     servicer.open(loaded)
-    await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+    await worker.Describe(
+        worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
+    )
 
 
 async def test_steps_in_flight_feed_on_what_the_worker_sampled(
@@ -224,7 +242,9 @@ async def test_steps_in_flight_feed_on_what_the_worker_sampled(
         *(step(2 + number, (0, 1, len(PROMPT) + number)) for number in range(5)),
     )
     # Its answer takes longer than the second step, which was sent before it, takes to arrive.
-    await worker.Describe(worker_pb2.DescribeRequest(), timeout=DEADLINE_SECONDS)
+    await worker.Describe(
+        worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
+    )
     held.going.set()
     answers = [await ahead.answer() for _ in range(6)]
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
@@ -253,7 +273,9 @@ async def test_a_worker_says_which_generation_it_saw_last(
     worker: worker_pb2_grpc.WorkerStub,
 ) -> None:
     async def seen() -> int:
-        return (await worker.Describe(worker_pb2.DescribeRequest())).seen_generation
+        return (
+            await worker.Describe(worker_pb2.DescribeRequest(release=own_release()))
+        ).seen_generation
 
     before = await seen()
     stream = Stream(worker)
