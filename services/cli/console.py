@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from services.common.line_stream import LineStream
+
 _COLOURS = {"gateway": 36, "scheduler": 33, "kvpool": 35, "worker": 32, "up": 1}
 _TAIL_SHOWN = 8
 
@@ -16,7 +18,8 @@ class Console:
 
     `quiet` leaves out lines of the services and of normal progress. With `raw` the services' lines
     of JSON get their name as a field, `process`, and the command's own are JSON too. Lines that
-    cannot be written are dropped. `name_width`: characters of the longest name of a service.
+    cannot be written are dropped, and counted once there is room again. `name_width`: characters of
+    the longest name of a service.
     """
 
     def __init__(
@@ -28,7 +31,7 @@ class Console:
         raw: bool,
         name_width: int = len("scheduler"),
     ) -> None:
-        self._stream = stream
+        self._stream = LineStream(stream, self._gap)
         self._name_width = name_width
         self._colour = colour
         self._quiet = quiet
@@ -48,13 +51,18 @@ class Console:
         self._own(text, "warning")
 
     def _own(self, text: str, level: str) -> None:
+        self._write(self._own_line(text, level))
+
+    def _own_line(self, text: str, level: str) -> str:
         """A line of the command itself. As text it has no level."""
-        if self._raw:
-            clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            line = {"process": "up", "time": clock, "level": level, "service": "up"}
-            self._write(json.dumps(line | {"message": text}))
-        else:
-            self._write(f"{self._prefix('up')}{text}")
+        if not self._raw:
+            return f"{self._prefix('up')}{text}"
+        clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = {"process": "up", "time": clock, "level": level, "service": "up"}
+        return json.dumps(line | {"message": text})
+
+    def _gap(self, message: str) -> str:
+        return self._own_line(message, "warning") + "\n"
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
         again = f" again (restart {num_restarts})" if num_restarts else ""
@@ -89,9 +97,8 @@ class Console:
         return f"\033[{_COLOURS.get(name.partition('-')[0], 0)}m{prefix}\033[0m"
 
     def _write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
+        with suppress(ValueError):  # of a stream that is closed
             self._stream.write(text + "\n")
-            self._stream.flush()
 
 
 def _named(name: str, text: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from opentelemetry import trace
 
+from services.common.line_stream import LineStream
+
 REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
 """Fields that each log line has of the request that the present task serves."""
 
@@ -71,10 +73,13 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     Only lines of level info wait so. Those that explain how a process failed, or are looked at to
     find out, are written at once, after those that wait; so are lines that come outside an event
     loop, such as those of threads.
+
+    Lines that cannot be written, as on a full disk, are counted in the log once there is room.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
+        self._lines = LineStream(stream, self._gap)
         self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         """Where they are to be written; None if none waits for its turn."""
@@ -98,12 +103,17 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
         try:
             waiting, self._waiting, self._loop = self._waiting, [], None
             if waiting:
-                self.stream.write("".join(waiting))
-            super().flush()
+                self._lines.write("".join(waiting))
         except Exception:
             self.handleError(logging.makeLogRecord({"msg": "".join(waiting)}))
         finally:
             self.release()
+
+    def _gap(self, message: str) -> str:
+        fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+        record = logging.makeLogRecord(fields | {"msg": message})
+        # In a context of its own: the present one may be a request's.
+        return Context().run(self.format, record) + self.terminator
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -1,8 +1,10 @@
 """What `stepwell up` shows."""
 
+import errno
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 from services.cli.console import Console
 from services.cli.plan import Addresses
@@ -92,3 +94,42 @@ def test_the_ready_line_with_tls(tmp_path: Path) -> None:
         "  curl -N https://127.0.0.1:8000/v1/completions --cacert CA.pem "
         "--cert CLIENT.pem --key CLIENT-KEY.pem -H 'Content-Type: application/json'"
     )
+
+
+class FullDisk(io.RawIOBase):
+    """Takes as many bytes as there is room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.room = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = bytes(content)[: self.room]
+        self.written += taken
+        self.room -= len(taken)
+        return len(taken)
+
+
+def test_lines_that_a_full_disk_did_not_take_are_counted_once_there_is_room() -> None:
+    disk = FullDisk()
+    stream = io.TextIOWrapper(disk, line_buffering=True)  # type: ignore[type-var]
+    console = Console(stream, colour=False, quiet=False, raw=False)
+    disk.room = 30
+    for number in range(4):
+        console.line("worker", f"line {number}")
+    disk.room = 1_000
+    console.line("worker", "line 4")
+    console.line("worker", "line 5")
+    assert disk.written.decode().splitlines() == [
+        "worker    | line 0",
+        "worker    |",
+        "up        | 3 lines before this one could not be written: No space left on device",
+        "worker    | line 4",
+        "worker    | line 5",
+    ]

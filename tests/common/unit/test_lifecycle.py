@@ -1,6 +1,8 @@
 """The life of a service process: signals, drains, and errors that end it."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,18 +26,23 @@ async def fail(after):
 
 
 def start(
-    body: str, *, log_level: str = "error", errors: IO[str] | int = subprocess.PIPE
+    body: str,
+    style: str = "text",
+    *,
+    log_level: str = "error",
+    errors: IO[str] | int = subprocess.PIPE,
+    unbuffered: str = "",
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             *(sys.executable, "-c", HEAD + body),
-            *("--address", "127.0.0.1:0", "--log-level", log_level),
+            *("--address", "127.0.0.1:0", "--log-level", log_level, "--log-format", style),
         ],
         stdout=subprocess.PIPE,
         stderr=errors,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": ""},
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
 
 
@@ -137,6 +144,45 @@ run_service("thing", ServiceSettings, serve)
 """
     with Path("/dev/full").open("w") as full:
         assert ended(start(body, log_level="info", errors=full)) == (status, "", None)
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_lines_that_a_full_disk_did_not_take_are_counted_once_there_is_room(
+    style: str, unbuffered: str, tmp_path: Path
+) -> None:
+    # A limit of the size of files stands for a disk that is full.
+    body = """
+import logging, resource
+
+def limit(num_bytes):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+async def serve(settings, stop):
+    logger = logging.getLogger("thing")
+    limit(2001)
+    for number in range(100):
+        logger.info("number %d", number)
+        if number % 7 == 0:
+            await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    limit(resource.RLIM_INFINITY)
+    logger.info("room again")
+
+run_service("thing", ServiceSettings, serve)
+"""
+    with (tmp_path / "log").open("w") as log:
+        process = start(body, style, log_level="info", errors=log, unbuffered=unbuffered)
+        assert ended(process) == (0, "", None)
+    written = (tmp_path / "log").read_text().splitlines()
+    *numbers, gap, last = written
+    whole = [line for line in numbers if re.search(r"number \d+($|\"})", line)]
+    assert 0 < len(numbers) - len(whole) <= 1, "the line at the limit is cut"
+    num_lost = 100 - len(whole)
+    assert f"{num_lost} lines before this one could not be written: File too large" in gap
+    assert "room again" in last
+    if style == "json":
+        assert json.loads(gap)["level"] == "warning"
 
 
 def test_garbage_is_collected_while_it_serves_but_not_searched_for_in_what_was_imported() -> None:

@@ -1,0 +1,60 @@
+"""Lines for a stream that may take none for a while, as on a full disk."""
+
+import errno
+import io
+import os
+from collections.abc import Callable
+from typing import TextIO
+
+
+class LineStream:
+    """Writes lines past the stream's buffers, which would keep a part of what a full disk does not
+    take. Lines that cannot be written are dropped, and the first one that can be again comes after
+    one that says how many were.
+    """
+
+    def __init__(self, stream: TextIO, line_of: Callable[[str], str]) -> None:
+        """`line_of` makes a line, with its end, of that message."""
+        self._stream = stream
+        self._line_of = line_of
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)
+        self._raw = raw if isinstance(raw, io.RawIOBase) else None
+        self._num_lost = 0
+        self._why = ""
+        self._is_cut = False
+        """Whether the last line was written in part."""
+
+    def write(self, lines: str) -> None:
+        """Writes lines, each with its end."""
+        if self._num_lost:
+            gap = f"{self._num_lost} lines before this one could not be written: {self._why}"
+            if self._try_to_write(self._line_of(gap)):
+                self._num_lost += lines.count("\n")
+                return
+            self._num_lost = 0
+        self._num_lost += self._try_to_write(lines)
+
+    def _try_to_write(self, lines: str) -> int:
+        """Returns how many could not be written."""
+        encoded = lines.encode(self._stream.encoding or "utf-8", "backslashreplace")
+        left = b"\n" + encoded if self._is_cut else encoded
+        try:
+            self._stream.flush()
+            while left:
+                num_written = self._write(left)
+                self._is_cut = not left[:num_written].endswith(b"\n")
+                left = left[num_written:]
+        except OSError as error:
+            self._why = error.strerror or str(error)
+        return left[-len(encoded) :].count(b"\n")
+
+    def _write(self, encoded: bytes) -> int:
+        if self._raw is None:
+            self._stream.write(encoded.decode(self._stream.encoding or "utf-8"))
+            self._stream.flush()
+            return len(encoded)
+        num_written = self._raw.write(encoded)
+        if num_written is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return num_written
