@@ -48,9 +48,13 @@ class SpanOutage:
             self._before = None
 
     def stopped(self, num_dropped: Counter[DropReason]) -> None:
-        """The service ends: says what was dropped since the outage began, if there is one."""
+        """The service ends: says what was dropped since the outage began, or, where the collector
+        has not answered the export that goes on, since that one began.
+        """
+        if self._before is None:
+            self._before = self._num_dropped
         self._num_dropped = num_dropped.copy()
-        if self._before is not None:
+        if self._num_dropped != self._before:
             logger.warning("the service ends while spans are dropped: %s", self._counts())
 
     def _counts(self) -> str:

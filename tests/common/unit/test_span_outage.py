@@ -40,3 +40,24 @@ def test_an_end_in_an_outage_says_what_was_dropped_by_reason(
         "spans are dropped: it hangs",
         "the service ends while spans are dropped: 8 were dropped (5 not_taken, 3 shutdown)",
     ]
+
+
+def test_an_end_before_the_first_answer_of_a_collector_says_what_was_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    outage, dropped = SpanOutage(), Counter[DropReason]()
+    outage.exported(dropped, None, is_caught_up=True)
+    dropped.update({DropReason.QUEUE_FULL: 1550, DropReason.SHUTDOWN: 2048})
+    outage.stopped(dropped)
+    assert caplog.messages == [
+        "the service ends while spans are dropped: 3598 were dropped "
+        "(1550 queue_full, 2048 shutdown)",
+    ]
+
+
+def test_an_end_at_which_all_was_taken_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    outage, dropped = SpanOutage(), Counter({DropReason.QUEUE_FULL: 3})
+    outage.exported(dropped, None, is_caught_up=True)
+    outage.exported(dropped, None, is_caught_up=True)
+    outage.stopped(dropped)
+    assert caplog.messages[1:] == ["the collector takes spans again: 3 were dropped (3 queue_full)"]
