@@ -34,14 +34,19 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates, valid from an hour ago on."""
+    """Issues certificates, valid from an hour ago on, with the extensions that Python 3.13 demands
+    of a chain.
+    """
 
     def __init__(self, name: str = "an authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _name(name)
+        self._key_identifier = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         certificate = (
             _builder(self._name, self._name, self._key, 30 * ONE_DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(_signing_only(), critical=True)
+            .add_extension(self._key_identifier, critical=False)
             .sign(self._key, hashes.SHA256())
         )
         self.pem = certificate.public_bytes(Encoding.PEM)
@@ -50,9 +55,13 @@ class Authority:
         """For DNS names, addresses and URIs, valid for `seconds` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject_names = x509.SubjectAlternativeName([_subject_name(name) for name in names])
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
+            self._key_identifier
+        )
         certificate = (
             _builder(_name(names[0] if names else "nobody"), self._name, key, seconds)
             .add_extension(subject_names, critical=False)
+            .add_extension(issuer, critical=False)
             .sign(self._key, hashes.SHA256())
         )
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -152,6 +161,22 @@ def _builder(
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(seconds=seconds))
     )
+
+
+def _signing_only() -> x509.KeyUsage:
+    others = dict.fromkeys(
+        (
+            "digital_signature",
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **others)
 
 
 def _name(text: str) -> x509.Name:
