@@ -26,13 +26,13 @@ import uvloop
 from benchmarks.common.conversions import to_output, to_request, to_step
 from benchmarks.common.load import Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.common.finish import Finish
 from services.common.sampling import SamplingParams
 from services.common.settings import parse_settings
 from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import load_tokenizer
 from services.gateway.core.admission.arrivals import Arrival, Arrivals
 from services.gateway.core.choice import Piece
-from services.gateway.core.delta import Finish
 from services.gateway.core.inference import Inference
 from services.gateway.core.inflight import Inflight, Mailbox
 from services.gateway.core.model_limits import ModelLimits

@@ -1,7 +1,4 @@
-"""Answers that repeat the same few tokens, by the rule of vLLM's `repetition_detection`. The
-scheduler ends a request by it; the gateway does if a scheduler is lost before it sent the finish
-reason.
-"""
+"""Answers that repeat the same few tokens, by the rule of vLLM's `repetition_detection`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

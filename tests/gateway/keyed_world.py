@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import StepwellError
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.grammar_judge import GrammarJudge
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from services.gateway.core.delivery import Answers
-from services.gateway.core.delta import Finish
 from services.gateway.core.generation import Answer
 from services.gateway.core.idempotency.journal import Journal
 from services.gateway.core.idempotency.key import IdempotencyKey

@@ -15,11 +15,11 @@ from functools import partial
 
 from benchmarks.common.figures import percentile
 from benchmarks.routing.conversations import Conversation, OpenConversations, Workload
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.replica_load import ReplicaLoad
 from services.common.sampling import SamplingParams
 from services.gateway.core.admission.queue_bounds import QueueBounds
-from services.gateway.core.delta import Finish
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.model_limits import ModelLimits

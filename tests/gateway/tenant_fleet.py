@@ -1,8 +1,8 @@
 """A fleet that serves two tenants."""
 
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet

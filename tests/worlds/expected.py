@@ -65,15 +65,12 @@ def _end(
     token_ids: Sequence[int], num_prompt: int, sampling: SamplingParams, longest: int
 ) -> FinishReason | None:
     repetition = sampling.repetition_detection
-    if token_ids[-1] in (*sampling.eos_token_ids, *sampling.stop_token_ids):
+    is_long_enough = len(token_ids) - num_prompt >= sampling.min_tokens
+    if is_long_enough and token_ids[-1] in (*sampling.eos_token_ids, *sampling.stop_token_ids):
         return FinishReason.STOP
     if len(token_ids) >= longest:
         return FinishReason.LENGTH
-    if (
-        repetition is not None
-        and len(token_ids) - num_prompt >= sampling.min_tokens
-        and repetition.found_at_end(token_ids, num_prompt)
-    ):
+    if is_long_enough and repetition and repetition.found_at_end(token_ids, num_prompt):
         return FinishReason.REPETITION
     return None
 

@@ -7,6 +7,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common import errors
 from services.common.adapter_proto import adapter_to_proto
 from services.common.block_hash import pack_token_ids
+from services.common.finish import Finish
 from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
 from services.common.pooling_proto import pooler_from_proto, pooling_to_proto
@@ -16,7 +17,6 @@ from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.common.structured_outputs import FIELD
 from services.common.trace_context import numbered_traceparent
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.model_limits import ModelLimits

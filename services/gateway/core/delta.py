@@ -4,16 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
-from services.common.finish_reason import FinishReason
+from services.common.finish import Finish
 from services.gateway.core.logprobs import LogprobRows
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The end of a sequence; `stop_token_id` where one of the client's stop tokens ended it."""
-
-    reason: FinishReason
-    stop_token_id: int | None = None
 
 
 @dataclass(slots=True)

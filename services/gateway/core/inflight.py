@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
-from services.common.finish_reason import FinishReason
+from services.common.finish import Finish, append_until_end, ending_token_ids
+from services.common.sampling import MAX_INT32
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.progress import Progress
 from services.gateway.core.request import EngineRequest
@@ -199,24 +200,13 @@ class Inflight:
 def ended(inflight: Inflight) -> Finish | None:
     """How the sequence ends by the tokens that came; None if it goes on. For a sequence whose end
     was lost with its replica.
-
-    The rules are the scheduler's: minimum, end of sequence, stop tokens, length, repetition.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
         return None
-    if len(tokens) >= sampling.min_tokens:
-        if tokens[-1] in sampling.eos_token_ids:
-            return Finish(FinishReason.STOP)
-        if tokens[-1] in sampling.stop_token_ids:
-            return Finish(FinishReason.STOP, tokens[-1])
-    if sampling.max_tokens is not None and len(tokens) >= sampling.max_tokens:
-        return Finish(FinishReason.LENGTH)
-    repetition = sampling.repetition_detection
-    repeats = repetition is not None and repetition.found_at_end(tokens, 0)
-    if repeats and len(tokens) >= sampling.min_tokens:
-        return Finish(FinishReason.REPETITION)
-    return None
+    longest = MAX_INT32 if sampling.max_tokens is None else sampling.max_tokens
+    ending = ending_token_ids(sampling)
+    return append_until_end(tokens[:-1], tokens[-1:], 0, longest, ending, sampling)
 
 
 class Mailbox:

@@ -9,7 +9,8 @@ from services.common.replica_load import ReplicaLoad
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.route import Route
 
-DEFAULT_OUTPUT_TOKENS = 128.0
+INITIAL_MEAN_OUTPUT_TOKENS = 128.0
+"""The mean length of outputs at a replica before the first one ends."""
 OWN_TOKENS_COUNT = 2
 """How often the tokens count that a sequence has to compute: it waits for them, and so do the
 requests behind it.
@@ -84,7 +85,7 @@ class LoadTracker:
         self.num_sessions = 0
         """Sessions of this gateway that are kept there between two turns, each in a place."""
         self._refreshed_at = -REFRESH_SECONDS
-        self._mean_output_tokens = DEFAULT_OUTPUT_TOKENS
+        self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
         self.clear()
 
     def clear(self) -> None:

@@ -5,10 +5,10 @@ import logging
 from typing import Protocol
 
 from services.common.errors import ResourceExhausted, StepwellError
+from services.common.finish import Finish
 from services.common.queue_state import QueueState
 from services.common.replica_load import ReplicaLoad
 from services.gateway.core.client_session import ClientSession, HeldSession
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.load_tracker import LoadTracker
 from services.gateway.core.model_limits import ModelLimits

@@ -5,16 +5,15 @@ import enum
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from services.common.block_hash import BlockHash, hash_full_blocks
 from services.common.encoder_input import EncoderInput
+from services.common.finish import append_until_end, ending_token_ids
 from services.common.finish_reason import FinishReason
 from services.common.ids import RequestKey
 from services.common.pool_operations import Admission, BlockTables
 from services.common.pooling import PoolingParams
 from services.common.prompt_embeds import PromptEmbeds
-from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.scheduler.core.computed_tokens import ComputedTokens
 from services.scheduler.core.grammar import GrammarStatus
@@ -166,7 +165,7 @@ class Request(ComputedTokens):
     """
 
     def __post_init__(self) -> None:
-        self._note_ending_token_ids()
+        self.ending_token_ids = ending_token_ids(self.sampling)
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -261,7 +260,7 @@ class Request(ComputedTokens):
         self.traceparent, self.tracestate = chunk.traceparent, chunk.tracestate
         self.baggage, self.queued_unix_nanos = chunk.baggage, chunk.queued_unix_nanos
         self.hashed_unix_nanos, self.latest_start, self.times = 0, None, None
-        self._note_ending_token_ids()
+        self.ending_token_ids = ending_token_ids(self.sampling)
         self.limit_length(max_model_len)
         self.status = RequestStatus.WAITING
 
@@ -269,10 +268,6 @@ class Request(ComputedTokens):
         """Waits again like others after a load."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
-
-    def _note_ending_token_ids(self) -> None:
-        sampling = self.sampling
-        self.ending_token_ids = _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
     def hash_full_blocks(self, root: bytes, block_size: int) -> None:
         """Computes the hashes of all full blocks of known tokens."""
@@ -320,31 +315,21 @@ class Request(ComputedTokens):
         self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends sampled tokens up to one that ends the request; returns those appended.
-
-        Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. The sampler
-        does not choose the first two before min_tokens.
-        """
-        repetition = self.sampling.repetition_detection
-        for count, token_id in enumerate(token_ids, start=1):
-            self.token_ids.append(token_id)
-            if token_id in self.ending_token_ids:
-                self.finish(FinishReason.STOP)
-                if token_id not in self.sampling.eos_token_ids:
-                    self.stop_token_id = token_id
-                return token_ids[:count]
-            if len(self.token_ids) >= self.max_num_tokens:
-                self.finish(FinishReason.LENGTH)
-                return token_ids[:count]
-            if repetition is not None and self._repeats_itself(repetition):
-                self.finish(FinishReason.REPETITION)
-                return token_ids[:count]
-        return token_ids
-
-    def _repeats_itself(self, repetition: RepetitionDetection) -> bool:
-        return self.num_output_tokens >= self.sampling.min_tokens and repetition.found_at_end(
-            self.token_ids, self.num_prompt_tokens
+        """Appends sampled tokens up to one that ends the request; returns those appended."""
+        num_known = len(self.token_ids)
+        finish = append_until_end(
+            self.token_ids,
+            token_ids,
+            self.num_prompt_tokens,
+            self.max_num_tokens,
+            self.ending_token_ids,
+            self.sampling,
         )
+        if finish is None:
+            return token_ids
+        self.finish(finish.reason)
+        self.stop_token_id = finish.stop_token_id
+        return token_ids[: len(self.token_ids) - num_known]
 
     def fail(self, error: str, reason: FinishReason = FinishReason.ERROR) -> None:
         """Ends the request: something went wrong that concerns no other."""
@@ -355,11 +340,3 @@ class Request(ComputedTokens):
         """Ends the request."""
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
-
-
-@lru_cache(maxsize=256)
-def _token_set(token_ids: tuple[int, ...]) -> frozenset[int]:
-    """One set for all requests with the same tokens: each step looks into it for each request, and
-    with a thousand sets most of these accesses would miss the processor's caches.
-    """
-    return frozenset(token_ids)

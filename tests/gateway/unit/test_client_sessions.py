@@ -10,12 +10,12 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.gateway.core.client_session import ClientSession, in_session, tokens_after
 from services.gateway.core.client_sessions import ClientSessions, SessionLimits, TooManySessions
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox
 from services.gateway.core.replica_description import ReplicaState
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt

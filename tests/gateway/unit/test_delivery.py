@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from services.common.errors import DeadlineExceeded, Unavailable
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.choice import Piece
 from services.gateway.core.delivery import TOKENS_AT_A_TIME, Delivery, received
-from services.gateway.core.delta import Finish
 from services.gateway.core.generation import Generation
 from services.gateway.core.identity import Identity
 from services.gateway.core.inflight import Inflight, Mailbox

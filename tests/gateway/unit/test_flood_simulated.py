@@ -9,8 +9,8 @@ from functools import partial
 from statistics import fmean
 
 from services.common.errors import ResourceExhausted
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.sampling import SamplingParams
 from services.common.seeds import child_seed
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.choice import Choice
-from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.generation import Answer
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import ClientRequest, EngineRequest, Prompt

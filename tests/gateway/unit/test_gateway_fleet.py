@@ -6,8 +6,8 @@ from services.common.errors import (
     Aborted,
     Unavailable,
 )
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import MAX_LOSSES_COMPUTED, MAX_LOSSES_WAITED
 from services.gateway.core.no_token import NAN_IN_LOGITS
 from services.gateway.core.replica_description import ReplicaState

@@ -2,11 +2,11 @@
 
 from itertools import count
 
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.gateway.core.delivery import received
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox, ended
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.request import EngineRequest

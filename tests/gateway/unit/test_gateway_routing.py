@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from services.common.block_hash import hash_full_blocks
 from services.common.errors import InvalidArgument
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.common.kv_directory import block_keys
 from services.common.replica_load import ReplicaLoad
-from services.gateway.core.delta import Finish
 from services.gateway.core.inflight import Mailbox
 from services.gateway.core.load_tracker import EVICTED_TOKENS_COUNT, OWN_TOKENS_COUNT
 from services.gateway.core.recent_prefixes import MIN_SECONDS, RecentPrefixes

@@ -5,8 +5,9 @@ import random
 import pytest
 
 from services.common.errors import InvalidArgument, ResourceExhausted
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
-from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.idempotency.entries import (
     Begin,
     Bring,

@@ -3,9 +3,10 @@
 import pytest
 
 from services.common.errors import DeadlineExceeded
+from services.common.finish import Finish
+from services.common.finish_reason import FinishReason
 from services.common.queue_state import QueueState
 from services.gateway.core.admission.service_time import ServiceTime
-from services.gateway.core.delta import Finish, FinishReason
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from services.common import errors
 from services.common.byte_order import little_endian
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
-from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.idempotency.recording import Seen
 from services.gateway.core.identity import Identity
 from services.gateway.core.logprobs import LogprobRows

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from services.common.errors import StepwellError
+from services.common.finish import Finish
 from services.common.finish_reason import FinishReason
 from services.gateway.core.choice import Piece
 from services.gateway.core.delivery import Delivery, received
-from services.gateway.core.delta import Delta, Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.generation import Generation
 from services.gateway.core.idempotency.keyed_request import KeyedRequest
 from services.gateway.core.idempotency.reader import Reader

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import StepwellError
-from services.gateway.core.delta import Delta, Finish
+from services.common.finish import Finish
+from services.gateway.core.delta import Delta
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.progress import Progress
 

@@ -24,7 +24,7 @@ from services.gateway.core.ports import KeptSource, Made
 from services.gateway.core.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
-DEFAULT_OUTPUT_TOKENS = 4096
+MAX_RESERVED_OUTPUT_TOKENS = 4096
 """Most tokens that are reserved for an answer whose client names no length."""
 _CONCURRENCY_RETRY_SECONDS = 1.0
 _SHORTEST_RETRY_SECONDS = 0.1
@@ -205,7 +205,7 @@ class Allowance:
         )
         longest = sum(sequence.sampling.max_tokens or 0 for sequence in generation.sequences)
         if request.sampling.max_tokens is None and request.default_max_tokens is None:
-            usual = DEFAULT_OUTPUT_TOKENS * len(generation.sequences)
+            usual = MAX_RESERVED_OUTPUT_TOKENS * len(generation.sequences)
             longest = min(longest, usual, max(limit - num_uncached, 1))
         return num_uncached + longest
 
