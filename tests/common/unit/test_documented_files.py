@@ -1,6 +1,7 @@
 """Files, modules and links that the documentation names exist."""
 
 import re
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -8,12 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, ROOT / "models/demo/README.md", *sorted((ROOT / "tests").rglob("README.md"))]
 TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 
 # Paths with a placeholder, such as services/<name>/settings.py, are not files.
 _PATH = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
 _MODULE = re.compile(r"python (?:-u )?-m ((?:benchmarks|services)[\w.]*)")
-_LINK = re.compile(r"\]\(([^)#]+)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -29,10 +33,36 @@ def test_programs_named_in_the_documentation_exist(page: Path) -> None:
         assert find_spec(name) is not None, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_to_files(page: Path) -> None:
-    links = [link for link in _LINK.findall(page.read_text()) if "://" not in link]
-    assert [link for link in links if not (page.parent / link).exists()] == []
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files_and_headings(page: Path) -> None:
+    links = _LINK.findall(_CODE.sub("", page.read_text()))
+    relative = [(path, anchor) for path, anchor in links if "://" not in path]
+    assert [link for link in relative if not _leads_somewhere(page, *link)] == []
+
+
+def test_anchors_are_githubs() -> None:
+    text = "# Keys `a_b`, [c](d.md) & *e*\n```\n# no heading\n```\n## x-y: é 2.5\n## x-y: é 2.5\n"
+    assert _anchors(text) == {"keys-a_b-c--e", "x-y-é-25", "x-y-é-25-1"}
+
+
+def _leads_somewhere(page: Path, path: str, anchor: str) -> bool:
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in _anchors(target.read_text()))
+
+
+def _anchors(text: str) -> set[str]:
+    """Anchors of the headings of a page by GitHub's rules: in lower case, without markup and
+    punctuation, with hyphens for spaces; of equal ones the second ends in -1, the third in -2.
+    """
+    anchors: set[str] = set()
+    numbers: Counter[str] = Counter()
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for heading in _HEADING.findall(text):
+        visible = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", visible.lower()).replace(" ", "-")
+        anchors.add(f"{anchor}-{numbers[anchor]}" if numbers[anchor] else anchor)
+        numbers[anchor] += 1
+    return anchors
 
 
 def test_the_architecture_page_names_every_core_it_explains() -> None:
