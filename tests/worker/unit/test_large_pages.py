@@ -2,9 +2,11 @@
 
 import gc
 
+import pytest
 import torch
 
 from services.worker.backends.native.large_pages import LargePages
+from services.worker.backends.out_of_memory import NotEnoughMemory, memory_for
 
 
 def test_pieces_do_not_touch_each_other() -> None:
@@ -30,3 +32,12 @@ def test_the_first_piece_begins_with_a_large_page() -> None:
     assert piece.data_ptr() % 2**21 == 0
     assert piece.shape == (8 * 2**20,)
     assert piece.is_contiguous()
+
+
+def test_what_the_machine_does_not_have_is_refused_by_name() -> None:
+    more_than_can_be_addressed = (2**50,)
+    with (
+        pytest.raises(NotEnoughMemory, match="for the weights; use a machine with more"),
+        memory_for("the weights", "use a machine with more"),
+    ):
+        LargePages().take(more_than_can_be_addressed, torch.uint8)

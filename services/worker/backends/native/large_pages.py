@@ -5,6 +5,7 @@ The processor translates the address of every page that it reads. With pages of 
 where all of it lies in one mapping, so tensors lie one behind the other in large mappings.
 """
 
+import errno
 import mmap
 
 import torch
@@ -21,7 +22,9 @@ class LargePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. Its memory is taken from the machine when it is written."""
+        """A tensor of this shape. Its memory is taken from the machine when it is written. Raises
+        MemoryError.
+        """
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-size // _LINE) * _LINE
         if taken > len(self._rest):
@@ -36,7 +39,12 @@ class LargePages:
 
 def _map(size: int) -> torch.Tensor:
     """Bytes that begin with a large page, or with an ordinary one if there are no large ones."""
-    mapped = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapped = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        raise MemoryError(f"there are no {size} bytes") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
