@@ -8,7 +8,9 @@ wrong key, or with none.
 
 A process of its own sends attacks of every kind (benchmarks/soak/attacks.py), HTTP and gRPC,
 drawn from the seed, at the lowest priority, so that its own computing takes little from the
-services. Meanwhile one client streams an answer after the other. The exit status is 1 if a pause in
+services. Meanwhile one client streams an answer after the other. Before the first measurement every
+block of the KV cache is used, since a worker has the memory of a block from its first use on. The
+exit status is 1 if a pause in
 its streams is longer than the longest before the attacks by more than MOST_PAUSE_SECONDS, a process
 has grown by more than MOST_GROWTH_BYTES at the end, files are left open, or a server error was
 seen.
@@ -34,6 +36,7 @@ from services.cli.settings import UpSettings
 
 MOST_PAUSE_SECONDS, MOST_GROWTH_BYTES, MORE_FILES = 0.05, 50_000_000, 8
 CALM_SECONDS, SETTLE_SECONDS = 15.0, 40.0
+NUM_BLOCKS, BLOCK_SIZE, PROMPT_BLOCKS = 2000, 16, 50
 REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE)
 
 
@@ -65,6 +68,22 @@ async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -
     return sorted(pauses)
 
 
+async def use_every_block(http: str, model: str, key: str = "") -> None:
+    """Prompts that have no prefix in common, of as many tokens as there are in all blocks.
+
+    Raises httpx.HTTPStatusError if one is refused.
+    """
+    draw = Random(0)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(
+        base_url=f"http://{http}", headers=headers, timeout=60, trust_env=False
+    ) as client:
+        for _ in range(NUM_BLOCKS // PROMPT_BLOCKS):
+            prompt = [draw.randrange(100, 200) for _ in range(PROMPT_BLOCKS * BLOCK_SIZE)]
+            body = {"model": model, "prompt": prompt, "max_tokens": 1}
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+
+
 async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
     """Attacks for `seconds`; returns the defects seen."""
     os.nice(19)
@@ -85,11 +104,12 @@ async def hostility(options: argparse.Namespace) -> bool:
     settings = UpSettings(
         model=options.model,
         max_num_seqs=16,
-        num_blocks=2000,
+        num_blocks=NUM_BLOCKS,
         api_keys=(options.key,) if options.key else None,
     )
     async with Stack(settings) as stack:
         name = options.model.resolve().name
+        await use_every_block(stack.http, name, options.key)
         await longest_pauses(stack.http, name, CALM_SECONDS / 3, options.key)
         before = {service: usage_of(pid) for service, pid in stack.pids().items()}
         calm = await longest_pauses(stack.http, name, CALM_SECONDS, options.key)
