@@ -206,7 +206,7 @@ from contextlib import suppress
 
 async def connect():
     with suppress(OSError):
-        await asyncio.open_connection("no-such-host.invalid", 1)
+        await asyncio.open_connection("no-such-host!", 1)
 
 async def fail():
     raise LookupError("a task's own error is logged")
