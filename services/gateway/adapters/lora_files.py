@@ -1,5 +1,7 @@
 """Adapters on disk: what --lora-modules names, and what operators may load from --lora-dir."""
 
+import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,8 +35,8 @@ def within(allowed: Path, path: str) -> Path:
     """
     root = allowed.resolve()
     try:
-        directory = (root / path).resolve()
-        places = [one.resolve() for one in (directory / CONFIG_FILE, directory / WEIGHTS_FILE)]
+        directory = _resolved(root / path)
+        places = [_resolved(directory / name) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, RuntimeError, ValueError) as error:
         problem = f"lora_path: {path[:200]!r} is no path of a directory: {error}"
         raise InvalidArgument(problem[:600], field="lora_path") from error
@@ -44,6 +46,16 @@ def within(allowed: Path, path: str) -> Path:
                 f"lora_path: {path[:200]!r} is outside of --lora-dir", field="lora_path"
             )
     return directory
+
+
+def _resolved(path: Path) -> Path:
+    """The path without links. Raises OSError or RuntimeError for a link to itself, which Python
+    3.13's `resolve` leaves as it is.
+    """
+    resolved = path.resolve()
+    if resolved.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return resolved
 
 
 def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
