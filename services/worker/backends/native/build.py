@@ -70,7 +70,7 @@ def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def _output_within(seconds: float, process: subprocess.Popen[str]) -> str | None:
-    """What the process printed, if it ends by then."""
+    """The output of the process, if it ends by then."""
     try:
         return process.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:

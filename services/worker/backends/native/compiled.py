@@ -87,7 +87,7 @@ def _key(features: frozenset[str], compiler: str | None) -> str:
 def _compile_once(
     compiler: str, cached: CachedLibrary, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
-    """Waits for the lock, then loads what another process compiled meanwhile, or compiles."""
+    """Waits for the lock. Loads the library if another process compiled it, else compiles it."""
     lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:

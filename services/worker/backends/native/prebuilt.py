@@ -67,17 +67,17 @@ def build(directory: Path, kinds: Collection[Kind] = KINDS) -> None:
     without OpenMP's library.
     """
     compiler = os.environ.get("CXX", "c++")
-    asked = subprocess.run(
+    printed = subprocess.run(
         [compiler, f"-print-file-name={_OPENMP}"], check=True, capture_output=True, text=True
     )
     for kind in kinds:
         with built(compiler, (*kind.flags, "-Wl,-rpath,$ORIGIN"), lambda: None) as library:
             CachedLibrary(directory / kind.name, NAME).put(library)
-        shutil.copyfile(asked.stdout.strip(), directory / kind.name / _OPENMP)
+        shutil.copyfile(printed.stdout.strip(), directory / kind.name / _OPENMP)
 
 
 def main() -> None:
-    """Compiles what this machine's architecture has kernels for: on others than x86 nothing."""
+    """Compiles the kernels for this machine's architecture; only x86 has any."""
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True, exist_ok=True)
     if platform.machine() in X86:

@@ -1,7 +1,7 @@
-// What attention is computed over, and how a step's attention is cut into tasks.
+// The inputs of attention, and the division of a step's attention into tasks.
 //
-// A task takes all key heads of a request if many requests decode, since the keys of a token lie
-// together. A context consists of parts, whose sums are merged in order (Flash-Decoding). Parts
+// A task takes all key heads of a request if many requests decode, since the keys of a token are
+// adjacent. A context consists of parts; their sums are merged in order (Flash-Decoding). Parts
 // begin at multiples of PART_KEYS, both if one task goes through all of them and if, with fewer
 // tasks than threads, each part is a task: the output is the same.
 
@@ -55,7 +55,7 @@ struct AttentionTask {
   std::int64_t partial;  // Where in `partial_sums` its sums go; -1 if it covers its whole context.
 };
 
-// The parts of one context, whose sums lie one after the other from `task.partial` on.
+// The parts of one context. Their sums are stored one after the other from `task.partial` on.
 struct PartMerge {
   AttentionTask task;
   int parts;
@@ -64,7 +64,7 @@ struct PartMerge {
 // Keys of a part of a context.
 constexpr int PART_KEYS = 512;
 
-// How a step's attention is cut, for all layers of a KV-cache group that attend alike.
+// The tasks of a step's attention, for all layers of a KV-cache group that attend alike.
 struct AttentionPlan {
   AttentionPlan(const AttentionLayer& layer, const Layout& layout, int block_size, int threads);
 
@@ -78,7 +78,7 @@ struct AttentionPlan {
   std::vector<PartMerge> merges;
   std::vector<float> partial_sums;
 
-  // Floats of the sums of so many rows: weighted values, sums of weights lane by lane, maxima.
+  // Floats of the sums of `rows` rows: weighted values, sums of weights lane by lane, maxima.
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 

@@ -21,7 +21,7 @@ constexpr float NO_LOGIT = -std::numeric_limits<float>::infinity();
 struct LogitRow {
   const float* logits;
   std::int64_t size;
-  float* maxima;  // [num_blocks], of which those without tokens have NO_LOGIT.
+  float* maxima;  // [num_blocks]; NO_LOGIT for blocks without tokens.
   float largest;
 
   static std::int64_t blocks_of(std::int64_t size) {

@@ -1,12 +1,12 @@
 // Keys and values in 8 bits, with a scale for each token and key head.
 //
-// A head is whole numbers from -127 to 127, its codes, times a scale in float32, the largest
-// magnitude of its elements over 127. LANES consecutive tokens of a head are a record: their codes
-// as a panel (quads.h), then their scales. In a panel of keys a step of depth is four elements of a
-// head, and 128 is added to the codes; in one of values it is four tokens, and for each LANES
-// elements there is a panel. If a page holds multiples of LANES tokens, it holds such records,
-// [tokens / LANES, num_kv_heads]. Other pages have of each token [num_kv_heads, codes and a scale],
-// and records are made of those before they are read.
+// A head is stored as codes, integers from -127 to 127, and a float32 scale, the largest magnitude
+// of its elements over 127. LANES consecutive tokens of a head are a record: their codes as a panel
+// (quads.h), then their scales. In a panel of keys a step of depth is four elements of a head, and
+// 128 is added to the codes; in one of values it is four tokens, and for each LANES elements there
+// is a panel. If a page holds multiples of LANES tokens, it holds such records, [tokens / LANES,
+// num_kv_heads]. Other pages have of each token [num_kv_heads, codes and a scale], and records are
+// made of those before they are read.
 
 #pragma once
 
@@ -18,10 +18,10 @@
 
 namespace stepwell {
 
-// A head whose elements are all below this magnitude is zeros: 127 over it would be infinite.
+// A head with all elements below this magnitude is stored as zeros: 127 over it would be infinite.
 constexpr float SMALLEST_SCALED = 1e-30f;
 
-// Sizes of the codes of a head of `dim` elements, which are filled up to whole vectors.
+// Sizes of the codes of a head of `dim` elements, padded to whole vectors.
 struct CodeSizes {
   int dim;
 
@@ -38,7 +38,8 @@ struct CodeSizes {
   }
 };
 
-// What multiplies elements to make the largest `most`, and back; both 0 for one that is too small.
+// `inverse` scales elements so that the largest becomes `most`, `scale` scales them back. Both are
+// 0 if the largest is too small.
 struct Scaling {
   float scale;
   float inverse;

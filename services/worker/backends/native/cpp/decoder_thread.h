@@ -1,4 +1,4 @@
-// What one thread does in a step of a decoder.
+// One thread's part of a step of a decoder.
 //
 // The residual stream alternates between two buffers. With few rows every thread normalizes all of
 // them for itself, into a buffer of its own, while one thread writes the sum: that costs less than

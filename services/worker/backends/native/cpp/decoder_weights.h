@@ -55,8 +55,8 @@ struct Decoder {
   Projection<T> head;  // Of no columns there.
   std::int64_t hidden_size;
   float epsilon;
-  SharedRanks* ranks;       // That share the layers; null for one.
-  SharedRanks* head_ranks;  // Of whom each has as many columns of the head; null if it is whole.
+  SharedRanks* ranks;       // Those that share the layers; null for one.
+  SharedRanks* head_ranks;  // Those that share the head's columns; null if it is whole.
 };
 
 }  // namespace stepwell

@@ -1,4 +1,4 @@
-// The functions for float32, and what Python checks before it calls any function.
+// The functions for float32, and those by which Python checks the compiled structures.
 
 #include <string_view>
 
@@ -8,7 +8,7 @@
 
 namespace stepwell {
 
-// Columns of a panel. A packed weight has as many columns as fill its panels.
+// Columns of a panel. The columns of a packed weight are padded to whole panels.
 extern "C" int panel_width() { return PANEL_WIDTH; }
 
 // The bytes of a structure, or 0 for an unknown name. They are the same for every element type.

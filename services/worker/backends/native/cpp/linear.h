@@ -1,11 +1,11 @@
 // Multiplication by a packed weight.
 //
-// Panels of the weight lie one after the other, so that a small batch, which is bound by memory,
+// Panels of the weight are contiguous, so that a small batch, which is bound by memory,
 // reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
 // the second-level cache while all panels are read, and a panel into chunks of depth that stay in a
 // cache while the tiles of a block are multiplied by it. Whatever the number of rows, an element's
-// products are added in order of depth: totals are float32 between chunks too. The form is that of
-// Goto and van de Geijn's matrix multiplication.
+// products are added in order of depth: totals are float32 between chunks too. The blocking is that
+// of Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -38,9 +38,9 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
-// What one of several tiles prefetches while it is multiplied by a chunk of so many elements: each
-// of the last two, a half of the next chunk. Memory delivers fewer lines at a time than one tile
-// could ask for, and it would wait.
+// The memory that one of several tiles prefetches while it is multiplied by a chunk: each of the
+// last two tiles prefetches half of the next chunk. One tile alone would request more lines at a
+// time than memory delivers, and stall.
 template <class Element>
 Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left) {
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
@@ -49,9 +49,9 @@ Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_
   return {rows_left > MAX_TILE_ROWS ? next : next + elements / 2, STEP_BYTES / 2};
 }
 
-// What project_panel multiplies: rows, a panel of elements of the same type, and what totals begin
-// as. `finish` makes of some rows' totals the products. AHEAD: how many elements ahead of the only
-// tile the loop prefetches.
+// The operands of project_panel: rows, a panel of elements of the same type, and initial totals.
+// `finish` turns totals of rows into products. AHEAD: how many elements ahead of the only tile the
+// loop prefetches.
 template <class T>
 struct PlainPanel {
   using Element = T;
@@ -211,7 +211,7 @@ struct Blocks {
 
 }  // namespace
 
-// Packs a weight [columns, depth], which is PLAIN. A gated one has its gates first, then as many
+// Packs a PLAIN weight [columns, depth]. The first half of a gated one are gates, the second half
 // values; each panel gets gates beside the values that they gate.
 template <class T>
 void pack_weight(const Projection<T>& p, const T* weight) {
@@ -252,7 +252,7 @@ template <class T, class Out>
   }
 }
 
-// Prefetches what this thread will read first when it projects so many rows.
+// Prefetches the panels that this thread reads first when it projects `rows` rows.
 template <class T>
 void prefetch(const Projection<T>& p, std::int64_t rows, Team team) {
   const int at_once = panels_at_once(p, rows);

@@ -1,9 +1,9 @@
 // The loop that every multiplication runs in: a few rows times a packed panel, with all results in
 // registers.
 //
-// A panel holds PANEL_WIDTH columns of a matrix. Of each step of depth it has those columns side by
-// side. A step of bfloat16 is two elements deep, as the instruction for dot products of pairs takes
-// them. The form is that of Goto and van de Geijn's matrix multiplication.
+// A panel holds PANEL_WIDTH columns of a matrix: for each step of depth, the columns side by side.
+// A step of bfloat16 is two elements deep, as the instruction for dot products of pairs takes them.
+// The layout is that of Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -82,8 +82,8 @@ struct PanelOps<BFloat16> {
 };
 #endif
 
-// What is prefetched beside a multiplication: from `first` on so many bytes in each step of depth,
-// a cache line for each vector or fewer.
+// The memory that is prefetched during a multiplication: from `first` on, `step_bytes` in each step
+// of depth, at most a cache line for each vector.
 struct Prefetch {
   const void* first;
   std::int64_t step_bytes;
@@ -151,8 +151,8 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
 // Rows of a tile that comes before one of few rows.
 constexpr int SHORT_TILE_ROWS = 2 * MAX_TILE_ROWS / 3;
 
-// Whether the first tile of so many rows is a short one. The sums of few rows wait for each other:
-// a tile of less than half of MAX_TILE_ROWS takes as long as one of half.
+// Whether the first tile of `rows` rows is a short one. With few rows the latency of additions
+// bounds the loop: a tile of less than half of MAX_TILE_ROWS takes as long as one of half.
 constexpr bool has_short_tile(int rows) {
   return rows > MAX_TILE_ROWS && rows < MAX_TILE_ROWS + MAX_TILE_ROWS / 2;
 }

@@ -1,5 +1,5 @@
-// What a multiplication by a packed weight begins and ends with: the weight, rows of its input, and
-// how totals become outputs.
+// The parts that multiplications by packed weights share: the weight, rows of its input, and how
+// totals become outputs.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace stepwell {
 
-// What a projection's columns go through.
+// The activation that is applied to a projection's columns.
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
 // `packed`: of a PLAIN weight elements of T, else records as quantized.h has them, of groups of
@@ -68,8 +68,8 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// BLOCK_BYTES of weights that are unpacked, which they are for each block. With AVX2, whose tiles
-// have few rows, the tile that unpacks takes much longer than others: there blocks have BLOCK_ROWS.
+// BLOCK_BYTES of weights that are unpacked once for each block. AVX2's tiles have few rows, and the
+// one that unpacks takes much longer than others: there blocks have BLOCK_ROWS.
 #ifdef __AVX512F__
 constexpr std::int64_t UNPACKED_BLOCK_BYTES = 640 * 1024;
 #else
@@ -82,8 +82,8 @@ static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 // How many elements ahead of a sequential stream the loop prefetches.
 constexpr std::int64_t PREFETCH_AHEAD = 2048;
 
-// What is prefetched before a stream begins: what memory delivers in some microseconds, and a small
-// part of a second-level cache.
+// Bytes that are prefetched before a stream begins: memory delivers them in some microseconds, and
+// they take a small part of a second-level cache.
 constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
 // The weight's row that becomes a column of a panel; the number of its rows or more for padding.
@@ -141,9 +141,9 @@ struct InputRows {
 };
 
 // Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of
-// them, read side by side, evict each other. Of such rows, a tile or more, returns a copy in which
-// they are an odd number of cache lines apart; it is valid until the thread's next call. Returns
-// others unchanged.
+// them, read side by side, evict each other. Copies such rows, if they fill a tile, to an odd
+// number of cache lines apart; the copy is valid until the thread's next call. Returns others
+// unchanged.
 template <class T>
 InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth) {
   if (rows.count < MAX_TILE_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;

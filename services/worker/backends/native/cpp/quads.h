@@ -1,7 +1,7 @@
 // Panels of bytes, and sums of products of bytes in 32 bits, which are exact.
 //
 // A step of such a panel is four elements deep, as the instructions for 8-bit dot products take
-// them. Totals are Vectors whose lanes hold integers.
+// them. Totals are Vectors of integers.
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// Sampling: a token for each of some rows of logits. See sampling/sampler.py for the stages of a
-// row, of which these are temperature, filters and the draw.
+// Samples a token for each of several rows of logits: temperature, filters and the draw. See
+// sampling/sampler.py for all stages of a row.
 
 #pragma once
 

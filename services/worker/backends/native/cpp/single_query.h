@@ -56,7 +56,7 @@ template <class T, int HEADS>
 void score_heads(const T* query, int stride, const KeyPanels<T>& panels, int count, int dim,
                  float* scores) {
 #ifdef __AVX512F__
-  constexpr int PANELS = 4;  // As many at once as there are registers for.
+  constexpr int PANELS = 4;  // At once; more do not fit into registers.
 #else
   constexpr int PANELS = HEADS > 2 ? 1 : 4 / HEADS;
 #endif

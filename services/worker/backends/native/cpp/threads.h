@@ -94,7 +94,7 @@ struct alignas(64) RemainingItems {
   std::uint64_t rounds = 0;
 };
 
-// A thread's index in its team, and what the team shares.
+// A thread's index in its team, and the state that the team shares.
 struct Team {
   int index = 0;
   int size = 1;
@@ -113,11 +113,11 @@ struct Team {
 };
 
 // Gives a thread the items [0, count), fewer than 2^24, of one round: those of its own part in
-// order, then items that other threads have not begun, from the end of their parts. So one thread
-// that is held up delays the others by no more than what it has taken, and each thread reads a
-// sequential stream. Remaining items that are of an older round have not been touched in this one;
-// the first thread that reaches them sets them to the whole part. Between two rounds the team must
-// pass a barrier. The idea is that of work stealing (Blumofe and Leiserson).
+// order, then items that other threads have not begun, from the end of their parts. So a thread
+// that is descheduled delays the others by at most one item, and each thread reads a sequential
+// stream. Remaining items of an older round have not been changed in this one; the first thread
+// that reads them sets them to the whole part. Between two rounds the team must pass a barrier.
+// This is work stealing (Blumofe and Leiserson).
 class WorkItems {
  public:
   WorkItems(Team team, std::int64_t count) : team_(team), count_(count) {

@@ -1,8 +1,8 @@
 // Which tokens min-p, top-k and top-p keep: see sampling/filters.py, which defines them.
 //
 // Nothing is sorted. The logits that may be at the limit are collected from the row, and the limit
-// is found among them by histograms, each over the range of what remains. Sums of masses are exact,
-// so that their order does not matter.
+// is found among them by histograms, each over the range of those that remain. Sums of masses are
+// exact, so that their order does not matter.
 
 #pragma once
 
@@ -29,7 +29,7 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
-// A place in the order of tokens: a logit, what all greater ones sum up to, and how many have it.
+// A place in the order of tokens: a logit, the sum over all greater ones, and how many have it.
 struct Place {
   float logit;
   double before;
@@ -75,7 +75,7 @@ class TokenFilters {
   static constexpr float LOWEST = std::numeric_limits<float>::lowest();
   static constexpr double LEAST_MASS = 0x1p-42;  // Less is rounded to 0.
 
-  // The tokens of the greatest logits, so many of them. `least`: see kept.
+  // The `limit` tokens with the greatest logits. `least`: see kept.
   KeptTokens best(std::int64_t limit, float least) {
     if (limit <= row_.num_blocks()) {
       count_ = row_.num_blocks();
@@ -116,7 +116,7 @@ class TokenFilters {
 
   static double ones(std::int64_t) { return 1; }
 
-  // A mass, rounded so that sums of as many as the row has are exact.
+  // A mass, rounded so that the sum over a row is exact.
   double rounded(double weight) const { return weight + rounder_ - rounder_; }
 
   // A logit below all of those whose weight is at least this.
@@ -170,10 +170,10 @@ class TokenFilters {
     }
   }
 
-  // Drops minus infinity from what was collected.
+  // Drops collected logits that are minus infinity.
   void drop_banned() { count_ = std::remove(logits_, logits_ + count_, NO_LOGIT) - logits_; }
 
-  // Drops as many of the logits that are equal to `tied` as exceed the limit.
+  // Drops collected logits equal to `tied`, the first ones, until `limit` are left.
   void drop_surplus(float tied, std::int64_t limit) {
     std::int64_t left = 0, surplus = count_ - limit;
     for (std::int64_t i = 0; i < count_; ++i) {
@@ -184,15 +184,15 @@ class TokenFilters {
     count_ = left;
   }
 
-  // The weights of what was collected.
+  // Computes the weights of the collected logits.
   void weigh() {
     for (std::int64_t i = 0; i < count_; i += FLOATS) {
       store_register(weights_ + i, weights_at(logits_ + i));
     }
   }
 
-  // The place at which the sum of `value` over the logits that were collected, greatest first,
-  // reaches a target. What was collected is reduced to the logits at this place.
+  // The place at which the sum of `value` over the collected logits, greatest first, reaches a
+  // target. Keeps of the collected logits only those at this place.
   template <class Value>
   Place place_of(double target, Value&& value) {
     double before = 0;
@@ -222,7 +222,7 @@ class TokenFilters {
     return {place.logit, last_tied(place.logit, count)};
   }
 
-  // The id of the last of so many tokens that have a logit, by rising id.
+  // The id of the last one of the first `count` tokens that have a logit.
   std::int64_t last_tied(float logit, std::int64_t count) const {
     std::int64_t id = 0;
     for (; id < row_.size; ++id) {

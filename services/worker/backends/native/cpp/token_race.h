@@ -1,4 +1,4 @@
-// The draw of a token: see Race in sampling/race.py, whose result this is.
+// Draws a token, with the same result as Race in sampling/race.py.
 
 #pragma once
 

@@ -38,7 +38,7 @@ inline Register exponential(Register x) {
 }
 
 // 2^x for x up to 0, within 2 units in the last place; 0 or almost 0 below -126. A polynomial gives
-// 2 to the power of what x exceeds the next lower integer by.
+// 2^(x - floor(x)).
 inline Register power_of_two(Register x) {
 #ifdef __AVX512F__
   const Register rest = (Register)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
