@@ -169,7 +169,7 @@ class BlockPool:
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
         """Takes their hashes from held blocks; returns those that had one. Free ones keep theirs:
-        what a load failed to fill is held by the request that waits for it.
+        blocks that a load failed to fill are held by the request that waits for it.
         """
         evicted: set[BlockId] = set()
         held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]

@@ -79,10 +79,10 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """The longest hit of full attention, with what each other group has by itself, if that is
-        no more anywhere; else what `find_longest_cache_hit` finds.
+        """The longest hit of full attention, with the hit that each other group has by itself, if
+        none of these is longer; else the hit of `find_longest_cache_hit`.
 
-        A connector that moves states with the tokens behind a hit can supply what they lack.
+        A connector that moves states with the tokens behind a hit can supply the missing ones.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]
@@ -203,7 +203,7 @@ class _Candidate:
 
 
 def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
-    """Full attention first: it looks from the left, and bounds what the others look through."""
+    """Full attention first: it searches from the left, and its hit bounds those of the others."""
     alike: dict[KVCacheGroup, list[int]] = {}
     for group, spec in enumerate(config.groups):
         alike.setdefault(_seen_alike(spec), []).append(group)
@@ -219,7 +219,7 @@ def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
 
 
 def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
-    """What groups must have in common to be searched together."""
+    """The fields that are equal in groups that are searched together; others have one value."""
     return KVCacheGroup(
         spec.attention_type,
         spec.block_size,

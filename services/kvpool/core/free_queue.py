@@ -37,8 +37,8 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Takes `num_blocks` cached blocks, of which there must be as many, the least recently used
-        first. Returns them, and when each became free. The caller removes them from the index.
+        """Takes the `num_blocks` least recently used cached blocks, of at least as many. Returns
+        them, and when each became free. The caller removes them from the index.
         """
         blocks = list(islice(self._cached, num_blocks))
         return blocks, list(map(self._cached.pop, blocks))
@@ -95,7 +95,7 @@ class FreeQueue:
 
 
 class ObservedFreeQueue(FreeQueue):
-    """A queue that tells an observer which blocks enter it, in the order of their freeing."""
+    """A queue that passes blocks that enter it to an observer, in the order of their freeing."""
 
     __slots__ = ("_observer",)
 

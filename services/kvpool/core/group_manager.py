@@ -54,7 +54,7 @@ class BlockTable:
 
 @dataclass(slots=True)
 class Chain:
-    """The hashes of a request, and what later requests may want of its prefix."""
+    """The hashes of a request, and the tokens at which later requests may hit its prefix."""
 
     hashes: list[BlockHash] = field(default_factory=list)
     num_prompt_tokens: int = 0

@@ -109,8 +109,8 @@ class PoolHost(Generic[Answer]):
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:
-        """Publishes what changed in a pool's prefix index since the last call, if anything did.
-        Returns it.
+        """Publishes the changes of a pool's prefix index since the last call, if there are any.
+        Returns them.
         """
         events = hosted.pool.take_events()
         if not events:

@@ -37,8 +37,8 @@ class Directory(EventSink, Protocol):
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
         """The depth of a chain in each pool where it is above 0, ordered by pool.
 
-        That is the longest prefix of which every group has cached what is read of it: all of it,
-        its last window, or the state at its end.
+        That is the longest prefix of which every group has cached the part that it reads: all of
+        it, its last window, or the state at its end.
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:

@@ -124,7 +124,7 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The tokens that the first hash of a block stands for, if that was said."""
+        """The tokens that the first hash of a block covers, if they were given with it."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

@@ -20,7 +20,7 @@ GroupHits = tuple[list[list[BlockId]], int]
 
 
 class PrefixSearch:
-    """Looks for the longest hit of groups that see the same; subclasses say how."""
+    """Finds the longest hit of groups that see the same tokens; a subclass for each way to see."""
 
     def __init__(
         self,

@@ -157,7 +157,7 @@ class RequestBlocks:
 
     def admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
         """Gives requests blocks, those that are cached first, up to the first that does not fit, or
-        of which another prefix is cached than it was looked up.
+        whose cached prefix is not the one that was looked up.
         """
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
@@ -193,7 +193,7 @@ class RequestBlocks:
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
-        """Whether the free blocks suffice, and what was hit is stored. A free block that is a hit
+        """Whether the free blocks suffice, and the hit blocks are stored. A free block that is hit
         stops being free; such blocks are counted only if that decides.
         """
         need = _need(admission)
@@ -282,7 +282,7 @@ class RequestBlocks:
             group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
-        """What is known of the tokens of a request."""
+        """The chain of hashes of a request, which may be empty."""
         chain = self.chains.get(request)
         if chain is None:
             chain = self.chains[request] = Chain()

@@ -132,5 +132,5 @@ def _require_parallel(
 ) -> None:
     if len(requests) != len(values):
         raise MalformedTransaction(
-            f"{len(values)} values stand beside {len(requests)} requests", field=f"{where}.{name}"
+            f"{len(values)} values for {len(requests)} requests", field=f"{where}.{name}"
         )

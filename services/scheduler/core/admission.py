@@ -66,7 +66,7 @@ class AdmissionPlan:
     """
 
     def look_up_again(self) -> "AdmissionPlan":
-        """The plan, as it ends before a request whose hit may be another one by now."""
+        """The plan, as it ends before a request whose hit may have changed."""
         self.has_old_hits = True
         return self
 
@@ -91,7 +91,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlanner:
-    """Plans the admissions of a step before the pool is asked, so that one transaction does."""
+    """Plans the admissions of a step ahead, so that one transaction makes them all."""
 
     config: SchedulerConfig
 
@@ -107,8 +107,8 @@ class AdmissionPlanner:
         """Admissions of the candidates, in order, as far as places and budget seem to reach.
 
         A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
-        step publish, if the configuration foretells hits. Otherwise only the pool can tell: the
-        plan stops where the hit may be another one. If the first candidate certainly does not fit,
+        step publish, if the configuration foretells hits. Otherwise only the pool knows hits: the
+        plan stops where one may have changed. If the first candidate certainly does not fit,
         none is planned: that saves a transaction in every step until it does.
         """
         foretells_hits, prefixes = self.config.foretells_hits, builder.prefixes

@@ -79,7 +79,7 @@ class BatchQueue:
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
         """Waits for the answer of the oldest step, and returns whether it is there: not if
-        `is_interrupted`, which is asked before the wait and each time that `wake` is set.
+        `is_interrupted`, which is called before the wait and each time that `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True

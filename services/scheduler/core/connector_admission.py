@@ -16,18 +16,18 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.step_builder import StepBuilder
 
 LOOKUP_BATCH = 8
-"""Waiting requests whose prefix is looked up in one transaction. The next admission voids what is
-known of those behind it.
+"""Waiting requests whose prefix is looked up in one transaction. The next admission makes the hits
+of those behind it unknown.
 """
 
 Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
 
 
 class ConnectorAdmission:
-    """Admits waiting requests one after another, as vLLM does: the connector is asked what it has
-    behind the local hit, and that depends on every admission before.
+    """Admits waiting requests one after another, as vLLM does: the tokens that the connector has
+    behind the local hit depend on every admission before.
 
-    What it has is loaded within the step, or between steps: then the request takes its blocks, and
+    They are loaded within the step, or between steps: then the request takes its blocks, and
     waits in `kv_waiting` without budget or row. It is admitted like others when the load has ended.
     """
 

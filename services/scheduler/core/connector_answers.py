@@ -16,7 +16,7 @@ an ended request are still read, and whether blocks will be free when transfers 
 
 
 class RecordedConnector:
-    """A connector whose answers are kept in the order of the questions."""
+    """A connector whose answers are kept in the order of the calls."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector

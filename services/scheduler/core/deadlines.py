@@ -7,7 +7,7 @@ step may compile or allocate.
 """
 
 IDLE_CHECK_SECONDS = 5.0
-"""After so long without work a pool or worker is asked whether it still answers."""
+"""Time without work after which a pool or worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
 """By a shorter time the longest one decays to this share of itself, plus the rest of that time."""

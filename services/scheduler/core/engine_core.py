@@ -77,7 +77,7 @@ class EngineCore:
         self._delivery = delivery
         self._observer = observer
         self._readiness = readiness
-        self._changes = PendingChanges(scheduler, observer, self._tell_ended)
+        self._changes = PendingChanges(scheduler, observer, self._report_ended)
         self._awaits_sessions = False
         """Whether the last step had no room for any request, since sessions hold what they need."""
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
@@ -194,7 +194,7 @@ class EngineCore:
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
-        """Forgets every cached prefix, and, if that is asked for, what a connector has stored.
+        """Forgets every cached prefix, and, with `reset_connector`, what a connector has stored.
         Raises FailedPrecondition while requests hold blocks, and Unavailable while pool or workers
         are away.
         """
@@ -238,7 +238,7 @@ class EngineCore:
             if must_wait or await self._batch_queue.is_answered(self._wake, self._has_change):
                 await self._complete()
         elif failed := self.scheduler.end_failed():
-            self._tell_ended(failed)
+            self._report_ended(failed)
         elif not planned and self.scheduler.has_requests:
             await asyncio.sleep(RETRY_SECONDS)
 
@@ -261,7 +261,7 @@ class EngineCore:
         asyncio.get_running_loop().call_soon(self._deliver)
         self._observer.done(plan, update)
         if update.turns:
-            self._tell_begun(update.turns)
+            self._report_begun(update.turns)
 
     def _deliver(self) -> None:
         """Delivers the outputs that were not delivered yet. If that raises they are kept, and the
@@ -271,14 +271,14 @@ class EngineCore:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
-    def _tell_begun(self, sessions: Iterable[Request]) -> None:
-        """Tells of sessions whose next turn begins at once, with input that came before."""
+    def _report_begun(self, sessions: Iterable[Request]) -> None:
+        """Reports sessions whose next turn begins at once, with input that came before."""
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
             self._observer.arrived(begun)
 
-    def _tell_ended(self, ended: Sequence[Request]) -> None:
-        """Tells of requests that ended between steps."""
+    def _report_ended(self, ended: Sequence[Request]) -> None:
+        """Reports requests that ended between steps."""
         self._observer.ended(ended)
         self._deliver()
         self._delivery.deliver_ends(ended)

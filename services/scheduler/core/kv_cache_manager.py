@@ -53,9 +53,9 @@ class KVCacheManager:
         self._hash_block_size = config.hash_block_size
         self._only_grows = config.only_grows
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
-        """Whether the pool must be told of each step that is planned."""
+        """Whether the operations of each step begin with BeginStep."""
         self._step_begins = False
-        """Whether the pool has yet to be told of the step that is planned."""
+        """Whether BeginStep of the step that is planned has yet to be sent."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
         self._with_divergent_hits = config.hits_may_diverge
@@ -66,7 +66,7 @@ class KVCacheManager:
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
         """Whether a running request lacks slots for its first `num_tokens` to be computed. Where
-        groups give blocks back, every request that is looked at is asked for.
+        groups give blocks back, every request that is looked at is sent to the pool.
         """
         num_slots = request.num_slots
         if not self._only_grows:
@@ -74,7 +74,7 @@ class KVCacheManager:
         return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
 
     def begin_step(self) -> None:
-        """A step is about to be planned of which the pool must be told."""
+        """Lets the operations of the step that is about to be planned begin with BeginStep."""
         self._step_begins = True
 
     async def grow(
@@ -184,8 +184,8 @@ class KVCacheManager:
 
     def publish_loaded(self, request: Request) -> None:
         """Publishes the blocks of a request that waited until they were loaded. Where layers keep
-        states, that of a prompt that was loaded in full is the one before its last token, which is
-        computed again: it stands for the whole prompt only then.
+        states, a prompt that was loaded in full has the state before its last token, which is
+        computed again: only then is there a state of the whole prompt.
         """
         end = request.num_computed_tokens
         if self._config.holds_states:
@@ -209,7 +209,7 @@ class KVCacheManager:
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """Operations of the step that is planned; the first ones tell the pool that it begins."""
+        """Operations of the step that is planned, after BeginStep if they are its first."""
         if operations and self._step_begins:
             self._step_begins = False
             return [BeginStep(), *operations]

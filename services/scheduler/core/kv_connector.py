@@ -48,7 +48,7 @@ class KVTransferResults:
     finished_recving: Sequence[RequestKey] = ()
     finished_sending: Sequence[RequestKey] = ()
     failed_recving: Collection[RequestKey] = ()
-    """Requests of whose load nothing is valid."""
+    """Requests without one valid block of their load."""
     invalid_block_ids: Collection[BlockId] = ()
 
 

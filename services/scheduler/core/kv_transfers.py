@@ -56,8 +56,8 @@ class KVTransfers:
         self._leaving: dict[RequestKey, BlockTables] = {}
         """Requests that ended and whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests of which the last steps filled a block, or that they admitted: what was found of
-        them is offered before windows give it back.
+        """Requests that the last steps admitted, or filled a block of: their blocks are offered
+        before windows give them back.
         """
         self._prefills: set[Request] = set()
         """Requests that load or have computed a part of their tokens: blocks are kept free for the
@@ -110,10 +110,10 @@ class KVTransfers:
         load cannot be preempted to make room for them, and those of its own first drafts.
         `appended_blocks` are what the step that is planned gave running requests.
 
-        As in vLLM a request of whose load nothing was valid counts among them, also for itself. But
-        if the request that is to load `is_alone`, while nothing runs or loads, those that hold no
-        blocks are left out, and so are drafts: it would wait for itself, or for another that waits
-        for it.
+        As in vLLM a request without a valid block of its load counts among them, also for itself.
+        But if the request that is to load `is_alone`, while nothing runs or loads, those that hold
+        no blocks are left out, and so are drafts: it would wait for itself, or for another that
+        waits for it.
         """
         num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
         return num_of_drafts + sum(
@@ -249,7 +249,7 @@ class KVTransfers:
     ) -> set[Request]:
         """Sets the computed tokens of requests back to before the first block that was not loaded.
         `plans` are the step whose output has come and those in flight, which were planned as if all
-        had been loaded. Returns the requests whose output of these steps means nothing; with the
+        had been loaded. Returns the requests whose output of these steps is void; with the
         policy FAIL, all that have such a block.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE

@@ -45,9 +45,9 @@ order, can be replayed.
     reset_encoder_cache
     end                  the last entry; a log without it was cut short
 
-An entry of a call that asked a connector has its answers, in order, as `connector`: what can be
-loaded of a request (null: not known yet; or tokens, and whether between steps), whether blocks of
-one that ended are still read, whether blocks will be free when transfers end.
+An entry of a call in which a connector was called has its answers, in order, as `connector`: the
+tokens that can be loaded of a request, and whether between steps (null: not known yet), whether
+blocks of one that ended are still read, whether blocks will be free when transfers end.
 
 Requests are given by their key, a block table as a list of block ids for each group. Those of the
 aborts and the flush that a pause makes follow its entry. A reset that preempts is preempt_all and

@@ -1,10 +1,11 @@
 """A connector to a tier of the workers' own memory, in which published blocks are kept when the
 KV cache no longer has them. Its name is that of vLLM's.
 
-Here is decided what is in the tier; the workers copy. Every full block of a request whose tokens
-are known and computed is stored once, with the first step that is planned after the one that
-computes it: workers copy it before that step writes anything. What the tier has behind a local hit
-is loaded between steps. The tier and this index outlive the pool; with new workers both are empty.
+This side decides which blocks are in the tier; the workers copy them. Every full block of a request
+is stored once its tokens are known and computed, with the first step that is planned after the one
+that computes it: workers copy it before that step writes anything. Blocks of the tier behind a
+local hit are loaded between steps. The tier and this index outlive the pool; with new workers both
+are empty.
 """
 
 from collections import deque

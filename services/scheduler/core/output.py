@@ -33,7 +33,7 @@ class WaitReason(Enum):
     PREFILL_INTERVAL = "prefill_interval"
     """Requests decode, and the last step with prompts is too recent."""
     HELD_BACK = "held_back"
-    """Requests are held back while one of them is searched for whose steps always fail."""
+    """It is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
     """An operator paused the engine. Steps have it only in a pause that waits for running requests;
     in others none is planned.
@@ -82,7 +82,7 @@ class PreemptionCause(Enum):
     RESET = "reset"
     """An operator had every cached prefix forgotten."""
     FAULT_SEARCH = "fault_search"
-    """A request is searched for whose steps always fail: few run at a time until it is found."""
+    """Few run at a time during the search for a request whose steps always fail."""
     POOL_LOST = "pool_lost"
     """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
@@ -142,20 +142,20 @@ class SchedulerOutput:
     kv_connector_metadata: KVConnectorMetadata | None = None
     """The connector's message to its workers' side."""
     awaits_transfers: bool = False
-    """Whether a transfer is under way, of whose end the step's output may tell."""
+    """Whether a transfer is under way whose end the step's output may report."""
     dropped: AbstractSet[Request] = frozenset()
-    """Requests whose tokens of this step are not taken: what it computes of them is void."""
+    """Requests whose output of this step is discarded."""
 
     num_tokens: int = 0
     """Tokens that the step computes, of all requests."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the workers are told of the step: it computes or tells them anything, or waits to
-        hear of a transfer.
+        """Whether the step is sent to the workers: it computes something, frees rows, carries a
+        connector's message, or awaits transfers.
         """
-        tells = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
-        return bool(self.requests or tells)
+        has_message = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
+        return bool(self.requests or has_message)
 
     @property
     def preempted(self) -> list[Request]:
@@ -178,11 +178,11 @@ class ModelRunnerOutput:
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits held NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """By index of the request: which of its tokens is the first that its grammar refuses; their
-    number, where the refused one is not among them.
+    """The first of its tokens that its grammar refuses, by index of the request; the number of its
+    tokens where the refused one is not among them.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """By index of the request, of those of which a token is refused: why the grammar failed."""
+    """Why the grammar failed, by index of the request, of requests with a refused token."""
     pooled: Mapping[int, object] = field(default_factory=dict)
     """Vectors of prompts that the step computed to their end, by index of the request; carried
     through.
@@ -220,7 +220,7 @@ class EngineCoreOutputs:
     num_tokens: int
     """New tokens of all requests."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
-    """Sessions of which a turn ended by the step."""
+    """Sessions with a turn that the step ended."""
     execute_nanos: int = 0
     """For how long the workers computed; 0 where that is not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)

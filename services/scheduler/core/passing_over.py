@@ -1,8 +1,8 @@
 """Which waiting requests are passed over: they cannot be admitted now for a reason of their own,
 while those behind them can.
 
-A request that is passed over keeps its place in the queue. It does not stop the admission of
-others, as one does that lacks blocks or budget: these it would take as soon as they are free.
+A request that is passed over keeps its place in the queue, and does not stop the admission of
+others. One that lacks blocks or budget does: others would take them before it.
 """
 
 from collections.abc import Iterable

@@ -12,19 +12,19 @@ from services.scheduler.core.scheduler import Scheduler
 class PendingChanges:
     """Changes that were asked for while a step may have been planned, until they are applied.
 
-    `tell_ended` is called with requests that end between steps.
+    `report_ended` is called with requests that end between steps.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         observer: StepObserver,
-        tell_ended: Callable[[Sequence[Request]], None],
+        report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer
-        self._tell_ended = tell_ended
+        self._report_ended = report_ended
         self._compiled: dict[Request, tuple[str, FinishReason]] = {}
         self._chunks: list[tuple[Request, InputChunk | None]] = []
         self._ends: dict[Request, FinishReason] = {}
@@ -73,7 +73,7 @@ class PendingChanges:
         for request in ended:
             self._scheduler.abort(request, ends[request])
         if ended:
-            self._tell_ended(ended)
+            self._report_ended(ended)
 
     def _apply_chunks(self) -> None:
         chunks, self._chunks = self._chunks, []
@@ -83,7 +83,7 @@ class PendingChanges:
             begins = session.status is RequestStatus.WAITING_FOR_CHUNK
             self._scheduler.add_chunk(session, chunk)
             if session.is_finished:
-                self._tell_ended([session])
+                self._report_ended([session])
             elif begins:
                 self._observer.arrived([session])
 

@@ -70,7 +70,7 @@ class Readiness(Protocol):
         """Pool and workers are reachable."""
 
     def not_ready(self, reason: str) -> None:
-        """Pool or workers are not reachable; `reason` says which, in one sentence."""
+        """Pool or workers are not reachable; `reason` is a sentence that names which."""
 
 
 class Delivery(Protocol):

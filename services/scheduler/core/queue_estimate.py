@@ -52,10 +52,10 @@ class QueueEstimate:
         num_tokens: int = 0,
         tokens_per_request: float = 0.0,
     ) -> None:
-        """Takes in how things stand. `num_completed` are all requests that ended after running, and
-        `slowdown` says how many times as long a step takes when `max_running` run. `num_tokens` are
-        all tokens that were computed; `tokens_per_request` is what one of those that run is
-        expected to take in all. The last two are of use while `counts_tokens`.
+        """Takes in the present counts. `num_completed`: all requests that ended after running.
+        `slowdown`: how many times as long a step takes when `max_running` run. `num_tokens`: all
+        tokens that were computed. `tokens_per_request`: the tokens that a running request is
+        expected to take in all. The last two are used while `counts_tokens`.
         """
         last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
@@ -105,7 +105,7 @@ class QueueEstimate:
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
     """Tokens that a request that runs is expected to take in all, prompt and output.
 
-    Its answer becomes twice as long as it is now: nothing is known of an answer but that it has not
-    ended yet, and Lindy's law says that then as much is to be expected again (Eliazar, 2017).
+    Its answer becomes twice as long as it is now: all that is known of it is that it has not ended,
+    and by Lindy's law as much is expected again (Eliazar, 2017).
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

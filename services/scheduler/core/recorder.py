@@ -36,7 +36,7 @@ class RecordingScheduler(Scheduler):
 
     Entries of `add` and `admit_only` are passed before they change anything. The entry of a call
     that failed because the pool was lost has `lost_after`: the number of transactions that the pool
-    had answered in the call. An entry has `connector` if the call asked a connector anything.
+    had answered in the call. An entry has `connector` if the connector was called.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class TurnEnd:
     stop_token_id: int | None
     """The stop token that ended it; None if none did."""
     turn: "Request"
-    """The session as it was at the end of the turn, for what is told and noted of it."""
+    """The session as it was at the end of the turn, for its last delta, metrics and traces."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,8 +160,8 @@ class Request(ComputedTokens):
     num_committed_blocks: int = 0
     """Full blocks published under their hash; with blocks of several sizes, hashes published."""
     shared_prefix_boundary: int = 0
-    """Where a prefix ends that another request computed too, and of which not all groups have what
-    a hit needs; 0 if there is none. By its last look-up, as in vLLM.
+    """The end of a prefix that another request computed too, but that is no hit since not all
+    groups have their part of it; 0 if there is none. By its last look-up, as in vLLM.
     """
 
     def __post_init__(self) -> None:

@@ -189,7 +189,7 @@ class RunningPlanner:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests of which this step computes more than one token, or more than one is in flight:
+    """The requests with more than one token in this step, or more than one in flight:
     their windows move by more than a token in each of the next steps, and drafts may be rejected.
     `scheduled` maps each request of the step to its number of computed tokens after it.
     """

@@ -30,7 +30,7 @@ from services.scheduler.core.waiting_scheduler import WaitingScheduler
 class Scheduler:
     """Requests of one replica: those that run, those that wait, and the plan of each step.
 
-    Decisions are those of vLLM V1's scheduler; what differs is that memory is a transaction away.
+    Decisions are those of vLLM V1's scheduler; blocks are allocated in transactions with the pool.
     Not safe for concurrent calls: one engine loop drives it.
     """
 
@@ -254,9 +254,9 @@ class Scheduler:
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
-        and ends requests that are done, as those are whose prompt was pooled. Requests that ended
-        while it ran are passed over, and so are those whose tokens of this step are dropped. A
-        session begins its next turn, or waits for it.
+        and ends requests that are done, among them those whose prompt was pooled. Tokens of
+        requests that ended while it ran, or that are in `plan.dropped`, are discarded. A session
+        begins its next turn, or waits for it.
         """
         return self._update.update(plan, output)
 
@@ -301,7 +301,7 @@ class Scheduler:
             self.transfers.connector.reset_cache()
 
     def reset_encoder_cache(self) -> None:
-        """Forgets the embeddings of all items, as for other weights; the workers are not told."""
+        """Forgets the embeddings of all items, as for other weights; sends the workers nothing."""
         self.encoder_cache.reset()
 
     def _release(self, waiting: Iterable[Request]) -> None:

@@ -25,7 +25,7 @@ class EncoderDecision:
     repeated: list[int] = field(default_factory=list)
     """Items that equal one of these."""
     mismatch: str = ""
-    """The item of which an output of another size is cached, if there is one: no tokens then."""
+    """An item with a cached output of another size; empty if there is none. With it, no tokens."""
 
 
 @dataclass(slots=True)
@@ -49,8 +49,8 @@ class StepEncoder:
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
         """Which items must be computed so that `num_tokens` tokens from `start` on can be: those
-        that the tokens touch. An item is computed as a whole. One whose output is cached is in use
-        from here on; where room was needed, unused outputs are evicted.
+        that the tokens touch. An item is computed as a whole. Cached outputs of such items are in
+        use from here on; where room was needed, unused outputs are evicted.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}
@@ -103,7 +103,7 @@ class StepEncoder:
 
     def take_back_from(self, request: Request) -> None:
         """Takes back what was done for this running request, which lacks blocks, and for those
-        after it. What was tested for the request itself stays tested: outputs stay evicted.
+        after it. Outputs that were evicted for the request itself stay evicted.
         """
         number = request.admission_number
         later = [mark for mark in self._marks if mark[0].admission_number >= number]
@@ -122,8 +122,8 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Tests the items of a waiting request that then lacks blocks. It uses none of them; what
-        was evicted for it stays evicted.
+        """Tests the items of a waiting request that then lacks blocks. It uses none of
+        them; outputs that were evicted for it stay evicted.
         """
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)

@@ -65,7 +65,7 @@ class StepUpdate:
         taken: list[Sequence[int] | None],
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
         """Appends tokens, and leaves in `taken` those that were; None for a request that had ended.
-        Returns how many were, the requests that end, and the sessions of which a turn ends.
+        Returns how many were, the requests that end, and the sessions with a turn that ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
@@ -147,7 +147,7 @@ class StepUpdate:
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
         """Takes requests off the fast path whose tokens are not just appended; in a pause also
-        those whose steps on it are over: planning, which would do that, stands still.
+        those whose steps on it are over, which planning does otherwise.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()

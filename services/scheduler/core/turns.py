@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 class Turns:
     """A lock that each turn of the loop holds, as does all else that changes the scheduler.
 
-    Its end is told to others only while some wait for what a turn brings about. `wake` is set where
-    the loop waits for work and is to look again; `has_steps` tells whether steps are in flight.
+    The end of a turn wakes the callers of `until`. `wake` wakes the loop where it waits for work;
+    `has_steps` returns whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ class Turns:
         self._condition.release()
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Within a turn: lets others have theirs until `is_over`, which is asked after each one."""
+        """Within a turn: gives the lock to other turns until `is_over`, called after each one."""
         self._num_waits += 1
         try:
             await self._condition.wait_for(is_over)

@@ -32,7 +32,7 @@ class WaitingPrefixes:
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Leaves of a hit what lies in whole blocks: what follows is loaded, states included."""
+        """Cuts a hit to whole blocks: the tokens after them are loaded, states included."""
         self.hits[request] = num_tokens
         self.diverging.add(request)
         self._cut_hits[request] = num_tokens
@@ -42,15 +42,15 @@ class WaitingPrefixes:
         return self._cut_hits.get(request, request.max_hit_tokens)
 
     def forget_hits(self) -> None:
-        """Drops what is known of cached prefixes, after an admission has changed them."""
+        """Drops the known hits, after an admission has changed them."""
         self.hits.clear()
         self._cut_hits.clear()
         self.divergent_hits.clear()
         self.diverging.clear()
 
     def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Notes what a request has that holds blocks. Steps in flight of a session's last turn,
-        whose tokens are dropped, still read what its windows see.
+        """Notes the computed tokens of a request that holds blocks. Steps in flight of a session's
+        last turn, whose tokens are dropped, still read the blocks that its windows see.
         """
         self.hits[request] = request.num_computed_tokens
         if any(request in plan.requests for plan in steps.in_flight):

@@ -122,7 +122,7 @@ class WaitingScheduler:
 
     def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
         """The candidates whose prefix must be looked up: those that may be admitted. Of those that
-        hold blocks it is known what is stored.
+        hold blocks the stored tokens are known.
         """
         passing_over = builder.passing_over
         not_looked_up: list[Request] = []

@@ -63,6 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The order in which a heap gives out requests, of which one may not be where it belongs."""
+    """Requests in the order in which they are popped from a heap; one may be misplaced in it."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

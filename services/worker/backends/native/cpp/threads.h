@@ -114,10 +114,10 @@ struct Team {
 
 // Gives a thread the items [0, count), fewer than 2^24, of one round: those of its own part in
 // order, then items that other threads have not begun, from the end of their parts. So a thread
-// that is descheduled delays the others by at most one item, and each thread reads a sequential
-// stream. Remaining items of an older round have not been changed in this one; the first thread
-// that reads them sets them to the whole part. Between two rounds the team must pass a barrier.
-// This is work stealing (Blumofe and Leiserson).
+// that is descheduled delays the others by at most the items that it has taken, and each thread
+// reads a sequential stream. Remaining items of an older round have not been changed in this one;
+// the first thread that reads them sets them to the whole part. Between two rounds the team must
+// pass a barrier. This is work stealing (Blumofe and Leiserson).
 class WorkItems {
  public:
   WorkItems(Team team, std::int64_t count) : team_(team), count_(count) {
