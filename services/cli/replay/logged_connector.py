@@ -1,17 +1,18 @@
-"""A connector that answers as the log of a step says."""
+"""A connector that gives the answers in the log of a step."""
 
 from collections import deque
 
 from services.cli.replay.fields import Field
+from services.cli.replay.storeless_connector import StorelessConnector
 from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import BlockTables
 from services.scheduler.core.kv_connector import ExternalMatch, KVTransferResults
 from services.scheduler.core.request import Request
 
 
-class LoggedConnector:
-    """Answers one call's questions in their order. Raises FieldError for an answer that is missing
-    or of another question.
+class LoggedConnector(StorelessConnector):
+    """Gives the answers of one entry in the order of calls. Raises FieldError for an answer that is
+    missing or belongs to another call.
     """
 
     def __init__(self) -> None:
@@ -47,24 +48,6 @@ class LoggedConnector:
         blocks: BlockTables,  # noqa: ARG002
     ) -> bool:
         return self._next().boolean()
-
-    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Nothing is stored."""
-
-    def blocks_released(self, request: Request) -> None:
-        """Nothing is kept of it."""
-
-    def build_connector_meta(self, step: int) -> None:
-        """There are no workers to be told anything."""
-
-    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """Nothing depends on it."""
-
-    def reset_cache(self) -> None:
-        """Nothing is stored."""
-
-    def forget(self) -> None:
-        """Nothing is kept."""
 
     def has_pending_block_frees(self) -> bool:
         return self._next().boolean()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from services.cli.replay.storeless_connector import StorelessConnector
 from services.common.finish_reason import FinishReason
 from services.common.ids import BlockId, RequestKey
 from services.common.pool_operations import BlockTables
@@ -52,7 +53,7 @@ class _Load:
 
 
 @dataclass(slots=True)
-class StandInConnector:
+class StandInConnector(StorelessConnector):
     """Both sides of a connector, by the scenario: `step` is set by its run."""
 
     block_size: int
@@ -120,24 +121,6 @@ class StandInConnector:
         self._sends[request.key] = self.step + num_steps
         self.sent.append((request, blocks))
         return True
-
-    def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Nothing is stored."""
-
-    def blocks_released(self, request: Request) -> None:
-        """Nothing is kept of it."""
-
-    def build_connector_meta(self, step: int) -> None:
-        """There are no workers to be told anything."""
-
-    def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """Nothing depends on it."""
-
-    def reset_cache(self) -> None:
-        """Nothing is stored."""
-
-    def forget(self) -> None:
-        """Nothing is kept."""
 
     def has_pending_block_frees(self) -> bool:
         return self.frees_are_awaited and bool(self._sends)
