@@ -65,14 +65,28 @@ class AdmissionPlan:
     states publishes others. It must be looked up again.
     """
 
-    def look_up_again(self) -> "AdmissionPlan":
-        """The plan, as it ends before a request whose hit may have changed."""
-        self.has_old_hits = True
-        return self
+    def pass_over(
+        self,
+        request: Request,
+        reason: WaitReason,
+        num_computed_tokens: int = 0,
+        num_asked: int = 0,
+        error: str = "",
+    ) -> None:
+        """Passes over a request behind the admissions so far; see PassedOver."""
+        passed_over = PassedOver(
+            request, reason, len(self.admissions), num_computed_tokens, num_asked, error
+        )
+        self.passed_over.append(passed_over)
 
-    def stop(self, reason: WaitReason) -> "AdmissionPlan":
-        """The plan, as it ends before a request that waits for this reason."""
-        self.wait_reason = reason
+    def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
+        """The plan, as it ends before a request that waits for this reason, as far as is known: if
+        its hit is old, it must be looked up again.
+        """
+        if hit_is_old:
+            self.has_old_hits = True
+        else:
+            self.wait_reason = reason
         return self
 
 
@@ -111,7 +125,7 @@ class AdmissionPlanner:
         plan stops where one may have changed. If the first candidate certainly does not fit,
         none is planned: that saves a transaction in every step until it does.
         """
-        foretells_hits, prefixes = self.config.foretells_hits, builder.prefixes
+        prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
         plan = AdmissionPlan()
         for request in candidates:
@@ -120,40 +134,46 @@ class AdmissionPlanner:
                 return plan.stop(WaitReason.BUDGET if has_place else WaitReason.MAX_SEQS)
             reason = trial.passing_over.reason(request)
             if reason is not None:
-                plan.passed_over.append(PassedOver(request, reason, len(plan.admissions)))
+                plan.pass_over(request, reason)
                 continue
-            hit = prefixes.hits[request]
-            if foretells_hits and not request.holds_blocks:
-                hit = self._hit(request, hit, trial.published)
+            hit, is_old = self._hit(builder, trial, request, is_first=not plan.admissions)
             start = hit + prefixes.external.get(request, 0)
-            may_differ = bool(hit) or not foretells_hits
-            is_old = bool(plan.admissions) and may_differ and not request.holds_blocks
             if builder.defers_prefills and start < request.num_tokens - 1:
-                return plan.look_up_again() if is_old else plan.stop(WaitReason.PREFILL_INTERVAL)
+                return plan.stop(WaitReason.PREFILL_INTERVAL, hit_is_old=is_old)
             num_asked = self._num_new_tokens(builder, request, start, trial.budget)
             decision = self._decide_items(builder, trial, request, start, num_asked)
             num_new = num_asked if decision is None else decision.num_tokens
             if decision is not None and num_new == 0:
                 if is_old:
-                    return plan.look_up_again()
+                    return plan.stop(WaitReason.ENCODER, hit_is_old=True)
                 error = decision.mismatch and mismatch_error(decision.mismatch)
-                number = len(plan.admissions)
-                plan.passed_over.append(
-                    PassedOver(request, WaitReason.ENCODER, number, start, num_asked, error)
-                )
+                plan.pass_over(request, WaitReason.ENCODER, start, num_asked, error)
                 continue
             joins = bool(num_running or plan.admissions)
             planned = self._admission(
                 builder, request, hit, num_new, num_asked, trial.budget, joins=joins
             )
             if num_new == 0 or planned.num_tokens > trial.budget:
-                return plan.look_up_again() if is_old else plan.stop(WaitReason.BUDGET)
+                return plan.stop(WaitReason.BUDGET, hit_is_old=is_old)
             if not plan.admissions and self._blocks_needed(planned) > num_free_blocks:
                 plan.refused = planned
                 return plan.stop(WaitReason.NO_BLOCKS)
             plan.admissions.append(planned)
             self._take(trial, planned)
         return plan
+
+    def _hit(
+        self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
+    ) -> tuple[int, bool]:
+        """The tokens of a request's hit, and whether an admission before it may have changed them.
+        The blocks of a request that holds some do not change.
+        """
+        hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
+        if request.holds_blocks:
+            return hit, False
+        if foretells_hits:
+            hit = self._with_published(request, hit, trial.published)
+        return hit, not is_first and (hit > 0 or not foretells_hits)
 
     def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
         """Changes what is left of the step as if the admission had come about."""
@@ -215,7 +235,8 @@ class AdmissionPlanner:
             terms = replace(terms, num_stored_tokens=prefixes.num_stored[request])
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
-    def _hit(self, request: Request, hit: int, published: set[BlockHash]) -> int:
+    def _with_published(self, request: Request, hit: int, published: set[BlockHash]) -> int:
+        """A hit, as blocks that earlier admissions publish extend it."""
         size = self.config.hash_block_size
         blocks = hit // size
         longest = min(request.max_hit_tokens // size, len(request.block_hashes))
