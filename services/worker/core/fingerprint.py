@@ -7,7 +7,7 @@ fingerprint.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -45,45 +45,52 @@ def model_fingerprint(
     `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
     how prompts are pooled, since workers that pool otherwise answer otherwise.
     `quantization`: of weights that are stored unquantized. `draft_model`: the fingerprint of the
-    draft model whose keys and values lie in the same blocks; empty if there is none. `kv_dtype`:
-    the data type of keys and values before they are cached, `kv_cache_dtype`: what they are kept
-    as.
+    draft model with keys and values in the same blocks; empty if there is none. `kv_dtype`: the
+    data type of keys and values before they are cached; `kv_cache_dtype`: the one in the cache.
     """
+    parts = [
+        *_model_parts(checkpoint),
+        ("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode()),
+        *map(_group_part, groups),
+    ]
+    if pooling is not None:
+        parts.append(("pooling", str(pooling).encode()))
+    if quantization is not QuantizationSetting.AUTO:
+        parts.append(("quantization", quantization.value.encode()))
+    if draft_model:
+        parts.append(("draft model", draft_model))
+    if kv_cache_dtype is not KVCacheDtype.AUTO:
+        parts.append(("kv_cache_dtype", kv_cache_dtype.value.encode()))
     digest = sha256()
+    for label, content in parts:
+        for piece in (label.encode(), content):
+            digest.update(len(piece).to_bytes(8, "little"))
+            digest.update(piece)
+    return digest.digest()
 
-    def add(label: str, content: bytes) -> None:
-        for part in (label.encode(), content):
-            digest.update(len(part).to_bytes(8, "little"))
-            digest.update(part)
 
+def _model_parts(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    """Configuration, names and contents of tensors, and tokenizer, each with a label."""
     config = read_json_object(checkpoint.directory / "config.json")
     kept = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
-    add("config", json.dumps(kept, sort_keys=True).encode())
+    yield "config", json.dumps(kept, sort_keys=True).encode()
     for name in sorted(checkpoint.tensors):
         tensor = checkpoint.tensors[name]
-        add("tensor", f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        yield "tensor", f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
     whole = sum(file.stat().st_size for file in checkpoint.files) <= WHOLE_FILE_BYTES
     for file in checkpoint.files:
         tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.file == file]
-        add("weights", _hash_weights(file, tensors, whole=whole))
+        yield "weights", _hash_weights(file, tensors, whole=whole)
     for name in TOKENIZER_FILES:
         path = checkpoint.directory / name
         if path.exists():
-            add(name, sha256(path.read_bytes()).digest())
-    add("cache", f"{block_size} {kv_dtype} {rope_length} {HASH_VERSION}".encode())
-    for group in groups:
-        mode = f" {group.mamba_cache_mode.value}" if group.mamba_cache_mode is not None else ""
-        scale = f" x{group.block_scale}" if group.block_scale > 1 else ""
-        add("group", f"{group.window} {list(group.layers)}{mode}{scale}".encode())
-    if pooling is not None:
-        add("pooling", str(pooling).encode())
-    if quantization is not QuantizationSetting.AUTO:
-        add("quantization", quantization.value.encode())
-    if draft_model:
-        add("draft model", draft_model)
-    if kv_cache_dtype is not KVCacheDtype.AUTO:
-        add("kv_cache_dtype", kv_cache_dtype.value.encode())
-    return digest.digest()
+            yield name, sha256(path.read_bytes()).digest()
+
+
+def _group_part(group: LayerGroup) -> tuple[str, bytes]:
+    mode = f" {group.mamba_cache_mode.value}" if group.mamba_cache_mode is not None else ""
+    scale = f" x{group.block_scale}" if group.block_scale > 1 else ""
+    return "group", f"{group.window} {list(group.layers)}{mode}{scale}".encode()
 
 
 def _hash_weights(file: Path, tensors: list[TensorInfo], *, whole: bool) -> bytes:
