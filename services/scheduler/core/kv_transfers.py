@@ -53,7 +53,7 @@ class KVTransfers:
         """Requests whose load has ended, and that have not gone on since."""
         self._first_invalid: dict[Request, int] = {}
         """The first block to compute again of each request whose load within a step failed."""
-        self._leaving: dict[RequestKey, BlockTables] = {}
+        self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Requests that ended and whose blocks a transfer still uses."""
         self._filled: list[Request] = []
         """Requests that the last steps admitted, or filled a block of: their blocks are offered
@@ -227,7 +227,7 @@ class KVTransfers:
         )
         is_sent = self.connector.request_finished(request, computed)
         if is_loading or is_sent:
-            self._leaving[request.key] = blocks
+            self._leaving[request.key] = request, blocks
         elif blocks[0] and self.is_written(request, in_flight):
             self.deferred_frees.add_request(request.key, blocks, in_flight[-1].step)
         else:
@@ -279,15 +279,17 @@ class KVTransfers:
             self._kv_cache_manager.pending.evict(stale)
         return failed | failed_loads | failed_running
 
-    def finished(self, results: KVTransferResults) -> None:
-        """Notes which loads ended, and releases blocks of ended requests that no transfer uses."""
+    def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
+        """Notes which loads ended, and releases blocks of ended requests that no transfer uses, as
+        soon as no step in flight writes them.
+        """
         for key in results.finished_recving:
             if (request := self._loading.get(key)) is not None:
                 self._finished_recving.add(request)
             else:
-                self._release_leaving(key)
+                self._release_leaving(key, in_flight)
         for key in results.finished_sending:
-            self._release_leaving(key)
+            self._release_leaving(key, in_flight)
 
     def forget(self) -> None:
         """Starts over: pool and workers are lost, and with them all transfers."""
@@ -349,8 +351,13 @@ class KVTransfers:
         if num_tokens:
             self.loads.append(KVLoad(request, num_tokens, is_async, tuple(map(list, blocks))))
 
-    def _release_leaving(self, key: RequestKey) -> None:
-        if self._leaving.pop(key, None) is not None:
+    def _release_leaving(self, key: RequestKey, in_flight: Sequence[SchedulerOutput]) -> None:
+        if key not in self._leaving:
+            return
+        request, blocks = self._leaving.pop(key)
+        if self.is_written(request, in_flight):
+            self.deferred_frees.add_request(key, blocks, in_flight[-1].step)
+        else:
             self._kv_cache_manager.pending.release(key)
 
 

@@ -37,6 +37,10 @@ class PlannedSteps:
         for plan in self.in_flight:
             plan.dropped |= set(plan.requests).intersection(requests)
 
+    def drops(self, request: Request) -> bool:
+        """Whether a step in flight samples tokens of a request that are not taken."""
+        return any(request in plan.dropped for plan in self.in_flight)
+
     def last_awaited(self, request: Request) -> int | None:
         """The last step in flight that computes tokens of a request and whose output for it is not
         dropped; None if there is none.

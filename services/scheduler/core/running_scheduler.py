@@ -125,9 +125,11 @@ class RunningScheduler:
 
     def _preempt(self, request: Request) -> None:
         self._state.take_out(request)
-        if self._state.config.requires_kv_delivery:
-            self._state.steps.drop([request])
-        request.awaited_step = self._state.steps.last_awaited(request)
+        steps = self._state.steps
+        # Where a token is dropped that comes before others in flight, these are dropped with it.
+        if self._state.config.requires_kv_delivery or steps.drops(request):
+            steps.drop([request])
+        request.awaited_step = steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1

@@ -43,7 +43,7 @@ class StepUpdate:
             request.finish(FinishReason.KV_LOAD_FAILED)
             state.remove(request)
         if state.transfers is not None:
-            state.transfers.finished(output.kv_transfers)
+            state.transfers.finished(output.kv_transfers, state.steps.in_flight)
         unable = self.end_failed() if state.failed else []
         return EngineCoreOutputs(
             plan,
