@@ -102,6 +102,15 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
     assert len(begins) == 3
 
 
+def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
+    """With one copy for all, a step with many adapters reads it from a cache."""
+    shape = LoraShape(sum(COLUMNS), DEPTH)
+    layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
+    adapters = packed(layers, shape, native)
+    first, second, other = (adapter.layers[0].parts[0].begins for adapter in adapters)
+    assert first == second != other
+
+
 def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora]:
     return [
         NativeLora([in_dtype(layer, native.dtype)], {"qkv": shape}, native.functions.panel_width)

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -35,6 +36,11 @@ _SHIFT_BYTES = 5120
 _shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
 """Where the next adapter begins in its first page. Adapters of the same layout that all began at
 the same place would share the few sets of the caches that such addresses have.
+"""
+
+_begins: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
+"""What `_PackedPart.begins` holds, by content. Most projections of a step have the same one: with a
+copy of its own each adapter would wait for memory at every few panels.
 """
 
 
@@ -106,9 +112,14 @@ def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart
         taken = slice(one.first, one.first + len(one.b))
         b[taken, : one.b.shape[1]] = one.b
         begins[taken] = number * rank
-    of_vectors = begins[columns].view(-1, _LANES)[:, 0].contiguous()
+    of_vectors = _shared(begins[columns].view(-1, _LANES)[:, 0].contiguous())
     panels_of_a, panels_of_b = _panels(a, _LANES, pairs), _panels(b[columns], panel_width, pairs)
     return _PackedPart(panels_of_a, panels_of_b, of_vectors, len(a), rank)
+
+
+def _shared(begins: torch.Tensor) -> torch.Tensor:
+    """An equal tensor of another adapter or layer, if one is in memory."""
+    return _begins.setdefault(begins.numpy().tobytes(), begins)
 
 
 def _at_vectors(factors: Factors, columns: int) -> bool:

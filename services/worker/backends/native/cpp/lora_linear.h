@@ -9,6 +9,22 @@
 
 namespace stepwell {
 
+namespace {  // Internal, so that functions with one caller are inlined.
+
+// Most items of a thread that are multiplied before adapters add to their panels. The totals of a
+// block's rows fit in memory. Runs are of about the same length, since each has a cost for every
+// adapter, however short it is.
+template <class T>
+std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread) {
+  const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p));
+  const std::int64_t most =
+      std::clamp<std::int64_t>(BLOCK_ROWS / block_rows, 1, PANELS_AT_ONCE) / blocks.at_once;
+  const std::int64_t items = std::max(std::min(items_of_thread, blocks.panels), INT64_C(1));
+  return divide_up(items, divide_up(items, most));
+}
+
+}  // namespace
+
 // See `project`. `delta`: what adapters add, whose `inside` is computed. `ahead`: what to prefetch
 // meanwhile, or null. Adapters add to several panels together. A function of its own, so that
 // `project` takes no longer for them.
@@ -18,15 +34,13 @@ template <class T, class Out>
                                        LoraReadAhead<T>* ahead = nullptr) {
   const Blocks<T> blocks(p, rows);
   const PanelFunctions<T, Out> functions = panel_functions<T, Out, true>(p.format);
-  const std::int64_t block_rows = std::min(rows, most_block_rows(p));
-  // Panels that are multiplied before adapters add to them: their totals fit in memory for a block.
-  const std::int64_t most =
-      std::clamp<std::int64_t>(BLOCK_ROWS / block_rows, 1, PANELS_AT_ONCE) / blocks.at_once;
+  const std::int64_t items_of_thread = divide_up(blocks.count * blocks.panels, team.size);
+  const std::int64_t most = items_of_run(blocks, items_of_thread);
   alignas(64) float totals[BLOCK_ROWS * PANEL_WIDTH];
   WorkItems items(team, blocks.count * blocks.panels);
   InputRows<T> near{};
   BlockDelta<T> added;
-  std::int64_t block = -1, left = divide_up(blocks.count * blocks.panels, team.size);
+  std::int64_t block = -1, left = items_of_thread;
   Out* to = nullptr;
   for (Range taken; (taken = items.next(most, blocks.panels)).begin < taken.end;) {
     if (taken.begin / blocks.panels != block) {
