@@ -89,62 +89,85 @@ struct Prefetch {
   std::int64_t step_bytes;
 };
 
+// ROWS rows that are read side by side, `stride` elements apart. Every fourth row has a pointer of
+// its own, hidden from the optimizer by an empty `asm`: with one pointer the compiler would keep an
+// offset for each row, and fetch some of the offsets from vector registers in every step.
+template <class T, int ROWS>
+class RowPointers {
+ public:
+  __attribute__((always_inline)) RowPointers(const T* a, std::int64_t stride)
+      : stride_(stride), triple_(3 * stride) {
+    asm("" : "+r"(triple_));
+#pragma GCC unroll 4
+    for (const T*& fourth : fourths_) {
+      fourth = a;
+      asm("" : "+r"(fourth));
+      a += 4 * stride;
+    }
+  }
+
+  // A row's elements of this step.
+  __attribute__((always_inline)) Vector at(int row) const {
+    const std::int64_t offset = row % 4 == 3 ? triple_ : row % 4 * stride_;
+    return PanelOps<T>::broadcast(fourths_[row / 4] + offset);
+  }
+
+  // Moves on to the next step. Of several steps of a pass each moves on by itself: for those at a
+  // distance the compiler would keep more offsets than there are registers for.
+  __attribute__((always_inline)) void advance() {
+#pragma GCC unroll 4
+    for (const T*& fourth : fourths_) {
+      fourth += PanelOps<T>::DEPTH;
+      asm("" : "+r"(fourth));
+    }
+  }
+
+ private:
+  std::int64_t stride_;
+  std::int64_t triple_;
+  const T* fourths_[(ROWS + 3) / 4];
+};
+
+// total[ROWS][VECTORS] += a step of `rows`, which move on, times the columns of that step.
+template <class T, int ROWS, int VECTORS>
+inline __attribute__((always_inline)) void add_step(Vector (&total)[ROWS][VECTORS],
+                                                    RowPointers<T, ROWS>& rows,
+                                                    const Vector (&columns)[VECTORS]) {
+#pragma GCC unroll 16
+  for (int row = 0; row < ROWS; ++row) {
+    const Vector value = rows.at(row);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; ++v) {
+      total[row][v] = PanelOps<T>::multiply_add(total[row][v], value, columns[v]);
+    }
+  }
+  rows.advance();
+}
+
 // total[ROWS][VECTORS] += rows of `a`, `stride` elements apart, times the first VECTORS vectors of
-// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`. A pass of the loop has
-// UNROLLED steps.
+// the columns of a panel of WIDTH. With PREFETCH, fetches `prefetch`.
 //
 // The caller stores the totals before it calls another function: totals that outlive a call would
-// be kept on the stack, inside the loop too. Every fourth row has a pointer of its own, hidden from
-// the optimizer by an empty `asm`: with one pointer the compiler would keep an offset for each row,
-// and fetch some of the offsets from vector registers in every step.
+// be kept on the stack, inside the loop too.
 template <class T, int ROWS, int VECTORS = PANEL_VECTORS, bool PREFETCH = false,
-          int WIDTH = PANEL_WIDTH, int UNROLLED = 1>
+          int WIDTH = PANEL_WIDTH>
 inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTORS], const T* a,
                                                     std::int64_t stride, const T* panel, int steps,
                                                     Prefetch prefetch = {}) {
   using Ops = PanelOps<T>;
   const char* fetched = static_cast<const char*>(prefetch.first);
   const std::int64_t vector_bytes = prefetch.step_bytes / VECTORS;
-  const T* fourths[(ROWS + 3) / 4];
-  std::int64_t triple = 3 * stride;
-  asm("" : "+r"(triple));
+  RowPointers<T, ROWS> rows(a, stride);
+  for (int step = 0; step < steps; ++step) {
+    Vector columns[VECTORS];
 #pragma GCC unroll 4
-  for (const T*& fourth : fourths) {
-    fourth = a;
-    asm("" : "+r"(fourth));
-    a += 4 * stride;
-  }
-  const auto add_steps = [&]<int STEPS>() __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int step = 0; step < STEPS; ++step) {
-      Vector columns[VECTORS];
-#pragma GCC unroll 4
-      for (int v = 0; v < VECTORS; ++v) {
-        columns[v] = Ops::load(panel + (step * WIDTH + v * LANES) * Ops::DEPTH);
-        if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
-      }
-      fetched += prefetch.step_bytes;
-#pragma GCC unroll 16
-      for (int row = 0; row < ROWS; ++row) {
-        const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
-        const Vector value = Ops::broadcast(fourths[row / 4] + offset + step * Ops::DEPTH);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; ++v) {
-          total[row][v] = Ops::multiply_add(total[row][v], value, columns[v]);
-        }
-      }
+    for (int v = 0; v < VECTORS; ++v) {
+      columns[v] = Ops::load(panel + v * LANES * Ops::DEPTH);
+      if (PREFETCH) __builtin_prefetch(fetched + v * vector_bytes, 0, 2);
     }
-#pragma GCC unroll 4
-    for (const T*& fourth : fourths) {
-      fourth += STEPS * Ops::DEPTH;
-      asm("" : "+r"(fourth));
-    }
-    panel += STEPS * WIDTH * Ops::DEPTH;
-  };
-  int step = 0;
-  for (; step + UNROLLED <= steps; step += UNROLLED) add_steps.template operator()<UNROLLED>();
-  if constexpr (UNROLLED > 1) {
-    for (; step < steps; ++step) add_steps.template operator()<1>();
+    fetched += prefetch.step_bytes;
+    add_step(total, rows, columns);
+    panel += WIDTH * Ops::DEPTH;
   }
 }
 

@@ -36,8 +36,8 @@ constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
   return depth * PANEL_WIDTH / (format == WeightFormat::INT4 ? 2 : 1);
 }
 
-// Unpacks a block: BYTES of codes become STEPS steps of a panel, `step[i][v]` being vector v of
-// step i. An object holds what it looks up.
+// Unpacks a block: BYTES of codes become STEPS steps of a panel, of which a call unpacks one. An
+// object holds what it looks up.
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
@@ -65,10 +65,10 @@ struct Unpacker<float, WeightFormat::INT8> {
     return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(some));
 #endif
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECTORS; ++v) {
-      step[0][v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
+      columns[v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
     }
   }
 };
@@ -82,11 +82,11 @@ struct Unpacker<float, WeightFormat::INT4> {
     std::memcpy(&some, words, sizeof some);
     return __builtin_convertvector(((some >> shift) & 15) - 8, Register);
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
-#pragma GCC unroll 8
-    for (int v = 0; v < STEPS * PANEL_VECTORS; ++v) {
-      step[v / PANEL_VECTORS][v % PANEL_VECTORS] =
-          of_registers([=](int i) { return numbers(codes + 4 * i, 4 * v); });
+  void operator()(const char* codes, int step, Vector (&columns)[PANEL_VECTORS]) const {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      const int shift = 4 * (step * PANEL_VECTORS + v);
+      columns[v] = of_registers([=](int i) { return numbers(codes + 4 * i, shift); });
     }
   }
 };
@@ -114,10 +114,10 @@ struct Unpacker<float, WeightFormat::FP8> {
 #endif
     return (Register)halves * OF_FP8_IN_HALVES;
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECTORS; ++v) {
-      step[0][v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
+      columns[v] = of_registers([=](int i) { return numbers(codes + v * LANES + i); });
     }
   }
 };
@@ -144,26 +144,27 @@ struct ByteTable {
   __m512i low_of(__m512i codes) const { return _mm512_permutex2var_epi8(low[0], codes, low[1]); }
   __m512i high_of(__m512i codes) const { return _mm512_permutex2var_epi8(high[0], codes, high[1]); }
   static void finish(__m512i low_bytes, __m512i high_bytes, __m512i signs,
-                     Vector (&step)[1][PANEL_VECTORS]) {
+                     Vector (&columns)[PANEL_VECTORS]) {
     constexpr int FIRST_OR_BOTH_OTHERS = 0xf8;
     high_bytes =
         _mm512_ternarylogic_epi32(high_bytes, signs, _mm512_set1_epi8(-128), FIRST_OR_BOTH_OTHERS);
-    step[0][0] = (Vector)_mm512_unpacklo_epi8(low_bytes, high_bytes);
-    step[0][1] = (Vector)_mm512_unpackhi_epi8(low_bytes, high_bytes);
+    columns[0] = (Vector)_mm512_unpacklo_epi8(low_bytes, high_bytes);
+    columns[1] = (Vector)_mm512_unpackhi_epi8(low_bytes, high_bytes);
   }
   __m512i low[2], high[2];
 };
 
-// Looks up magnitudes. That of -128 is looked up as that of 0, and mended.
+// Looks up magnitudes. That of -128 is looked up as that of 0, and its high byte is a difference,
+// which for other magnitudes is not above what is looked up.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT8> {
   static constexpr int BYTES = 64, STEPS = 1;
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
     const __m512i some = _mm512_loadu_si512(codes), magnitude = _mm512_abs_epi8(some);
-    const __m512i most = _mm512_set1_epi8(from_float<BFloat16>(128).bits >> 8);
+    const __m512i less = _mm512_set1_epi8(char(128 - (from_float<BFloat16>(128).bits >> 8)));
     const __m512i high_bytes =
-        _mm512_mask_mov_epi8(table.high_of(magnitude), _mm512_movepi8_mask(magnitude), most);
-    ByteTable::finish(table.low_of(magnitude), high_bytes, some, step);
+        _mm512_max_epu8(table.high_of(magnitude), _mm512_subs_epu8(magnitude, less));
+    ByteTable::finish(table.low_of(magnitude), high_bytes, some, columns);
   }
   ByteTable table{[](int magnitude) { return float(magnitude); }};
 };
@@ -171,9 +172,9 @@ struct Unpacker<BFloat16, WeightFormat::INT8> {
 template <>
 struct Unpacker<BFloat16, WeightFormat::FP8> {
   static constexpr int BYTES = 64, STEPS = 1;
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
     const __m512i some = _mm512_loadu_si512(codes);
-    ByteTable::finish(table.low_of(some), table.high_of(some), some, step);
+    ByteTable::finish(table.low_of(some), table.high_of(some), some, columns);
   }
   ByteTable table{[](int code) { return _cvtsh_ss(std::uint16_t(code << 7)) * OF_FP8_IN_HALVES; }};
 };
@@ -191,10 +192,10 @@ struct Unpacker<BFloat16, WeightFormat::INT8> {
     const __m512i odd = bits(_mm512_srai_epi32(words, 16));
     return (Vector)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
     const __m512i some = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
-    step[0][0] = wide(_mm512_srai_epi16(_mm512_unpacklo_epi8(zero, some), 8));
-    step[0][1] = wide(_mm512_srai_epi16(_mm512_unpackhi_epi8(zero, some), 8));
+    columns[0] = wide(_mm512_srai_epi16(_mm512_unpacklo_epi8(zero, some), 8));
+    columns[1] = wide(_mm512_srai_epi16(_mm512_unpackhi_epi8(zero, some), 8));
   }
 };
 
@@ -211,10 +212,10 @@ struct Unpacker<BFloat16, WeightFormat::FP8> {
     return (Vector)_mm512_cvtne2ps_pbh(numbers(_mm512_extracti64x4_epi64(halves, 1)),
                                        numbers(_mm512_castsi512_si256(halves)));
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int, Vector (&columns)[PANEL_VECTORS]) const {
     const __m512i some = _mm512_loadu_si512(codes), zero = _mm512_setzero_si512();
-    step[0][0] = wide(_mm512_unpacklo_epi8(zero, some));
-    step[0][1] = wide(_mm512_unpackhi_epi8(zero, some));
+    columns[0] = wide(_mm512_unpacklo_epi8(zero, some));
+    columns[1] = wide(_mm512_unpackhi_epi8(zero, some));
   }
 };
 #endif
@@ -229,12 +230,12 @@ struct Unpacker<BFloat16, WeightFormat::INT4> {
     for (int i = 0; i < 32; ++i) numbers[i] = from_float<BFloat16>(float(i % 16 - 8));
     table = _mm512_loadu_si512(numbers);
   }
-  void operator()(const char* codes, Vector (&step)[STEPS][PANEL_VECTORS]) const {
+  void operator()(const char* codes, int step, Vector (&columns)[PANEL_VECTORS]) const {
     const __m512i words = _mm512_loadu_si512(codes);
-#pragma GCC unroll 4
-    for (int i = 0; i < STEPS * PANEL_VECTORS; ++i) {
-      step[i / PANEL_VECTORS][i % PANEL_VECTORS] =
-          (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * i), table);
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      const int shift = 4 * (step * PANEL_VECTORS + v);
+      columns[v] = (Vector)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, shift), table);
     }
   }
   __m512i table;
@@ -250,61 +251,32 @@ struct PanelCodes {
 };
 
 // total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps of PANELS
-// panels; see `multiply`, which adds up in the same order. With UNPACKS writes the panel that the
-// codes are to `unpacked`. Prefetches codes, at the end of panels those of the next PANELS ones.
-template <class T, WeightFormat FORMAT, int ROWS, int PANELS, bool UNPACKS>
+// panels; see `multiply`, which adds up in the same order. Prefetches codes, at the end of panels
+// those of the next PANELS ones.
+template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply_codes(
-    Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& block, const T* a,
-    std::int64_t stride, const PanelCodes panels, int steps, T* unpacked) {
-  static_assert(PANELS == 1 || !UNPACKS);
-  using Ops = PanelOps<T>;
+    Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& unpacker, const T* a,
+    std::int64_t stride, const PanelCodes panels, int steps) {
   using Block = Unpacker<T, FORMAT>;
-  const T* fourths[(ROWS + 3) / 4];
-  std::int64_t triple = 3 * stride;
-  asm("" : "+r"(triple));
-#pragma GCC unroll 4
-  for (const T*& fourth : fourths) {
-    fourth = a;
-    asm("" : "+r"(fourth));
-    a += 4 * stride;
-  }
+  RowPointers<T, ROWS> rows(a, stride);
   const char* codes = panels.first;
   for (int done = 0; done < steps; done += Block::STEPS, codes += Block::BYTES) {
-    Vector step[PANELS][Block::STEPS][PANEL_VECTORS];
+    Vector columns[Block::STEPS][PANELS * PANEL_VECTORS];
     const char* ahead = codes + CODES_AHEAD;
     if (PANELS > 1 && ahead >= panels.panel_end) ahead += (PANELS - 1) * panels.panel_bytes;
 #pragma GCC unroll 4
     for (int panel = 0; panel < PANELS; ++panel) {
-      block(codes + panel * panels.panel_bytes, step[panel]);
+#pragma GCC unroll 4
+      for (int step = 0; step < Block::STEPS; ++step) {
+        Vector own[PANEL_VECTORS];
+        unpacker(codes + panel * panels.panel_bytes, step, own);
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECTORS; ++v) columns[step][panel * PANEL_VECTORS + v] = own[v];
+      }
       __builtin_prefetch(ahead + panel * panels.panel_bytes, 0, PANELS > 1 ? 3 : 2);
     }
-    if constexpr (UNPACKS) {
-#pragma GCC unroll 8
-      for (int i = 0; i < Block::STEPS * PANEL_VECTORS; ++i) {
-        constexpr int COUNT = sizeof(Vector) / sizeof(float);
-        store(reinterpret_cast<float*>(unpacked) + i * COUNT,
-              step[0][i / PANEL_VECTORS][i % PANEL_VECTORS]);
-      }
-      unpacked += sizeof step / sizeof(T);
-    }
 #pragma GCC unroll 4
-    for (int i = 0; i < Block::STEPS; ++i) {
-#pragma GCC unroll 16
-      for (int row = 0; row < ROWS; ++row) {
-        const std::int64_t offset = row % 4 == 3 ? triple : row % 4 * stride;
-        const Vector value = Ops::broadcast(fourths[row / 4] + offset + i * Ops::DEPTH);
-#pragma GCC unroll 8
-        for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) {
-          const Vector columns = step[v / PANEL_VECTORS][i][v % PANEL_VECTORS];
-          total[row][v] = Ops::multiply_add(total[row][v], value, columns);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (const T*& fourth : fourths) {
-      fourth += Block::STEPS * Ops::DEPTH;
-      asm("" : "+r"(fourth));
-    }
+    for (int step = 0; step < Block::STEPS; ++step) add_step(total, rows, columns[step]);
   }
 }
 

@@ -44,10 +44,6 @@ struct Piece {
   bool ends_panel;
 };
 
-inline Piece whole_panel(const Groups& groups) {
-  return {0, groups.count, 0, groups.depth, true, true};
-}
-
 // Calls work(piece) for pieces of at most `most` elements of each column.
 template <class Work>
 void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
@@ -84,26 +80,21 @@ inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
   }
 }
 
-// Adds a piece to ROWS rows of PANELS panels, whose first one's groups are given. multiply(sums, i)
-// adds the products of the piece's group i. The description is passed by value: the compiler would
-// read members of references anew after each store.
-template <int ROWS, int PANELS, class Multiply>
-inline __attribute__((always_inline)) void add_piece(const Piece piece, const Groups groups,
-                                                     std::int64_t panel_bytes, const PanelTotals to,
-                                                     Multiply&& multiply) {
-  for (int i = 0; i < piece.count; ++i) {
+// Adds ROWS rows of `a` times PANELS panels to totals, unpacking codes in registers. `groups`:
+// those of the first panel, passed by value: the compiler would read members of references anew
+// after each store.
+template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
+__attribute__((noinline)) void add_codes(const Groups groups, float* totals, const T* a,
+                                         std::int64_t stride) {
+  const Unpacker<T, FORMAT> unpacker;
+  const int steps = int(groups.depth / PanelOps<T>::DEPTH);
+  const std::int64_t panel_bytes = groups.count * groups.bytes;
+  for (int group = 0; group < groups.count; ++group) {
     Vector sums[ROWS][PANELS * PANEL_VECTORS] = {};
-    if (piece.done > 0) {
-      for_vectors_of_rows<ROWS, PANELS>(
-          [&](int row, int v, int place) { sums[row][v] = load(to.sums + place); });
-    }
-    multiply(sums, i);
-    if (!piece.ends_groups) {
-      for_vectors_of_rows<ROWS, PANELS>(
-          [&](int row, int v, int place) { store(to.sums + place, sums[row][v]); });
-      return;
-    }
-    const char* scales = reinterpret_cast<const char*>(groups.scales(piece.group + i));
+    const PanelCodes panels{groups.codes(group), panel_bytes, groups.record + panel_bytes};
+    multiply_codes<T, FORMAT, ROWS, PANELS>(sums, unpacker, a + group * groups.depth, stride,
+                                            panels, steps);
+    const char* scales = reinterpret_cast<const char*>(groups.scales(group));
     Vector scale[PANELS * PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < PANELS * PANEL_VECTORS; ++v) {
@@ -111,92 +102,167 @@ inline __attribute__((always_inline)) void add_piece(const Piece piece, const Gr
       scale[v] = load(reinterpret_cast<const float*>(own) + v % PANEL_VECTORS * LANES);
     }
     for_vectors_of_rows<ROWS, PANELS>([&](int row, int v, int place) {
-      store(to.totals + place, fmadd(sums[row][v], scale[v], load(to.totals + place)));
+      store(totals + place, fmadd(sums[row][v], scale[v], load(totals + place)));
     });
   }
 }
 
-// Adds ROWS rows of `a` times a piece's codes; with UNPACKS writes the piece to `unpacked`.
-template <class T, WeightFormat FORMAT, int ROWS, int PANELS, bool UNPACKS>
-__attribute__((noinline)) void add_codes(const Piece& piece, const Groups& groups,
-                                         const PanelTotals& to, const T* a, std::int64_t stride,
-                                         T* unpacked) {
-  const Unpacker<T, FORMAT> block;
-  const int steps = int(piece.depth / PanelOps<T>::DEPTH);
-  const std::int64_t panel_bytes = groups.count * groups.bytes;
-  const auto multiply = [&](Vector(&sums)[ROWS][PANELS* PANEL_VECTORS], int i) {
-    const PanelCodes panels{groups.codes(piece.group + i) + code_bytes(FORMAT, piece.done),
-                            panel_bytes, groups.record + panel_bytes};
-    multiply_codes<T, FORMAT, ROWS, PANELS, UNPACKS>(sums, block, a + i * piece.depth, stride,
-                                                     panels, steps,
-                                                     unpacked + i * piece.depth * PANEL_WIDTH);
-  };
-  add_piece<ROWS, PANELS>(piece, groups, panel_bytes, to, multiply);
-}
+// Steps of a pass of add_groups' loop. With AVX-512, groups of 64 take a hundredth longer with one;
+// with AVX2, two need more registers than there are.
+#ifdef __AVX512F__
+constexpr int PASS_STEPS = 2;
+#else
+constexpr int PASS_STEPS = 1;
+#endif
 
-// Where a tile's products with a group, or with a part of one, are added: `sums` has those of the
-// group's parts before. Of a whole group, `totals` become its sums times `scales` plus what
-// `before` has, in rows `before_stride` elements apart.
-struct GroupTotals {
+// Where add_groups gets the columns of a piece from: memory that it was unpacked to.
+template <class T>
+class UnpackedColumns {
+ public:
+  static constexpr int STEPS = PASS_STEPS;
+
+  explicit UnpackedColumns(const T* panel) : panel_(panel) {}
+
+  // The columns of the step that is `step` steps on.
+  __attribute__((always_inline)) void read(int step, Vector (&columns)[PANEL_VECTORS]) {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      columns[v] = PanelOps<T>::load(panel_ + step * SIZE + v * LANES * PanelOps<T>::DEPTH);
+    }
+  }
+
+  // Called after `steps` steps, and after those of a group.
+  __attribute__((always_inline)) void advance(int steps) { panel_ += steps * SIZE; }
+  void end_group() {}
+
+ private:
+  static constexpr int SIZE = PANEL_WIDTH * PanelOps<T>::DEPTH;
+
+  const T* panel_;
+};
+
+// The same from codes, with `between` bytes from those of a group to those of the next one. Writes
+// what it unpacks to `unpacked`.
+template <class T, WeightFormat FORMAT>
+class UnpackingColumns {
+ public:
+  static constexpr int STEPS = std::max(PASS_STEPS, Unpacker<T, FORMAT>::STEPS);
+
+  UnpackingColumns(const char* codes, std::int64_t between, T* unpacked)
+      : codes_(codes), between_(between), unpacked_(unpacked) {}
+
+  __attribute__((always_inline)) void read(int step, Vector (&columns)[PANEL_VECTORS]) {
+    using Block = Unpacker<T, FORMAT>;
+    const char* block = codes_ + step / Block::STEPS * Block::BYTES;
+    unpacker_(block, step % Block::STEPS, columns);
+    if (step % Block::STEPS == 0) __builtin_prefetch(block + CODES_AHEAD, 0, 2);
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; ++v) {
+      T* to = unpacked_ + (step * PANEL_VECTORS + v) * LANES * PanelOps<T>::DEPTH;
+      store_halves(reinterpret_cast<float*>(to), columns[v]);
+    }
+  }
+
+  __attribute__((always_inline)) void advance(int steps) {
+    codes_ += steps / Unpacker<T, FORMAT>::STEPS * Unpacker<T, FORMAT>::BYTES;
+    unpacked_ += steps * PANEL_WIDTH * PanelOps<T>::DEPTH;
+  }
+  void end_group() { codes_ += between_; }
+
+ private:
+  Unpacker<T, FORMAT> unpacker_{};
+  const char* codes_;
+  std::int64_t between_;
+  T* unpacked_;
+};
+
+// What add_groups multiplies by: a piece, of each group of which `steps` steps. `scales`: of its
+// first group, `group_bytes` before those of the next one. `bias`: what totals begin as, or null if
+// groups have been added to them before. Of a part of a group, `to.sums` has what the parts before
+// added up to.
+struct PieceGroups {
+  template <class T>
+  PieceGroups(const Projection<T>& p, const Piece& piece, const Groups& groups, const float* begin,
+              const PanelTotals& totals)
+      : scales(groups.scales(piece.group)),
+        group_bytes(groups.bytes),
+        count(piece.count),
+        steps(int(piece.depth / PanelOps<T>::DEPTH)),
+        bias(piece.group == 0 ? begin : nullptr),
+        to(totals),
+        begins_group(piece.done == 0),
+        ends_group(piece.ends_groups) {}
+
   const float* scales;
-  const float* before;
-  std::int64_t before_stride;
+  std::int64_t group_bytes;
+  int count;
+  int steps;
+  const float* bias;
   PanelTotals to;
   bool begins_group;
   bool ends_group;
 };
 
-// Steps of a pass of the loop over an unpacked group. With one, products with groups of 64 take a
-// hundredth longer.
-constexpr int GROUP_UNROLLED = 2;
-
-// Adds ROWS rows of `a` times an unpacked group or a part of one. With PREFETCH, fetches `prefetch`
-// meanwhile. A function of its own, so that the loop has all registers.
-template <class T, int ROWS, bool PREFETCH>
-__attribute__((noinline)) void add_group(const GroupTotals& group, const T* a, std::int64_t stride,
-                                         const T* unpacked, int steps, Prefetch prefetch) {
-  Vector sums[ROWS][PANEL_VECTORS] = {};
-  if (!group.begins_group) {
-    for_vectors_of_rows<ROWS, 1>(
-        [&](int row, int v, int place) { sums[row][v] = load(group.to.sums + place); });
-  }
-  multiply<T, ROWS, PANEL_VECTORS, PREFETCH, PANEL_WIDTH, GROUP_UNROLLED>(sums, a, stride, unpacked,
-                                                                          steps, prefetch);
-  if (!group.ends_group) {
-    float* to = group.to.sums;
-    for_vectors_of_rows<ROWS, 1>(
-        [&](int row, int v, int place) { store(to + place, sums[row][v]); });
-    return;
-  }
-  const Vector scale[] = {load(group.scales), load(group.scales + LANES)};
-  const float* before = group.before;
-  const std::int64_t before_stride = group.before_stride;
-  float* to = group.to.totals;
-  for_vectors_of_rows<ROWS, 1>([&](int row, int v, int place) {
-    const Vector total = load(before + row * before_stride + v * LANES);
-    store(to + place, fmadd(sums[row][v], scale[v], total));
-  });
-}
-
-// Adds ROWS rows of `a` times an unpacked piece, whose first group's totals begin as the bias.
-template <class T, int ROWS, bool PREFETCH>
-void add_unpacked(const Piece& piece, const Groups& groups, const float* bias,
-                  const PanelTotals& to, const T* a, std::int64_t stride, const T* unpacked,
-                  Prefetch prefetch) {
-  const int steps = int(piece.depth / PanelOps<T>::DEPTH);
+// Adds ROWS rows of `a` times the columns of some groups, or of a part of one. With PREFETCH,
+// fetches `prefetch` meanwhile. A function of its own, so that the loop has all registers.
+template <class T, int ROWS, bool PREFETCH, class Columns>
+__attribute__((noinline, aligned(64))) void add_groups(const PieceGroups& groups, const T* a,
+                                                       std::int64_t stride, Columns columns,
+                                                       Prefetch prefetch) {
+  RowPointers<T, ROWS> rows(a, stride);
   const char* fetched = static_cast<const char*>(prefetch.first);
-  for (int i = 0; i < piece.count; ++i) {
-    const int group = piece.group + i;
-    const GroupTotals totals{groups.scales(group),
-                             group == 0 ? bias : to.totals,
-                             group == 0 ? 0 : PANEL_WIDTH,
-                             to,
-                             piece.done == 0,
-                             piece.ends_groups};
-    add_group<T, ROWS, PREFETCH>(totals, a + i * piece.depth, stride,
-                                 unpacked + i * piece.depth * PANEL_WIDTH, steps,
-                                 {fetched + i * steps * prefetch.step_bytes, prefetch.step_bytes});
-  }
+  const char* scales = reinterpret_cast<const char*>(groups.scales);
+  const float* bias = groups.bias;
+  int left = groups.count;
+  do {
+    Vector sums[ROWS][PANEL_VECTORS] = {};
+    if (!groups.begins_group) {
+      for_vectors_of_rows<ROWS, 1>(
+          [&](int row, int v, int place) { sums[row][v] = load(groups.to.sums + place); });
+    }
+    const auto add_steps = [&]<int STEPS>() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int step = 0; step < STEPS; ++step) {
+        Vector own[PANEL_VECTORS];
+        columns.read(step, own);
+        if (PREFETCH) {
+          __builtin_prefetch(fetched, 0, 2);
+          __builtin_prefetch(fetched + prefetch.step_bytes / PANEL_VECTORS, 0, 2);
+          fetched += prefetch.step_bytes;
+        }
+        add_step(sums, rows, own);
+      }
+      columns.advance(STEPS);
+    };
+    int step = 0;
+    for (; step + Columns::STEPS <= groups.steps; step += Columns::STEPS) {
+      add_steps.template operator()<Columns::STEPS>();
+    }
+    if constexpr (Columns::STEPS > 1) {
+      for (; step < groups.steps; ++step) add_steps.template operator()<1>();
+    }
+    columns.end_group();
+    if (!groups.ends_group) {
+      for_vectors_of_rows<ROWS, 1>(
+          [&](int row, int v, int place) { store(groups.to.sums + place, sums[row][v]); });
+      return;
+    }
+    float* to = groups.to.totals;
+    const Vector scale[] = {load(reinterpret_cast<const float*>(scales)),
+                            load(reinterpret_cast<const float*>(scales) + LANES)};
+    scales += groups.group_bytes;
+    if (bias != nullptr) {
+      const Vector before[] = {load(bias), load(bias + LANES)};
+      for_vectors_of_rows<ROWS, 1>([&](int row, int v, int place) {
+        store(to + place, fmadd(sums[row][v], scale[v], before[v]));
+      });
+      bias = nullptr;
+    } else {
+      for_vectors_of_rows<ROWS, 1>([&](int row, int v, int place) {
+        store(to + place, fmadd(sums[row][v], scale[v], load(to + place)));
+      });
+    }
+  } while (--left > 0);
 }
 
 }  // namespace

@@ -89,7 +89,6 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
   const PanelTotals all{totals, sums};
-  begin_totals(columns, std::min(rows.count, MAX_TILE_ROWS), totals);
   // Totals of a tile that ends in one piece lie where those of the tile before did.
   const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || lora != nullptr;
   const auto totals_of = [&](int row) { return all.from(is_kept ? row : 0); };
@@ -101,25 +100,29 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
     write_rows(p, to, count, columns.first, columns.width, output + row * columns.width);
   };
   if (rows.count <= MAX_TILE_ROWS) {
-    const Piece whole = whole_panel(groups);
+    begin_totals(columns, rows.count, totals);
     for_row_tiles(0, rows.count, [&]<int ROWS>(int row) {
-      add_codes<T, FORMAT, ROWS, 1, false>(whole, groups, all.from(row),
-                                           rows.first + row * rows.stride, rows.stride, unpacked);
+      add_codes<T, FORMAT, ROWS, 1>(groups, all.from(row).totals, rows.first + row * rows.stride,
+                                    rows.stride);
       finish(row, ROWS);
     });
   } else {
     const auto multiply_pieces = [&]<int FIRST>() {
       for_pieces(groups, CHUNK, [&](const Piece& piece) {
         const T* input = rows.first + piece.group * groups.depth + piece.done;
-        add_codes<T, FORMAT, FIRST, 1, true>(piece, groups, all, input, rows.stride, unpacked);
+        const char* codes = groups.codes(piece.group) + code_bytes(FORMAT, piece.done);
+        add_groups<T, FIRST, false>(
+            PieceGroups(p, piece, groups, columns.bias, all), input, rows.stride,
+            UnpackingColumns<T, FORMAT>(codes, groups.offset_of_codes, unpacked), {});
         if (piece.ends_panel) finish(0, FIRST);
         for_row_tiles(FIRST, rows.count, [&]<int ROWS>(int row) {
           const Prefetch prefetch =
               prefetch_of_codes<T, FORMAT>(piece, groups, rows.count - row, rows.count - FIRST);
-          const auto add = prefetch.first == nullptr ? add_unpacked<T, ROWS, false>
-                                                     : add_unpacked<T, ROWS, true>;
-          add(piece, groups, columns.bias, totals_of(row), input + row * rows.stride, rows.stride,
-              unpacked, prefetch);
+          const auto add = prefetch.first == nullptr
+                               ? add_groups<T, ROWS, false, UnpackedColumns<T>>
+                               : add_groups<T, ROWS, true, UnpackedColumns<T>>;
+          add(PieceGroups(p, piece, groups, columns.bias, totals_of(row)),
+              input + row * rows.stride, rows.stride, UnpackedColumns<T>(unpacked), prefetch);
           if (piece.ends_panel) finish(row, ROWS);
         });
       });
@@ -141,11 +144,8 @@ __attribute__((noinline)) void project_quantized_pair(const Projection<T>& p,
   const PanelColumns<T> columns[] = {{p, first}, {p, first + 1}};
   const std::int64_t size = rows.count * PANEL_WIDTH;
   for (int i = 0; i < 2; ++i) begin_totals(columns[i], rows.count, totals + i * size);
-  const Groups groups(p, first);
-  const Piece whole = whole_panel(groups);
   for_row_tiles<MAX_PAIR_ROWS>(0, rows.count, [&]<int ROWS>(int) {
-    add_codes<T, FORMAT, ROWS, 2, false>(whole, groups, {totals, nullptr}, rows.first, rows.stride,
-                                         nullptr);
+    add_codes<T, FORMAT, ROWS, 2>(Groups(p, first), totals, rows.first, rows.stride);
   });
   for (int i = 0; i < 2; ++i, totals += size) {
     const std::int64_t panel = first + i;

@@ -40,6 +40,14 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
 
+// Stores a vector as two halves, which beside multiplications takes less time on a Zen 5: there a
+// whole register is read at the expense of one of them, unless it has just been computed.
+inline void store_halves(float* to, Vector value) {
+  const __m512d all = (__m512d)value;
+  _mm256_storeu_pd(reinterpret_cast<double*>(to), _mm512_castpd512_pd256(all));
+  _mm256_storeu_pd(reinterpret_cast<double*>(to + LANES / 2), _mm512_extractf64x4_pd(all, 1));
+}
+
 // A bit for each of the first `count` lanes of 32.
 inline __mmask32 lane_mask(int count) {
   return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
@@ -97,6 +105,8 @@ inline void store(float* to, Vector value) {
   std::memcpy(to, &value.low, sizeof value.low);
   std::memcpy(to + LANES / 2, &value.high, sizeof value.high);
 }
+
+inline void store_halves(float* to, Vector value) { store(to, value); }
 
 inline Vector load_partial(const float* from, int count) {
   if (count >= LANES) return load(from);
