@@ -16,7 +16,7 @@ NUM_RECORDINGS = {
     "pooling": 5,
     "lora": 12,
     "session": 22,
-    "connector": 43,
+    "connector": 44,
     "grammar": 15,
     "encoder": 23,
     "control": 26,

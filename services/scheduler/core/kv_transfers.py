@@ -332,7 +332,7 @@ class KVTransfers:
         self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
     ) -> None:
         """Gives back what no later query of a request sees, steps in flight included, before its
-        blocks are shown to the connector.
+        blocks are shown to the connector, without those that it gave back earlier.
         """
         num_computed = request.num_computed_tokens - sum(
             plan.num_scheduled_tokens[plan.requests.index(request)]
@@ -341,8 +341,9 @@ class KVTransfers:
         )
         num_computed = max(0, num_computed)
         self._kv_cache_manager.pending.remove_skipped_blocks(request.key, num_computed)
+        left_behind = max(num_computed, request.num_tokens_left_behind)
         for group, table in zip(self._config.all_groups, blocks, strict=True):
-            end = min(group.first_seen_block(num_computed), len(table))
+            end = min(group.first_seen_block(left_behind), len(table))
             table[:end] = [NULL_BLOCK] * end
 
     def _begin(self, request: Request, num_tokens: int, *, is_async: bool) -> None:

@@ -140,6 +140,10 @@ class Request(ComputedTokens):
     """Drafts of the tokens after the last one, -1 where only the workers know them."""
     num_slots: int = 0
     """Tokens that its block table can hold."""
+    num_tokens_left_behind: int = 0
+    """Stored tokens by which its windows have moved, where they give blocks back. A session whose
+    last tokens are dropped may have fewer computed ones.
+    """
     row: int | None = None
     """Its row in the workers' batch while it runs."""
     awaited_step: int | None = None
@@ -309,7 +313,7 @@ class Request(ComputedTokens):
         """
         self.draft_token_ids = []
         self.is_prefill_chunk = False
-        self.num_computed_tokens = self.num_slots = 0
+        self.num_computed_tokens = self.num_slots = self.num_tokens_left_behind = 0
         self.num_hashes_sent = self.num_committed_blocks = 0
         self.known_to_pool = False
         self.row = None
