@@ -178,6 +178,22 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
     assert (native.num_cached, native.cached_bytes) == (0, 0)
 
 
+def test_each_of_many_responses_is_found_until_it_is_forgotten() -> None:
+    """Of 45,000 strings, so that the table of children grows many times, and children leave it."""
+    native = suffix_trees(RULES)
+    requests, most = Requests(native), RULES.max_cached_requests
+    written = np.random.default_rng(5).permutation(45_000).reshape(150, 300).tolist()
+    for text in written:
+        requests.enter(0, [1])
+        requests.write({0: text})
+    assert native.num_cached == most
+    assert native.cached_bytes == pytest.approx(300 * (most + 1) * 44, abs=100)
+    first_kept = len(written) - 1 - most
+    for number, text in enumerate(written):
+        requests.enter(1, text[:12])
+        assert requests.propose(1, 4) == [text[12:16] if number >= first_kept else []]
+
+
 def test_the_cache_leaves_trees_of_responses_their_memory(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
 

@@ -1,7 +1,7 @@
 """The compiled library's functions and structures, as cpp/exports.h and the headers declare them.
 
 Tensors are passed as addresses, and the caller keeps their memory. The interpreter's lock is
-released during a call.
+released during a call, except in some functions for suffix trees.
 """
 
 import ctypes
@@ -277,19 +277,27 @@ class RankFunctions:
 
 
 class SuffixFunctions:
-    """The library's functions for suffix trees, whatever the model's data type is."""
+    """The library's functions for suffix trees, whatever the model's data type is. The lock of the
+    interpreter is held by those that take microseconds between two steps: an event loop that waits
+    for the lock would run before the next step instead of during it.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        def function(name: str, *arguments: type[Any], returns: type[Any] | None = None) -> Any:
-            return ctypes.CFUNCTYPE(returns, *arguments)((f"suffix_{name}", library))
+        def function(
+            name: str, *arguments: type[Any], returns: type[Any] | None = None, holds: bool = False
+        ) -> Any:
+            prototype = ctypes.PYFUNCTYPE if holds else ctypes.CFUNCTYPE
+            return prototype(returns, *arguments)((f"suffix_{name}", library))
 
         self.new = function("new", ctypes.POINTER(NativeSuffixSettings), returns=_ADDRESS)
         self.delete = function("delete", _ADDRESS)
         self.clear = function("clear", _ADDRESS)
         self.enter = function("enter", _ADDRESS, _INT, ctypes.c_char_p, *2 * (_COUNT,))
         batch = _ADDRESS, _ADDRESS, _COUNT, _ADDRESS
-        self.take_in = function("take_in", *batch, ctypes.c_char_p, _COUNT)
-        self.propose = function("propose", *batch, _INT, _COUNT, _ADDRESS, returns=_COUNT)
+        self.take_in = function("take_in", *batch, ctypes.c_char_p, _COUNT, holds=True)
+        self.read = function("read", *batch, _INT)
+        wanted = _INT, _COUNT, _ADDRESS
+        self.propose = function("propose", *batch, *wanted, returns=_COUNT, holds=True)
         self.leave = function("leave", _ADDRESS, _INT)
         self.num_cached = function("num_cached", _ADDRESS, returns=_COUNT)
         self.cached_bytes = function("cached_bytes", _ADDRESS, returns=_COUNT)

@@ -34,6 +34,8 @@ class NativeSuffixDecoding:
         weakref.finalize(self, functions.delete, self._trees)
         self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
         """Where drafts are written: fewer than a tree is deep."""
+        self._read: set[int] = set()
+        """Rows whose prompts are in a tree."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
         """Of `token_ids`, its row length in tokens, and of `num_tokens`."""
@@ -49,6 +51,7 @@ class NativeSuffixDecoding:
         return int(self._functions.cached_bytes(self._trees))
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
+        self._read.discard(row)
         self._functions.enter(self._trees, row, key, len(key), num_tokens)
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
@@ -59,6 +62,9 @@ class NativeSuffixDecoding:
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
     ) -> list[int]:
         known = self._known(token_ids, num_tokens)
+        if row not in self._read:
+            self._functions.read(self._trees, *known, row)
+            self._read.add(row)
         found = self._functions.propose(self._trees, *known, row, most, self._drafts)
         return self._drafts[:found]
 

@@ -27,7 +27,12 @@ extern "C" void suffix_take_in(SuffixDecoding* trees, const Token* tokens, std::
   }
 }
 
-// See suffix_take_in for the known tokens.
+// See suffix_take_in for the known tokens, here and below.
+extern "C" void suffix_read(SuffixDecoding* trees, const Token* tokens, std::int64_t stride,
+                            const std::int32_t* num_tokens, std::int32_t row) {
+  trees->read(row, tokens + row * stride, num_tokens[row]);
+}
+
 extern "C" std::int64_t suffix_propose(SuffixDecoding* trees, const Token* tokens,
                                        std::int64_t stride, const std::int32_t* num_tokens,
                                        std::int32_t row, std::int64_t most, Token* drafts) {

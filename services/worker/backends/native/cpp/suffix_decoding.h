@@ -22,7 +22,7 @@ struct SuffixSettings {
 class SuffixDecoding {
  public:
   explicit SuffixDecoding(const SuffixSettings& settings)
-      : settings_(settings), responses_(make_responses()) {}
+      : settings_(settings), responses_(settings.depth) {}
 
   // A request enters a free row, with so many known tokens. Those that follow are its response.
   // Responses are seen by requests of the same key.
@@ -47,6 +47,13 @@ class SuffixDecoding {
     }
   }
 
+  // Adds what is new of a row's tokens to the request's own tree. The first time it takes as long
+  // as the prompt is.
+  void read(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
+    const auto found = rows_.find(row);
+    if (found != rows_.end()) read(found->second, tokens, num_tokens);
+  }
+
   // Writes up to `most` drafts of what follows a row's tokens, and returns their number. Of equal
   // scores the request's own tree counts.
   std::size_t propose(std::int32_t row, const Token* tokens, std::size_t num_tokens,
@@ -54,14 +61,7 @@ class SuffixDecoding {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return 0;
     Row& own = found->second;
-    if (own.tree == nullptr) {
-      own.tree = std::make_unique<SuffixTree>(settings_.depth, num_tokens);
-      own.root = own.tree->add_root();
-      own.sequence = own.tree->open(own.root);
-    }
-    for (std::size_t at = own.tree->size(own.sequence); at < num_tokens; ++at) {
-      own.tree->append(own.sequence, tokens[at]);
-    }
+    read(own, tokens, num_tokens);
     const DraftRules& rules = settings_.rules;
     Draft best = own.tree->guess(own.root, own.sequence, tokens, num_tokens, most, rules);
     if (const auto tree = trees_.find(own.key); tree != trees_.end()) {
@@ -86,7 +86,7 @@ class SuffixDecoding {
     rows_.clear();
     trees_.clear();
     ended_.clear();
-    responses_ = make_responses();
+    responses_ = SuffixTree(settings_.depth);
   }
 
   std::size_t num_cached() const { return ended_.size(); }
@@ -115,10 +115,15 @@ class SuffixDecoding {
     SequenceId sequence;
   };
 
-  // With room for the edges of as many nodes as there may be: they are never moved.
-  SuffixTree make_responses() const {
-    const std::size_t num_nodes = settings_.max_cached ? settings_.max_bytes : 0;
-    return SuffixTree(settings_.depth, num_nodes / TokenTrie::NODE_BYTES);
+  void read(Row& own, const Token* tokens, std::size_t num_tokens) {
+    if (own.tree == nullptr) {
+      own.tree = std::make_unique<SuffixTree>(settings_.depth);
+      own.root = own.tree->add_root();
+      own.sequence = own.tree->open(own.root);
+    }
+    for (std::size_t at = own.tree->size(own.sequence); at < num_tokens; ++at) {
+      own.tree->append(own.sequence, tokens[at]);
+    }
   }
 
   void begin_response(Row& own) {

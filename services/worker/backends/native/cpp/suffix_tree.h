@@ -31,8 +31,8 @@ struct DraftRules {
 
 class SuffixTree {
  public:
-  // `depth`: tokens of the longest strings. `num_nodes`: as many as there is room for at first.
-  SuffixTree(std::size_t depth, std::size_t num_nodes) : depth_(depth), trie_(num_nodes) {}
+  // `depth`: tokens of the longest strings.
+  explicit SuffixTree(std::size_t depth) : depth_(depth) {}
 
   std::size_t bytes() const { return trie_.bytes() + num_tokens_ * sizeof(Token); }
 

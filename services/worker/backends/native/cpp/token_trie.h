@@ -1,16 +1,14 @@
 // Nodes of tries over tokens, and the edges between them.
 //
-// The children of all nodes are in one hash table, by their parent and token. Memory of nodes comes
-// in chunks, so that none is copied as their number grows.
+// The children of all nodes are in one hash table, by their parent and token. Memory of nodes and
+// of the table comes in chunks, so that nothing is copied as their number grows.
 
 #pragma once
 
-#include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <memory>
-#include <new>
+#include <utility>
 #include <vector>
 
 namespace stepwell {
@@ -26,6 +24,7 @@ constexpr SequenceId NO_SEQUENCE = -1;
 struct TrieNode {
   NodeId parent = NO_NODE;
   NodeId next = NO_NODE, previous = NO_NODE;  // Siblings.
+  NodeId chained = NO_NODE;                   // The next one in its bucket.
   Token token = 0;
   std::uint32_t count = 0;
   SequenceId sequence = NO_SEQUENCE;  // Of a leaf: where its string occurs.
@@ -38,79 +37,58 @@ struct TrieNode {
   bool is_leaf() const { return sequence != NO_SEQUENCE; }
 };
 
-// Where children are found: open addressing with linear probing, at most half full.
-class TrieEdges {
+// Buckets in which children are found, by linear hashing (Litwin, 1980). Each has a chain of nodes.
+// With each child that is added there may be one more bucket, which takes children of one other: so
+// no step waits for many to be moved, and memory is taken as children come.
+class TrieBuckets {
  public:
-  // With room for so many children; more make it grow.
-  explicit TrieEdges(std::size_t num_children) { allocate(std::bit_ceil(2 * num_children + 2)); }
+  TrieBuckets() { add_chunk(); }
 
-  // The slot of the child, or the free one where it would be. `has`: whether it is the child's.
-  template <class Has>
-  std::size_t find(NodeId parent, Token token, Has&& has) const {
-    std::size_t at = slot(parent, token);
-    while (slots_[at] != NO_NODE && !has(slots_[at])) at = (at + 1) & mask_;
-    return at;
+  std::size_t size() const { return level_ + num_split_; }
+
+  // The first node of the bucket that has the child.
+  NodeId& of(NodeId parent, Token token) { return (*this)[number(parent, token)]; }
+  NodeId of(NodeId parent, Token token) const {
+    const std::size_t at = number(parent, token);
+    return chunks_[at / CHUNK][at % CHUNK];
   }
 
-  NodeId operator[](std::size_t at) const { return slots_[at]; }
-
-  // Fills a free slot. `slot_of`: where the search for a node begins, see `slot`.
-  template <class SlotOf>
-  void fill(std::size_t at, NodeId id, SlotOf&& slot_of) {
-    slots_[at] = id;
-    if (2 * ++count_ <= mask_) return;
-    const auto old = std::move(slots_);
-    const std::size_t size = mask_ + 1;
-    allocate(2 * size);
-    for (std::size_t i = 0; i < size; ++i) {
-      if (old[i] == NO_NODE) continue;
-      std::size_t to = slot_of(old[i]);
-      while (slots_[to] != NO_NODE) to = (to + 1) & mask_;
-      slots_[to] = old[i];
+  // Adds a bucket. Empties the one whose children it takes, and returns its first node: all nodes
+  // of that chain are to be added again.
+  NodeId split() {
+    if (size() == chunks_.size() * CHUNK) add_chunk();
+    const NodeId first = std::exchange((*this)[num_split_], NO_NODE);
+    if (++num_split_ == level_) {
+      level_ *= 2;
+      num_split_ = 0;
     }
-  }
-
-  // Frees a slot, and moves later ones up that a search would miss.
-  template <class SlotOf>
-  void free(std::size_t at, SlotOf&& slot_of) {
-    --count_;
-    for (std::size_t next = (at + 1) & mask_; slots_[next] != NO_NODE; next = (next + 1) & mask_) {
-      const std::size_t wanted = slot_of(slots_[next]);
-      if (((next - wanted) & mask_) < ((next - at) & mask_)) continue;
-      slots_[at] = slots_[next];
-      at = next;
-    }
-    slots_[at] = NO_NODE;
-  }
-
-  std::size_t slot(NodeId parent, Token token) const {
-    const std::uint64_t key = std::uint64_t(parent) << 32 | std::uint32_t(token);
-    return std::size_t((key ^ key >> 29) * 0x9E3779B97F4A7C15u >> 32) & mask_;
+    return first;
   }
 
  private:
-  struct Free {
-    void operator()(NodeId* slots) const { std::free(slots); }
-  };
+  static constexpr std::size_t CHUNK = 1024;
 
-  // Pages of zeros, which take memory when they are first written.
-  void allocate(std::size_t size) {
-    slots_.reset(static_cast<NodeId*>(std::calloc(size, sizeof(NodeId))));
-    if (!slots_) throw std::bad_alloc();
-    mask_ = size - 1;
+  NodeId& operator[](std::size_t at) { return chunks_[at / CHUNK][at % CHUNK]; }
+
+  void add_chunk() { chunks_.emplace_back(new NodeId[CHUNK]()); }
+
+  std::size_t number(NodeId parent, Token token) const {
+    const std::uint64_t key = std::uint64_t(parent) << 32 | std::uint32_t(token);
+    const std::size_t hash = (key ^ key >> 29) * 0x9E3779B97F4A7C15u >> 32;
+    const std::size_t at = hash & (2 * level_ - 1);
+    return at < size() ? at : at - level_;
   }
 
-  std::unique_ptr<NodeId[], Free> slots_;
-  std::size_t mask_ = 0, count_ = 0;
+  std::vector<std::unique_ptr<NodeId[]>> chunks_;
+  std::size_t level_ = CHUNK;  // A power of two.
+  std::size_t num_split_ = 0;  // Of the first `level_` buckets, those that were split.
 };
 
 // Tries with counts. Of children that occur as often, the favourite is the one of the lowest token.
 class TokenTrie {
  public:
-  // What a node takes: itself, and its share of the edges.
-  static constexpr std::size_t NODE_BYTES = sizeof(TrieNode) + 2 * sizeof(NodeId);
-
-  explicit TokenTrie(std::size_t num_nodes) : edges_(num_nodes) {}
+  // What a node takes: itself, and a bucket.
+  static constexpr std::size_t NODE_BYTES = sizeof(TrieNode) + sizeof(NodeId);
 
   TrieNode& operator[](NodeId id) { return chunks_[id / CHUNK][id % CHUNK]; }
   const TrieNode& operator[](NodeId id) const { return chunks_[id / CHUNK][id % CHUNK]; }
@@ -121,7 +99,11 @@ class TokenTrie {
   NodeId add_root() { return take({}); }
 
   // NO_NODE if there is none.
-  NodeId child(NodeId parent, Token token) const { return edges_[find(parent, token)]; }
+  NodeId child(NodeId parent, Token token) const {
+    NodeId id = buckets_.of(parent, token);
+    while (id != NO_NODE && !is_child(id, parent, token)) id = (*this)[id].chained;
+    return id;
+  }
 
   // A leaf that does not exist yet. Its parent is an inner node.
   NodeId add_leaf(NodeId parent, Token token, SequenceId sequence, std::uint32_t start) {
@@ -139,7 +121,8 @@ class TokenTrie {
     }
     above.first_child = id;
     prefer(above, id);
-    edges_.fill(find(parent, token), id, [this](NodeId of) { return slot_of(of); });
+    chain(id);
+    if (++num_children_ > buckets_.size()) add_bucket();
     return id;
   }
 
@@ -148,7 +131,7 @@ class TokenTrie {
     const TrieNode& node = (*this)[id];
     if (node.parent != NO_NODE) {
       TrieNode& above = (*this)[node.parent];
-      edges_.free(find(node.parent, node.token), [this](NodeId of) { return slot_of(of); });
+      unchain(id);
       (node.previous == NO_NODE ? above.first_child : (*this)[node.previous].next) = node.next;
       if (node.next != NO_NODE) (*this)[node.next].previous = node.previous;
       if (above.favourite == id) above.favourite = NO_NODE;
@@ -210,19 +193,34 @@ class TokenTrie {
     if (ties ? one.token < other.token : one.count > other.count) above.favourite = id;
   }
 
-  std::size_t find(NodeId parent, Token token) const {
-    return edges_.find(parent, token, [&](NodeId id) {
-      const TrieNode& node = (*this)[id];
-      return node.parent == parent && node.token == token;
-    });
-  }
-
-  std::size_t slot_of(NodeId id) const {
+  bool is_child(NodeId id, NodeId parent, Token token) const {
     const TrieNode& node = (*this)[id];
-    return edges_.slot(node.parent, node.token);
+    return node.parent == parent && node.token == token;
   }
 
-  TrieEdges edges_;
+  void chain(NodeId id) {
+    TrieNode& node = (*this)[id];
+    node.chained = std::exchange(buckets_.of(node.parent, node.token), id);
+  }
+
+  void unchain(NodeId id) {
+    const TrieNode& node = (*this)[id];
+    NodeId* link = &buckets_.of(node.parent, node.token);
+    while (*link != id) link = &(*this)[*link].chained;
+    *link = node.chained;
+    --num_children_;
+  }
+
+  void add_bucket() {
+    for (NodeId id = buckets_.split(); id != NO_NODE;) {
+      const NodeId next = (*this)[id].chained;
+      chain(id);
+      id = next;
+    }
+  }
+
+  TrieBuckets buckets_;
+  std::size_t num_children_ = 0;  // Nodes that are in a bucket.
   std::vector<std::unique_ptr<TrieNode[]>> chunks_;
   std::vector<NodeId> free_;
   std::size_t num_nodes_ = 0;
