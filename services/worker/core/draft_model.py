@@ -90,14 +90,14 @@ class DraftModel:
         # Drafts of each request behind those that are forced.
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
-            known = batch.num_tokens[rows[want.index]]
+            known = batch.num_tokens[want.row]
             first = known + len(want.forced)
-            batch.token_ids[rows[want.index], known:first] = want.forced
+            batch.token_ids[want.row, known:first] = want.forced
             room = self._max_model_len + 1 - first
             if (count := min(want.most - len(want.forced), room)) > 0:
                 num_own[want.index], ends[want.index] = count, first
         self._compute_due(batch, rows, starts, ends, num_own)
-        return [self._take(batch, int(rows[w.index]), w, int(num_own[w.index])) for w in wanted]
+        return [self._take(batch, want, int(num_own[want.index])) for want in wanted]
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
         """Tokens are read when drafts are wanted."""
@@ -184,11 +184,12 @@ class DraftModel:
             found[tokens.order[sampling]] = logits.numpy().argmax(axis=1)
         return found[samples]
 
-    def _take(self, batch: InputBatch, row: int, want: WantedDrafts, num_own: int) -> list[int]:
+    def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
         """The drafts that were written for a request. All but the last were computed, if the model
         proposed any.
         """
-        known, count = batch.num_tokens[row], len(want.forced) + num_own
+        row, count = want.row, len(want.forced) + num_own
+        known = batch.num_tokens[row]
         drafts: list[int] = batch.token_ids[row, known : known + count].tolist()
         if num_own:
             self._guesses[row, : count - 1] = drafts[:-1]

@@ -11,12 +11,13 @@ from services.worker.speculation.proposer import Proposer
 
 @dataclass(slots=True)  # see StepInput
 class WantedDrafts:
-    """Drafts that are wanted of one request, by its index in the step: up to `most`. A grammar
-    leaves no choice about the `forced` ones, which come first; there are no more of them than
-    `most`.
+    """Drafts that are wanted of one request, by its index in the step and its row of the batch: up
+    to `most`. A grammar leaves no choice about the `forced` ones, which come first; there are no
+    more of them than `most`.
     """
 
     index: int
+    row: int
     most: int
     forced: list[int]
 
@@ -68,13 +69,16 @@ class ProposerSource:
         """A request is known from its first proposal on."""
 
     def propose(
-        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+        self,
+        step: StepInput,  # noqa: ARG002 - all tokens are in the batch
+        batch: InputBatch,
+        wanted: Sequence[WantedDrafts],
     ) -> list[Sequence[int]]:
-        return [self._of_request(int(step.rows[want.index]), batch, want) for want in wanted]
+        return [self._of_request(batch, want) for want in wanted]
 
-    def _of_request(self, row: int, batch: InputBatch, want: WantedDrafts) -> Sequence[int]:
-        known = batch.token_ids[row, : batch.num_tokens[row]]
-        return want.possible(self._proposer.propose(row, known, want.most))
+    def _of_request(self, batch: InputBatch, want: WantedDrafts) -> Sequence[int]:
+        known = batch.token_ids[want.row, : batch.num_tokens[want.row]]
+        return want.possible(self._proposer.propose(want.row, known, want.most))
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
         """A proposer is given all tokens when it is asked."""

@@ -6,16 +6,18 @@ which drafts were accepted, and goes on from its own tokens.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
 from services.worker.core.draft_source import DraftSource, WantedDrafts
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.layout import StepTokens
-from services.worker.core.step import StepInput, no_ints
+from services.worker.core.step import Int32Array, StepInput, no_ints
 from services.worker.core.step_check import PROPOSED_HERE
 from services.worker.speculation.draft_length import DraftLength
+
+_NO_DRAFTS = no_ints()
 
 
 class Drafter:
@@ -60,31 +62,34 @@ class Drafter:
         self.source.verified(rows, batch)
 
     def complete(
-        self, step: StepInput, batch: InputBatch, forced: Callable[[int], Sequence[int]]
+        self,
+        step: StepInput,
+        num_computed_tokens: Int32Array,
+        batch: InputBatch,
+        forced: Callable[[int], Sequence[int]],
     ) -> StepInput:
         """The step as the batch, to which its difference was applied, can run it: computed tokens
-        are those that are, and drafts of id -1 are proposals, or left out where there are none.
-        `forced`: by row, tokens about which a grammar leaves no choice.
+        are those that are, as `apply` returned them, and drafts of id -1 are proposals, or left out
+        where there are none. `forced`: by row, tokens about which a grammar leaves no choice.
         """
-        known, drafts = _without_drafts(step, batch), _drafts_of(step)
+        known = _without_drafts(step, num_computed_tokens)
+        if not len(step.num_draft_tokens):
+            self.source.propose(known, batch, ())
+            return known
+        drafts: list[Sequence[int]] = []
         wanted: list[WantedDrafts] = []
-        for index, own in enumerate(drafts):
+        token_ids, begin = step.draft_token_ids.tolist(), 0
+        for row, count in zip(step.rows.tolist(), step.num_draft_tokens.tolist(), strict=True):
+            own, begin = token_ids[begin : begin + count], begin + count
             if PROPOSED_HERE in own:
-                drafts[index] = ()
-                row = int(step.rows[index])
-                if most := min(self._length(row).next(), len(own)):
-                    wanted.append(WantedDrafts(index, most, list(forced(row))[:most]))
+                own = ()
+                if most := min(self._length(row).next(), count):
+                    wanted.append(WantedDrafts(len(drafts), row, most, list(forced(row))[:most]))
+            drafts.append(own)
         proposed = self.source.propose(known, batch, wanted)
         for want, found in zip(wanted, proposed, strict=True):
             drafts[want.index] = found
-        if not any(drafts):
-            return known
-        counts = np.array([len(own) for own in drafts], np.int32)
-        completed = known.copy()
-        completed.num_scheduled_tokens = known.num_scheduled_tokens + counts
-        completed.num_draft_tokens = counts
-        completed.draft_token_ids = np.array(list(chain.from_iterable(drafts)), np.int32)
-        return completed
+        return _with_drafts(known, drafts) if any(drafts) else known
 
     def _length(self, row: int) -> DraftLength:
         length = self._lengths.get(row)
@@ -93,25 +98,24 @@ class Drafter:
         return length
 
 
-def _drafts_of(step: StepInput) -> list[Sequence[int]]:
-    """The drafts of each request; empty if the step has none."""
-    drafts = iter(step.draft_token_ids.tolist())
-    return [list(islice(drafts, count)) for count in step.num_draft_tokens.tolist()]
-
-
-def _without_drafts(step: StepInput, batch: InputBatch) -> StepInput:
-    """The step of known tokens alone. Computed tokens are those that are, without drafts of the
-    step before that were rejected.
-    """
+def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
+    """The step of known tokens alone, behind those that are computed."""
     has_drafts = len(step.num_draft_tokens) > 0
-    num_scheduled = step.num_scheduled_tokens
-    if has_drafts:
-        num_scheduled = num_scheduled - step.num_draft_tokens
-    num_known = batch.num_tokens.take(step.rows)
-    num_computed = np.minimum(step.num_computed_tokens, num_known - num_scheduled)
-    if not (has_drafts or np.count_nonzero(num_computed != step.num_computed_tokens)):
+    if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step
     known = step.copy()
-    known.num_scheduled_tokens, known.num_computed_tokens = num_scheduled, num_computed
-    known.num_draft_tokens = known.draft_token_ids = no_ints()
+    known.num_computed_tokens = num_computed_tokens
+    if has_drafts:
+        known.num_scheduled_tokens = step.num_scheduled_tokens - step.num_draft_tokens
+        known.num_draft_tokens = known.draft_token_ids = _NO_DRAFTS
     return known
+
+
+def _with_drafts(known: StepInput, drafts: Sequence[Sequence[int]]) -> StepInput:
+    """A step of known tokens, and of these drafts of each request behind them."""
+    counts = np.array([len(own) for own in drafts], np.int32)
+    completed = known.copy()
+    completed.num_scheduled_tokens = known.num_scheduled_tokens + counts
+    completed.num_draft_tokens = counts
+    completed.draft_token_ids = np.array(list(chain.from_iterable(drafts)), np.int32)
+    return completed

@@ -87,6 +87,7 @@ class InputBatch:
     * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known:
       the prompt, the output sent with the request, and the tokens sampled here since;
     * `num_prompt_tokens`;
+    * `counting`: 0, 1, 2, ..., up to max_num_seqs;
     * `room`: tokens that fit in a request's blocks, in the group with the fewest;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
       `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
@@ -100,6 +101,8 @@ class InputBatch:
         self.limits = limits
         rows = limits.max_num_seqs
         self.token_ids = np.zeros((rows, limits.max_model_len + 1), np.int32)
+        self.counting = np.arange(rows + 1, dtype=np.int32)
+        self._tokens_in_a_line = self.token_ids.reshape(-1)
         self.num_tokens = np.zeros(rows, np.int32)
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.room = np.zeros(rows, np.int32)
@@ -118,9 +121,12 @@ class InputBatch:
         """Removes every request."""
         self.sampling.clear()
 
-    def apply(self, step: StepInput) -> None:
-        """Applies the difference in `step`. Raises InvalidStep before anything is changed."""
-        StepCheck(self, step).run()
+    def apply(self, step: StepInput) -> Int32Array:
+        """Applies the difference in `step`. Raises InvalidStep before anything is changed. Returns
+        the number of tokens of each request that are computed: those that the step counts, but for
+        drafts of the step before that were rejected.
+        """
+        num_computed_tokens = StepCheck(self, step).run()
         for row in step.removed_rows.tolist():
             del self.sampling[row]
         for request in step.new_requests:
@@ -130,6 +136,7 @@ class InputBatch:
             for row, count in zip(appended.rows, appended.num_blocks, strict=True):
                 self._grow(group, row, appended.block_ids[first : first + count])
                 first += count
+        return num_computed_tokens
 
     def place_last_tokens(self, step: StepInput) -> None:
         """Writes the last of each request's scheduled tokens, where others sample. Raises
@@ -152,6 +159,15 @@ class InputBatch:
             drafts = step.draft_token_ids[first : first + count]
             self.token_ids[row, known : known + count] = drafts
             first += count
+
+    def tokens_at(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Int64Array:
+        """The tokens at positions of rows. With one index NumPy keeps the interpreter's lock, and
+        with two it does not: an event loop that waits for the lock would run before the step
+        instead of during it.
+        """
+        indexes = rows * np.int64(self.token_ids.shape[1]) + positions
+        token_ids: Int64Array = self._tokens_in_a_line[indexes].astype(np.int64)
+        return token_ids
 
     def append_one(self, rows: Int64Array, token_ids: Int32Array) -> None:
         """Adds one sampled token to each of some requests."""

@@ -8,6 +8,20 @@ from services.worker.backends.attention import Int32Array, Int64Array, StepLayou
 from services.worker.core.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
+_BEHIND_DECODES = np.int32(2**31 - 1)
+"""The key of a request with several tokens, which is above all lengths."""
+_FEW_REQUESTS = 64
+
+
+def _rising(keys: Int32Array) -> Int64Array:
+    """The order in which keys rise; equal ones keep theirs. NumPy releases the interpreter's lock
+    while it sorts more than one, and an event loop that waits for the lock would run before the
+    step instead of during it. So Python sorts a few.
+    """
+    if not 1 < len(keys) <= _FEW_REQUESTS:
+        return keys.argsort(kind="stable")
+    return np.array(sorted(range(len(keys)), key=keys.tolist().__getitem__), np.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
@@ -52,7 +66,9 @@ class StepTokens:
         requests = (known == num_tokens).nonzero()[0]
         ends = self.layouts[0].query_starts[1:][requests].astype(np.int64)
         if drafts is None:
-            return SamplingRequests(requests, ends - 1, np.arange(len(requests)))
+            is_all = len(requests) == len(seq_lens)
+            firsts = requests if is_all else np.arange(len(requests))
+            return SamplingRequests(requests, ends - 1, firsts)
         counts = drafts[requests] + 1
         firsts = np.cumsum(counts) - counts
         indices = np.repeat(ends - counts - firsts, counts) + np.arange(counts.sum())
@@ -78,11 +94,10 @@ def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
     seq_lens = step.num_computed_tokens + counts
     num_decodes = counts.tolist().count(1)
     if num_decodes == len(counts):
-        order = seq_lens.argsort(kind="stable")
-        starts = np.arange(len(counts) + 1, dtype=np.int32)
+        order = _rising(seq_lens)
+        starts = batch.counting[: len(counts) + 1]
     else:
-        is_decode = counts == 1
-        order = np.lexsort((np.where(is_decode, seq_lens, 0), ~is_decode))
+        order = _rising(np.where(counts == 1, seq_lens, _BEHIND_DECODES))
         starts = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts[order], out=starts[1:])
     layout_rows, seq_lens = step.rows[order], seq_lens[order]
@@ -93,7 +108,7 @@ def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
     rows, positions = layout_rows.astype(np.int64), layouts[0].positions
     token_rows = rows if layouts[0].only_decodes else layouts[0].token_rows
     return StepTokens(
-        token_ids=batch.token_ids[token_rows, positions].astype(np.int64),
+        token_ids=batch.tokens_at(token_rows, positions),
         positions=positions,
         order=order,
         rows=rows,

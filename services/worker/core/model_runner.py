@@ -35,7 +35,7 @@ from services.worker.core.lora_rows import lora_rows
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import PendingOutput, Sampled
-from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
@@ -170,13 +170,15 @@ class ModelRunner:
         if step.generation != self._generation:
             self.reset()
             self._generation = step.generation
-        self._update_batch(step)
+        num_computed_tokens = self._update_batch(step)
         self._prepare_blocks(step)
         if not len(step.rows):
             empty = np.empty(0, np.int32)
             return StepOutput(step.generation, step.step, empty, empty)
         if self.drafter is not None:
-            step = self.drafter.complete(step, self._batch, self._sampler.forced_tokens)
+            step = self.drafter.complete(
+                step, num_computed_tokens, self._batch, self._sampler.forced_tokens
+            )
         self._batch.place_drafts(step)
         if self._stage is not None and not self._samples:
             self._batch.place_last_tokens(step)
@@ -209,17 +211,17 @@ class ModelRunner:
         if self.tier is not None and step.tier_loads:
             self.tier.begin_loads(step.tier_loads)
 
-    def _update_batch(self, step: StepInput) -> None:
+    def _update_batch(self, step: StepInput) -> Int32Array:
+        """Applies the step's difference, and returns what `InputBatch.apply` does."""
         if self._pooler is not None:
             self._pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
-            self._batch.apply(step)
-            return
+            return self._batch.apply(step)
         embedded = self._embedded.read(step, self._device.torch_device)
         entering = (
             find_adapters(step, {}) if self._adapters is None else self._adapters.of_step(step)
         )
-        self._batch.apply(step)
+        num_computed_tokens = self._batch.apply(step)
         self._embedded.replace(step, embedded)
         if self._adapter_of:
             for row in step.removed_rows.tolist():
@@ -228,10 +230,11 @@ class ModelRunner:
         if self._pooler is not None:
             self._pooler.update(step)
         if not self._samples:
-            return
+            return num_computed_tokens
         if self.drafter is not None:
             self.drafter.update(step)
         self._sampler.update(step)
+        return num_computed_tokens
 
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array

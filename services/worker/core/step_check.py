@@ -31,8 +31,10 @@ class StepCheck:
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
         """By group: the number of blocks appended to each row's table."""
 
-    def run(self) -> None:
-        """Raises InvalidStep for the first contradiction."""
+    def run(self) -> Int32Array:
+        """Raises InvalidStep for the first contradiction. Returns the number of computed tokens of
+        each request, without rejected drafts.
+        """
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
@@ -43,10 +45,11 @@ class StepCheck:
             self._check_copies()
         if step.tier_stores is not None or step.tier_loads:
             self._check_tier()
-        self._check_scheduled()
+        num_computed_tokens = self._check_scheduled()
         if self._limits.state_block_sizes:
             for group in range(self._limits.first_state_group, self._limits.num_groups):
                 self._check_states(group)
+        return num_computed_tokens
 
     def _check_rows(self) -> None:
         """Checks which requests leave, then those that enter."""
@@ -119,7 +122,7 @@ class StepCheck:
             width = self._table_size(group, row)
             self._require(width <= most, name, f"row {row} has {width} blocks, over {most}")
 
-    def _check_scheduled(self) -> None:
+    def _check_scheduled(self) -> Int32Array:
         step, most = self._step, self._limits.max_num_batched_tokens
         count = len(step.rows)
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
@@ -138,7 +141,7 @@ class StepCheck:
             self._check_token_ids(step.last_token_ids, name)
         if len(step.num_draft_tokens) or len(step.draft_token_ids):
             self._check_drafts()
-        self._check_requests()
+        return self._check_requests()
 
     def _check_drafts(self) -> None:
         counts, rows = self._step.num_draft_tokens.tolist(), len(self._step.rows)
@@ -153,17 +156,19 @@ class StepCheck:
             token_ids = token_ids[token_ids != PROPOSED_HERE]
         self._check_token_ids(token_ids, name)
 
-    def _check_requests(self) -> None:
+    def _check_requests(self) -> Int32Array:
         """Checks all requests at once, and then the first invalid one by itself. Counts of computed
         tokens, which may be any int32, are compared with bounds: sums with them could overflow.
-        Some of them may have been rejected as drafts of the step before, and are not known here.
+        Some of them may have been rejected as drafts of the step before, and are not known here:
+        returns the counts without these.
         """
         step, most_rejected = self._step, self._limits.num_speculative_tokens
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
         drafts = step.num_draft_tokens if len(step.num_draft_tokens) else _NO_DRAFTS
         known, room = self._known_and_room()
         most = known + drafts - scheduled
-        num_unknown, starts = computed - most, np.minimum(computed, most)
+        num_unknown = computed - most
+        starts: Int32Array = np.minimum(computed, most)
         fits = (scheduled > drafts) & (num_unknown <= most_rejected)
         fits &= (starts >= 0) & (starts <= room - scheduled)
         if drafts is not _NO_DRAFTS:
@@ -173,6 +178,7 @@ class StepCheck:
             starts = starts if 0 < num_unknown[index] <= most_rejected else computed
             columns = (step.rows, scheduled, starts, known, room, drafts)
             self._refuse_request(*(int(column[index]) for column in columns))
+        return starts
 
     def _check_copies(self) -> None:
         sources, targets = self._step.copy_sources, self._step.copy_targets

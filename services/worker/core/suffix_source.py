@@ -22,12 +22,14 @@ class SuffixSource:
             self._trees.enter(request.row, request.cache_key, len(request.token_ids))
 
     def propose(
-        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+        self,
+        step: StepInput,  # noqa: ARG002 - all tokens are in the batch
+        batch: InputBatch,
+        wanted: Sequence[WantedDrafts],
     ) -> list[Sequence[int]]:
         proposed = []
         for want in wanted:
-            row = int(step.rows[want.index])
-            found = self._trees.propose(row, batch.token_ids, batch.num_tokens, want.most)
+            found = self._trees.propose(want.row, batch.token_ids, batch.num_tokens, want.most)
             proposed.append(want.possible(found))
         return proposed
 

@@ -3,8 +3,8 @@
 Prompt lookup decoding, as vLLM's method "ngram" decides it: of the lengths n from the longest to
 the shortest, the first counts of which the last n tokens occurred earlier, overlaps allowed; of
 several occurrences the earliest. Where vLLM searches all tokens in each step, here an index holds
-for each n-gram where it ended first, so that a look-up takes a microsecond however long the
-request is, and a token one more for each length.
+where n-grams ended first, so that a look-up takes a microsecond however long the request is. A
+token takes one more where no n-gram ends that occurred before, and else one for each length.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,12 @@ class NgramIndex:
     """The n-grams of one sequence of tokens, for n from `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._lengths = range(longest, shortest - 1, -1)
+        self._lengths = range(shortest, longest + 1)
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
-        """By n-gram: how many tokens there are up to its end, where it occurs first."""
+        """By n-gram: how many tokens there are up to its end, where it occurs first; negative if it
+        occurs nowhere else. Longer ones are held as far as they end in one that occurs again.
+        """
         self._match_end = 0
         """Where the longest end of the sequence that occurred before did first; 0: none did."""
 
@@ -31,16 +33,21 @@ class NgramIndex:
     def extend(self, token_ids: Sequence[int]) -> None:
         """Appends tokens."""
         known, first_end = self._token_ids, self._first_end
-        begin = len(known) + 1
-        known.extend(token_ids)
-        count = len(known)
-        if begin <= count:
+        for end, token_id in enumerate(token_ids, len(known) + 1):
+            known.append(token_id)
             self._match_end = 0
-        for length in self._lengths:
-            for end in range(max(begin, length), count + 1):
-                first = first_end.setdefault(tuple(known[end - length : end]), end)
-                if end == count > first and not self._match_end:
-                    self._match_end = first
+            for length in self._lengths:
+                if length > end:
+                    break
+                ngram = tuple(known[-length:])
+                first = first_end.setdefault(ngram, -end)
+                if first == -end:
+                    break
+                if first < 0:
+                    first_end[ngram] = first = -first
+                    if length < self._lengths[-1] and length < first:
+                        first_end[tuple(known[first - length - 1 : first])] = -first
+                self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
         """Up to `most` tokens that followed the longest end of the sequence that occurred before;
@@ -51,8 +58,9 @@ class NgramIndex:
 
 
 class NgramProposer:
-    """A Proposer with an index for each request. An index takes about 100 bytes for each token and
-    length; it is built with the first proposal of a request.
+    """A Proposer with an index for each request. An index takes about 100 bytes for each token, and
+    for text that repeats itself as much for each length; it is built with the first proposal of a
+    request.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

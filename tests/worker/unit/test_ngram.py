@@ -21,7 +21,7 @@ def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[
 @given(
     parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=5),
     shortest=st.integers(1, 3),
-    more=st.integers(0, 2),
+    more=st.integers(0, 4),
     most=st.integers(1, 5),
 )
 def test_the_index_finds_what_a_search_finds(
