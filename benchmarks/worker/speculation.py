@@ -5,9 +5,11 @@
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
 Runner, scheduler and pool in one process, several times over the same weights: without speculation,
-with n-grams and with suffix trees, or with a draft model. A model of random weights writes nothing
-that could be guessed, so it is told what to write: the logit of the next token of a text is raised.
-All else is computed as it would be. Texts are this project's, by the tokens of the demo model.
+with n-grams and with suffix trees, or with a draft model. All compute with one copy of the weights,
+since where a copy lies in memory can change the time of a step by more than some drafts cost. A
+model of random weights writes nothing that could be guessed, so it is told what to write: the logit
+of the next token of a text is raised. All else is computed as it would be. Texts are this
+project's, by the tokens of the demo model.
 
 Without a draft model, what is gained goes by what is written:
 
@@ -195,6 +197,8 @@ async def measure(
         engines = [ToldEngine(model, num_threads, config, clock) for config in (None, *configs)]
         for engine in engines:
             await stack.enter_async_context(engine.composed)
+        for engine in engines[1:]:
+            engine.model.share_weights(engines[0].model)
         gc.collect()
         gc.freeze()
         gains = []

@@ -45,6 +45,10 @@ class ToldModel:
         self.seconds: list[float] = []
         """Of each step of at most one token for each request."""
 
+    def share_weights(self, other: ToldModel) -> None:
+        """Computes with the weights of another model, in place of its own copy of the same ones."""
+        self._model = other._model
+
     def tell(self, text: Text, share_right: float = 1) -> None:
         """What all sequences consist of from here on. Another token follows by chance, so that this
         share of tokens is right. Steps are counted anew.
