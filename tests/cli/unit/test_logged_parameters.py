@@ -5,6 +5,7 @@ from pathlib import Path
 
 SERVICES = Path(__file__).parents[3] / "services"
 CORE = SERVICES / "scheduler" / "core"
+ENDS = SERVICES / "common" / "finish.py"
 RECORDER, REPLAY = CORE / "log_entry.py", SERVICES / "cli" / "replay" / "log_replay.py"
 
 
@@ -25,7 +26,7 @@ def parameters_read(path: Path) -> set[str]:
 
 def test_each_parameter_that_the_scheduler_decides_by_is_logged_and_replayed() -> None:
     decided_by = set[str]().union(
-        *(parameters_read(path) for path in CORE.glob("**/*.py") if path != RECORDER)
+        *(parameters_read(path) for path in (ENDS, *CORE.glob("**/*.py")) if path != RECORDER)
     )
     (made,) = [
         node
