@@ -182,6 +182,9 @@ class StepThread {
     }
     shrink(delta, input, p.depth, team_);
     team_.wait();
+    if (part == LORA_GATE_UP && delta.layer + 1 < decoder_.num_layers) {
+      prefetch_addresses(*lora_, delta.layer + 1);
+    }
     std::optional<LoraReadAhead<T>> ahead = read_ahead(delta.layer, part);
     project_and_add(p, input, output, rows_, team_, delta, ahead ? &*ahead : nullptr);
   }

@@ -79,6 +79,18 @@ struct LoraDelta {
   }
 };
 
+// Prefetches where the A's and B's of a layer are. Each adapter has these addresses in memory of
+// its own, which a step reads once for each layer.
+template <class T>
+inline void prefetch_addresses(const StepLora<T>& step, int layer) {
+  for (int i = 0; i < step.num_adapters; ++i) {
+    const char* first = reinterpret_cast<const char*>(step.adapters[i] + layer);
+    const char* last = first + sizeof(LoraLayer<T>) - 1;
+    for (const char* at = first; at < last; at += LINE_BYTES) __builtin_prefetch(at);
+    __builtin_prefetch(last);
+  }
+}
+
 // What a thread will read of the A's of a projection, those of its part of the adapters. It is
 // prefetched while another projection multiplies, a part of it with each panel: with many rows that
 // one is bound by arithmetic, and reading A's by memory.
