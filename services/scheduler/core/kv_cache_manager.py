@@ -236,7 +236,7 @@ class KVCacheManager:
             for start, request in zip(starts, growing, strict=True)
         ]
         for request, num_tokens in zip(growing, stored, strict=True):
-            request.num_tokens_left_behind = num_tokens
+            request.num_tokens_left_behind = max(request.num_tokens_left_behind, num_tokens)
         return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
 
     def _note_growth(
