@@ -84,7 +84,7 @@ async def compare_faults(
     """Starts the services over a Redis, and lets its faults happen to them in turns."""
     if not faults:
         return []
-    settings = UpSettings(model=model, num_threads=1, replicas=NUM_REPLICAS, redis=url)
+    settings = UpSettings(model=model, num_threads=1, replicas=NUM_REPLICAS, redis_url=url)
     found = [FaultFigures(fault.name) for fault in faults]
     # Sockets lie in the directory: its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-") as directory:

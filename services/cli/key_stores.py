@@ -84,7 +84,7 @@ class RedisStore:
 
     def __init__(self, url: str) -> None:
         if (complaint := is_redis_url(url)) is not None:
-            raise CommandError(f"--redis {complaint}", exit_status=2)
+            raise CommandError(f"--redis-url {complaint}", exit_status=2)
         try:
             from services.common import key_redis, redis_connection  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
@@ -128,9 +128,9 @@ class RedisStore:
             return self._runner.run(run())
         except self._redis.RedisUnavailable as error:
             why = self._redis.why_unusable(error) or "nothing answers there"
-            raise CommandError(f"--redis {self._connection.name}: {why}") from error
+            raise CommandError(f"--redis-url {self._connection.name}: {why}") from error
         except DamagedRecord as error:
-            raise CommandError(f"--redis {self._connection.name}: {error}") from error
+            raise CommandError(f"--redis-url {self._connection.name}: {error}") from error
 
 
 def _changed_meanwhile(key: KeyRecord) -> CommandError:

@@ -44,12 +44,12 @@ def _parser() -> CommandParser:
         "keys",
         description="Makes, lists and revokes API keys.",
         epilog="STEPWELL_GATEWAY_API_KEY_FILE and STEPWELL_GATEWAY_REDIS_URL stand in for --file "
-        "and --redis.",
+        "and --redis-url.",
     )
     parser.add_argument("action", choices=("create", "list", "revoke"))
     parser.add_argument("key", nargs="?", metavar="ID", help="which key to revoke: its id")
     parser.add_argument("--file", type=Path, help="file of keys, as --api-key-file of the gateway")
-    parser.add_argument("--redis", metavar="URL", help="Redis that holds the keys")
+    parser.add_argument("--redis-url", metavar="URL", help="Redis that holds the keys")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tenant", help="whose key to create")
     parser.add_argument(
@@ -74,12 +74,12 @@ def _parser() -> CommandParser:
 
 
 def _store(arguments: argparse.Namespace) -> Store:
-    file, url = arguments.file, arguments.redis
+    file, url = arguments.file, arguments.redis_url
     if file is None and url is None:
         file = os.environ.get("STEPWELL_GATEWAY_API_KEY_FILE")
         url = None if file else os.environ.get("STEPWELL_GATEWAY_REDIS_URL")
     if (file is None) == (url is None):
-        raise CommandError("give either --file PATH or --redis URL", exit_status=2)
+        raise CommandError("give either --file PATH or --redis-url URL", exit_status=2)
     return RedisStore(url) if file is None else FileStore(Path(file))
 
 

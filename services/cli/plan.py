@@ -14,7 +14,7 @@ from services.cli.run_directory import ensure_directory
 from services.cli.settings import EVERY_SERVICE, UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
-from services.common.settings import as_text, env_prefix
+from services.common.settings import as_text, env_prefix, variable_name
 
 # The gateway drains first: it refuses new requests and lets running ones end. Together the stages
 # stay below ten seconds, after which most supervisors kill.
@@ -116,7 +116,7 @@ class _Specs:
         return ChildSpec(
             name=name,
             command=(sys.executable, "-m", f"services.{service}"),
-            environ={**self._environ, **_as_environment(service, {**given, **wiring})},
+            environ=_with_settings(self._environ, service, {**given, **wiring}),
             until_ready=partial(until_ready, address),
             team=team,
             liveness_address=address,
@@ -147,7 +147,6 @@ class _Wiring:
             "drain_seconds": _GATEWAY_DRAIN_SECONDS,
             **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
             **({} if addresses.admin is None else {"admin_address": addresses.admin}),
-            **self._redis(),
         }
 
     def scheduler(self, replica: "_Replica") -> dict[str, Any]:
@@ -166,7 +165,6 @@ class _Wiring:
         return {
             "address": self.addresses.socket(replica.kvpool),
             "drain_seconds": _CACHES_DRAIN_SECONDS,
-            **self._redis(),
             **metrics_of("kvpool", replica.index, self.environ),
         }
 
@@ -179,9 +177,6 @@ class _Wiring:
             **_membership(rank, replica.index, settings, addresses),
             **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
         }
-
-    def _redis(self) -> dict[str, Any]:
-        return {} if self.settings.redis is None else {"redis_url": self.settings.redis}
 
 
 def _keeps_traces(settings: UpSettings, environ: Mapping[str, str]) -> bool:
@@ -263,6 +258,12 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _as_environment(service: str, values: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as variables: other users of the machine can read flags, and API keys are secret."""
-    return {env_prefix(service) + name.upper(): as_text(value) for name, value in values.items()}
+def _with_settings(
+    environ: Mapping[str, str], service: str, values: Mapping[str, Any]
+) -> dict[str, str]:
+    """The environment with variables for the settings, in place of files of secrets. Variables,
+    since other users of the machine can read flags.
+    """
+    own = {variable_name(service, name): as_text(value) for name, value in values.items()}
+    files = {f"{name}_FILE" for name in own}
+    return {name: text for name, text in environ.items() if name not in files} | own

@@ -22,7 +22,7 @@ def require_redis(url: str) -> None:
         raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
 
     if (complaint := missing_file(url)) is not None:
-        raise CommandError(f"--redis {without_secrets(url)}: {complaint}", exit_status=2)
+        raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}", exit_status=2)
 
     async def ask() -> None:
         connection = RedisConnection(url)
@@ -35,4 +35,4 @@ def require_redis(url: str) -> None:
         asyncio.run(ask())
     except RedisUnavailable as error:
         complaint = why_unusable(error) or "nothing answers there"
-        raise CommandError(f"--redis {without_secrets(url)}: {complaint}") from error
+        raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}") from error

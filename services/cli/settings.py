@@ -13,11 +13,17 @@ MAX_REPLICAS, MAX_RANKS = 64, 64
 EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")
 
 
-def passed_to(*services: str, doc: str, check: Check | None = None, default: Any = None) -> Any:
+def passed_to(
+    *services: str,
+    doc: str,
+    check: Check | None = None,
+    default: Any = None,
+    is_secret: bool = False,
+) -> Any:
     """A setting that these services have under the same name, and get if it is given: None leaves
     the service's own default, or its variable such as STEPWELL_WORKER_BLOCK_SIZE.
     """
-    metadata = {"doc": doc, "check": check, "services": services}
+    metadata = {"doc": doc, "check": check, "services": services, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -52,7 +58,9 @@ class UpSettings:
         "there are none)",
         check=between(0, 65_535),
     )
-    admin_key: str | None = passed_to("gateway", doc="key that operators' calls must show")
+    admin_key: str | None = passed_to(
+        "gateway", doc="key that operators' calls must show", is_secret=True
+    )
     replicas: int = setting(
         1,
         doc="replicas of scheduler, kvpool and worker behind the gateway, which share this "
@@ -101,20 +109,22 @@ class UpSettings:
     enable_auto_tool_choice: bool | None = passed_to(
         "gateway", doc="let the model choose to call tools"
     )
-    redis: str | None = setting(
-        None,
+    redis_url: str | None = passed_to(
+        "gateway",
+        "kvpool",
         doc="URL of the Redis that holds what the pools cache, and in which further replicas "
         "register, redis://[user:password@]host:port (default: the gateway asks the pools)",
         check=is_redis_url,
+        is_secret=True,
     )
     api_keys: tuple[str, ...] | None = passed_to(
-        "gateway", doc="keys that clients must show one of"
+        "gateway", doc="keys that clients must show one of", is_secret=True
     )
     api_key_file: Path | None = passed_to(
         "gateway", doc="file with keys and limits of tenants, which `stepwell keys` writes"
     )
     api_keys_in_redis: bool | None = passed_to(
-        "gateway", doc="keys and limits of tenants are in the Redis of --redis"
+        "gateway", doc="keys and limits of tenants are in the Redis of --redis-url"
     )
     ui: bool | None = passed_to(
         "gateway",

@@ -23,7 +23,7 @@ from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage, StartFailed, Supervisor
 from services.common.addresses import LARGEST_PORT, join_host_port
 from services.common.logs import LogFormat
-from services.common.settings import env_prefix, load_settings
+from services.common.settings import load_settings, variable_name
 from services.common.standard_streams import drop_unwritten
 
 _STILL_STARTING_SECONDS = 10.0
@@ -44,8 +44,8 @@ def _up(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
     _check_model(settings.model)
     _check_replicas(settings)
-    if settings.redis is not None:
-        require_redis(settings.redis)
+    if settings.redis_url is not None:
+        require_redis(settings.redis_url)
     http_port = claim_port(settings.host, settings.http_port, "--http-port")
     if settings.grpc_port == http_port:
         raise CommandError(f"--http-port and --grpc-port are both {http_port}")
@@ -185,8 +185,11 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """A setting that is passed on to the gateway, or the gateway's own variable."""
-    return getattr(settings, name) or os.environ.get(env_prefix("gateway") + name.upper())
+    """A setting that is passed on to the gateway, or the gateway's own variable, which may name
+    the file of a secret.
+    """
+    variable = variable_name("gateway", name)
+    return getattr(settings, name) or os.environ.get(variable) or os.environ.get(f"{variable}_FILE")
 
 
 def ready_text(

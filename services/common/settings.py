@@ -3,11 +3,16 @@
 A field `max_num_seqs` of the worker is the flag `--max-num-seqs` and the variable
 `STEPWELL_WORKER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
 A value that does not parse or fails its check, and an unknown name, end the process with one
-sentence and exit status 2.
+sentence and exit status 2. Every variable `STEPWELL_…` must be one that some program reads: a
+misspelled one would leave a server open, or a limit unset.
+
+A secret, such as a key, can also be the content of a file. The variable's name with `_FILE` added
+has the file's path, so that neither the command line nor the environment shows the secret.
 """
 
 import argparse
 import dataclasses
+import difflib
 import enum
 import inspect
 import os
@@ -29,6 +34,13 @@ class IsDataclass(Protocol):
 
 
 _FIELDS = "__dataclass_fields__"
+_FILE = "_FILE"
+_PROGRAMS = ("gateway", "scheduler", "kvpool", "worker", "up")
+_CLIENT_VARIABLES = frozenset(
+    f"STEPWELL_{name}"
+    for name in ("URL", "API_KEY", "ADMIN_URL", "ADMIN_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")
+)
+"""Variables of the commands of clients and operators."""
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -42,12 +54,20 @@ class SettingError(ValueError):
     """A setting that cannot be used; the message names it and says why."""
 
 
-def setting(default: Any = dataclasses.MISSING, *, doc: str, check: Check | None = None) -> Any:
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    check: Check | None = None,
+    is_secret: bool = False,
+) -> Any:
     """A field of a settings class. Without a default it must be given.
 
-    `check` returns what is wrong with a value ("must be at least 1"), or None.
+    `check` returns what is wrong with a value ("must be at least 1"), or None. A secret can be
+    read from a file.
     """
-    return dataclasses.field(default=default, metadata={"doc": doc, "check": check})
+    metadata = {"doc": doc, "check": check, "is_secret": is_secret}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
@@ -119,24 +139,60 @@ def parse_settings(
     """
     environ = os.environ if environ is None else environ
     kinds = {name: without_none(hint) for name, hint in typing.get_type_hints(cls).items()}
-    prefix = env_prefix(service)
     flags = vars(_parser(cls, service, kinds, prog).parse_args(argv))
-    known = {prefix + field.name.upper() for field in dataclasses.fields(cls)}
-    for name in environ:
-        if name.startswith(prefix) and name not in known:
-            raise SettingError(f"{name} is set, but there is no such setting")
+    given = _variables(cls, service, environ)
     values: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
-        flag, variable = flag_name(field.name), prefix + field.name.upper()
+        flag, variable = flag_name(field.name), variable_name(service, field.name)
         if flags[field.name] is not None:
             values[field.name] = _convert(flags[field.name], kinds[field.name], flag)
-        elif variable in environ:
-            values[field.name] = _convert(environ[variable], kinds[field.name], variable)
+        elif field.name in given:
+            values[field.name] = _convert(given[field.name], kinds[field.name], variable)
         elif field.default is dataclasses.MISSING:
             raise SettingError(f"{flag} (or {variable}) must be given: {field.metadata['doc']}")
     settings = cls(**values)
     validate(settings)
     return settings
+
+
+def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The texts that the environment has for settings, by the names of their fields. Raises
+    SettingError for a name that no program reads, and a file of a secret that cannot be read.
+    """
+    fields = dataclasses.fields(cls)
+    names = {variable_name(service, field.name): field.name for field in fields}
+    files = {
+        variable_name(service, field.name) + _FILE: field.name
+        for field in fields
+        if field.metadata.get("is_secret")
+    }
+    _require_known(service, environ, names.keys() | files.keys())
+    texts = {field: environ[name] for name, field in names.items() if name in environ}
+    for name, field in files.items():
+        if name in environ:
+            if field in texts:
+                raise SettingError(f"{name} and {name.removesuffix(_FILE)} are both set")
+            texts[field] = _secret(name, Path(environ[name]))
+    return texts
+
+
+def _require_known(service: str, environ: Mapping[str, str], known: Collection[str]) -> None:
+    others = tuple(env_prefix(program) for program in _PROGRAMS if program != service)
+    for name in environ:
+        is_others = name.startswith(others) or name in _CLIENT_VARIABLES
+        if name.startswith("STEPWELL_") and name not in known and not is_others:
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"; similar is {similar[0]}" if similar else ""
+            raise SettingError(f"{name} is set, but there is no such setting{hint}")
+
+
+def _secret(variable: str, path: Path) -> str:
+    """The text of a file, whose lines stand for the items of a list."""
+    try:
+        return ",".join(path.read_text().split())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingError(f"{variable}: {path} cannot be read: {why}") from error
 
 
 def validate(settings: IsDataclass) -> None:
@@ -152,6 +208,11 @@ def validate(settings: IsDataclass) -> None:
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
+
+
+def variable_name(service: str, field_name: str) -> str:
+    """The environment variable of a setting."""
+    return env_prefix(service) + field_name.upper()
 
 
 def env_prefix(service: str) -> str:
@@ -178,6 +239,8 @@ def _parser(
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
         default = _help_text(field.default)
         help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
+        if field.metadata.get("is_secret"):
+            help_text += f"; or the content of the file {variable_name(service, field.name)}_FILE"
         options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
         if kinds[field.name] is bool:
             options["action"] = argparse.BooleanOptionalAction

@@ -19,6 +19,7 @@ class ClientSettings(ServiceSettings):
         (),
         doc="keys that clients must show one of, comma-separated, each of a tenant of its own; "
         "without any, and without the next two settings, no key is asked for",
+        is_secret=True,
     )
     api_key_file: Path | None = setting(
         None, doc="file with keys and limits of tenants, which `stepwell keys` writes"

@@ -105,6 +105,7 @@ class GatewaySettings(ClientSettings):
         "cluster by any of its nodes (default: only the schedulers above are used, the pools are "
         "asked, and answers stay at their gateway)",
         check=is_redis_url,
+        is_secret=True,
     )
     address: str = with_default(ServiceSettings, "address", "0.0.0.0:9000")
     http_address: str = setting(
@@ -122,6 +123,7 @@ class GatewaySettings(ClientSettings):
         None,
         doc="key that operators' calls must show; it may be left out where admin_address is a "
         "loopback address or a Unix socket",
+        is_secret=True,
     )
     ui: bool = setting(
         True,

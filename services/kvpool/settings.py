@@ -39,4 +39,5 @@ class KVPoolSettings(ServiceSettings):
         "rediss://host:port?ssl_ca_certs=PATH with TLS; a cluster by any of its nodes "
         "(default: gateways ask the pools)",
         check=is_redis_url,
+        is_secret=True,
     )

@@ -41,6 +41,7 @@ class SchedulerSettings(ServiceSettings):
         "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH with TLS; a "
         "cluster by any of its nodes (default: gateways must be given its address)",
         check=is_redis_url,
+        is_secret=True,
     )
     advertise_address: str | None = setting(
         None,

@@ -51,7 +51,7 @@ def test_requests_go_on_while_redis_is_lost_and_the_index_is_right_again(
     tiny_model: TinyModel, tmp_path
 ) -> None:
     with redis_server(tmp_path / "redis") as server:
-        stack = Stack(tiny_model.directory, *FLAGS, "--redis", server.url, environ=ENVIRON)
+        stack = Stack(tiny_model.directory, *FLAGS, "--redis-url", server.url, environ=ENVIRON)
         try:
             complete(stack, "one two three four five six")
             wait_for(lambda: state(stack) == "exact" and agrees(stack))

@@ -50,7 +50,7 @@ def stream_until_the_gateway_dies(stack: Stack) -> str:
 @pytest.mark.slow
 def test_a_killed_gateways_stream_is_found_again(tiny_model: TinyModel, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server:
-        stack = Stack(tiny_model.directory, "--num-blocks", "200", "--redis", server.url)
+        stack = Stack(tiny_model.directory, "--num-blocks", "200", "--redis-url", server.url)
         try:
             killed, name = stack.pids()["gateway"], stream_until_the_gateway_dies(stack)
             stack.wait_until_back("gateway", killed)

@@ -1,4 +1,4 @@
-"""A second replica joins a running `stepwell up --redis`, drains, joins again, and is killed."""
+"""A second replica joins `stepwell up --redis-url`, drains, joins again, and is killed."""
 
 import asyncio
 import signal
@@ -30,7 +30,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def stack(tiny_model: TinyModel, redis: RedisServer) -> Iterator[Stack]:
-    flags = ("--redis", redis.url, "--num-blocks", "200", "--routing-policy", "least-loaded")
+    flags = ("--redis-url", redis.url, "--num-blocks", "200", "--routing-policy", "least-loaded")
     stack = Stack(tiny_model.directory, *flags)
     yield stack
     stack.close()

@@ -140,7 +140,7 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
     with redis_server(tmp_path / "redis") as redis:
         stack = Stack(
             tiny_model.directory,
-            *(*flags, "--redis", redis.url, "--liveness-timeout-seconds", "600"),
+            *(*flags, "--redis-url", redis.url, "--liveness-timeout-seconds", "600"),
             environ=environ,
         )
         directory = tmp_path / "prometheus"

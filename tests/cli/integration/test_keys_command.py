@@ -23,7 +23,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]
         yield ["--file", str(tmp_path / "keys.json")]
         return
     with redis_server(tmp_path / "redis") as server:
-        yield ["--redis", server.url]
+        yield ["--redis-url", server.url]
 
 
 def keys(*arguments: str, environ: dict[str, str] | None = None) -> Any:
@@ -85,9 +85,9 @@ def test_the_gateways_variables_name_the_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["list"], "give either --file PATH or --redis URL"),
-        (["list", "--file", "a", "--redis", "b"], "give either --file PATH or --redis URL"),
-        (["list", "--redis", "nowhere"], "--redis must be redis://"),
+        (["list"], "give either --file PATH or --redis-url URL"),
+        (["list", "--file", "a", "--redis-url", "b"], "give either --file PATH or --redis-url URL"),
+        (["list", "--redis-url", "nowhere"], "--redis-url must be redis://"),
         (["create", "--file", "keys"], "--tenant must be given"),
         (["create", "--file", "keys", "--tenant", "a b"], "--tenant must be given"),
         (["create", "--file", "keys", "--tenant", "a", "--weight", "0"], "--weight must be from"),
@@ -98,7 +98,10 @@ def test_the_gateways_variables_name_the_place(tmp_path: Path) -> None:
         (["create", "--file", "keys", "--tenant", "a", "--models", ","], "--models must name"),
         (["revoke", "--file", "keys"], "which key?"),
         (["revoke", "--file", "keys", "abc"], "there is no key with the id 'abc'"),
-        (["list", "--redis", "redis://127.0.0.1:1"], "--redis redis://127.0.0.1:1: nothing answ"),
+        (
+            ["list", "--redis-url", "redis://127.0.0.1:1"],
+            "--redis-url redis://127.0.0.1:1: nothing answ",
+        ),
         (["create", "--file", "/proc/nowhere/keys", "--tenant", "a"], "--file /proc/nowhere/keys"),
     ],
 )

@@ -105,25 +105,25 @@ def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", "--requirepass", "right") as server:
         place = f"127.0.0.1:{server.port}"
         for url in (f"redis://{place}", f"redis://:wrong@{place}"):
-            status, error = up("--model", model, "--redis", url)
+            status, error = up("--model", model, "--redis-url", url)
             assert status == 1
             assert error.startswith(
-                f"stepwell up: --redis redis://{place}: Redis refuses user or password ("
+                f"stepwell up: --redis-url redis://{place}: Redis refuses user or password ("
             )
             assert error.count("\n") == 1
             assert "wrong" not in error
-    assert up("--model", model, "--redis", server.url) == (
+    assert up("--model", model, "--redis-url", server.url) == (
         1,
-        f"stepwell up: --redis {server.url}: nothing answers there\n",
+        f"stepwell up: --redis-url {server.url}: nothing answers there\n",
     )
-    assert up("--model", model, "--redis", "redis://no-such-host!:6379") == (
+    assert up("--model", model, "--redis-url", "redis://no-such-host!:6379") == (
         1,
-        "stepwell up: --redis redis://no-such-host!:6379: there is no such host\n",
+        "stepwell up: --redis-url redis://no-such-host!:6379: there is no such host\n",
     )
-    assert up("--model", model, "--redis", "127.0.0.1:6379") == (
+    assert up("--model", model, "--redis-url", "127.0.0.1:6379") == (
         2,
-        "stepwell up: --redis must be redis://[user:password@]host:port, rediss://… for TLS, or "
-        "unix://PATH, not 127.0.0.1:6379\n",
+        "stepwell up: --redis-url must be redis://[user:password@]host:port, rediss://… for TLS, "
+        "or unix://PATH, not 127.0.0.1:6379\n",
     )
 
 

@@ -37,6 +37,7 @@ EVERYTHING = {
     "enable_auto_tool_choice": True,
     "routing_policy": "round-robin",
     "stream_interval": 4,
+    "redis_url": "redis://:secret@127.0.0.1:6379",
     "api_keys": ("one", "two"),
     "admin_key": "operator",
     "api_key_file": Path("/etc/stepwell/keys.json"),
@@ -106,11 +107,9 @@ def test_every_setting_that_is_passed_on_reaches_its_services(tmp_path: Path) ->
             assert wanted in (value, getattr(value, "value", value)), (service, name)
 
 
-def test_gateway_and_pool_get_the_same_redis(tmp_path: Path) -> None:
-    url = "redis://:secret@127.0.0.1:6379"
-    services = received(tmp_path, {}, redis=url)
-    assert services["gateway"].redis_url == services["kvpool"].redis_url == url
-    assert received(tmp_path, {})["gateway"].redis_url is None
+def test_a_flag_replaces_the_file_of_a_secret(tmp_path: Path) -> None:
+    environ = {"STEPWELL_GATEWAY_API_KEYS_FILE": "/run/secrets/keys"}
+    assert received(tmp_path, environ, api_keys=("one",))["gateway"].api_keys == ("one",)
 
 
 def test_the_services_find_each_other(tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ def test_the_workers_of_all_stages_are_one_group(tmp_path: Path) -> None:
 def test_two_replicas_share_a_gateway_and_the_machine(tmp_path: Path) -> None:
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"))
     url = "redis://127.0.0.1:6379"
-    plan = stages(UpSettings(model=tmp_path, replicas=2, redis=url), addresses, {})
+    plan = stages(UpSettings(model=tmp_path, replicas=2, redis_url=url), addresses, {})
     assert [[spec.name for spec in stage.specs] for stage in plan] == [
         ["gateway"],
         ["scheduler-0", "scheduler-1"],

@@ -43,6 +43,7 @@ class Everything:
     ports: tuple[int, ...] = setting((), doc="which ports")
     limit: int | None = setting(None, doc="how many at most", check=at_least(10))
     folder: Path = setting(Path(), doc="where it lies", check=existing_directory)
+    words: tuple[str, ...] = setting((), doc="what opens it", is_secret=True)
 
 
 def parse(*argv: str, **environ: str) -> Everything:
@@ -74,7 +75,8 @@ def test_variables_are_read_and_those_of_others_ignored() -> None:
         STEPWELL_THING_FAST="No",
         STEPWELL_THING_PORTS="1,2",
         UNRELATED="1",
-        STEPWELL_OTHER_NAME="y",
+        STEPWELL_URL="http://127.0.0.1:8000",
+        STEPWELL_GATEWAY_MODEL="y",
     )
     assert settings == Everything("x", 7, colour=Colour.DARK_BLUE, fast=False, ports=(1, 2))
 
@@ -84,6 +86,17 @@ def test_variables_are_read_and_those_of_others_ignored() -> None:
 )
 def test_booleans_have_several_names(text: str, value: bool) -> None:
     assert parse("--name", "x", STEPWELL_THING_FAST=text).fast is value
+
+
+def test_a_secret_is_the_content_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "words"
+    path.write_text("sesame\nfriend\n")
+    settings = parse("--name", "x", STEPWELL_THING_WORDS_FILE=str(path))
+    assert settings.words == ("sesame", "friend")
+    path.write_text("sesame,friend\n")
+    assert parse("--name", "x", STEPWELL_THING_WORDS_FILE=str(path)) == settings
+    given = parse("--name", "x", "--words", "door", STEPWELL_THING_WORDS_FILE=str(path))
+    assert given.words == ("door",)
 
 
 def test_a_flag_wins_over_a_variable() -> None:
@@ -130,7 +143,35 @@ def test_a_flag_wins_over_a_variable() -> None:
         (
             ["--name", "x"],
             {"STEPWELL_THING_COLOR": "red"},
-            "STEPWELL_THING_COLOR is set, but there is no such setting",
+            "STEPWELL_THING_COLOR is set, but there is no such setting; similar is "
+            "STEPWELL_THING_COLOUR",
+        ),
+        (
+            ["--name", "x"],
+            {"STEPWELL_THIGN_WORDS": "open"},
+            "STEPWELL_THIGN_WORDS is set, but there is no such setting; similar is "
+            "STEPWELL_THING_WORDS",
+        ),
+        (
+            ["--name", "x"],
+            {"STEPWELL_ELSEWHERE": "1"},
+            "STEPWELL_ELSEWHERE is set, but there is no such setting",
+        ),
+        (
+            ["--name", "x"],
+            {"STEPWELL_THING_NAME_FILE": "/etc/hostname"},
+            "STEPWELL_THING_NAME_FILE is set, but there is no such setting; similar is "
+            "STEPWELL_THING_NAME",
+        ),
+        (
+            ["--name", "x"],
+            {"STEPWELL_THING_WORDS_FILE": "/nowhere"},
+            "STEPWELL_THING_WORDS_FILE: /nowhere cannot be read: No such file or directory",
+        ),
+        (
+            ["--name", "x"],
+            {"STEPWELL_THING_WORDS_FILE": "/nowhere", "STEPWELL_THING_WORDS": "open"},
+            "STEPWELL_THING_WORDS_FILE and STEPWELL_THING_WORDS are both set",
         ),
         (["--name", "x", "--nam", "y"], {}, "unrecognized arguments: --nam y; similar are --name"),
         (["--name", "x", "--zzz=1"], {}, "unrecognized arguments: --zzz=1"),
