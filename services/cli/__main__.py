@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import version
 from io import TextIOWrapper
 
 from services.cli.errors import CommandError
@@ -56,6 +55,8 @@ def _main(argv: Sequence[str] | None) -> int:
         print(HELP)
         return 0
     if name == "--version":
+        from importlib.metadata import version  # noqa: PLC0415 - takes longer than all other imports
+
         print(f"stepwell {version('stepwell')}")
         return 0
     if name not in COMMANDS:

@@ -1,9 +1,11 @@
 """The scheduler service, `python -m services.scheduler`: its composition root."""
 
 import gc
+import signal
 
 if __name__ == "__main__":
     gc.disable()  # until run_service has frozen what is imported here
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
 import asyncio
 import logging

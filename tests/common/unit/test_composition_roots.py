@@ -15,8 +15,13 @@ SERVICES = Path(__file__).parents[3] / "services"
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "kvpool", "worker"])
 def test_a_service_is_composed_in_the_common_shape(service: str) -> None:
     module = ast.parse((SERVICES / service / "__main__.py").read_text())
-    _docstring, *first = map(ast.unparse, module.body[:3])
-    assert first == ["import gc", "if __name__ == '__main__':\n    gc.disable()"]
+    _docstring, *first = map(ast.unparse, module.body[:4])
+    assert first == [
+        "import gc",
+        "import signal",
+        "if __name__ == '__main__':\n    gc.disable()\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_DFL)",
+    ]
     functions = {
         node.name: [argument.arg for argument in node.args.args]
         for node in module.body

@@ -69,6 +69,49 @@ run_service("thing", ServiceSettings, serve)
     assert ended(process) == (0, "drained\n", "")
 
 
+def test_a_second_signal_is_logged_as_one_that_changes_nothing() -> None:
+    process = start(
+        """
+async def serve(settings, stop):
+    for word in ("serving", "draining"):
+        print(word, flush=True)
+        await stop.wait()
+        stop.clear()
+
+run_service("thing", ServiceSettings, serve)
+""",
+        log_level="info",
+    )
+    assert process.stdout is not None
+    for word in ("serving", "draining"):
+        assert process.stdout.readline() == f"{word}\n"
+        process.send_signal(signal.SIGTERM)
+    status, _, errors = ended(process)
+    messages = [line.rpartition("SIGTERM: ")[2] for line in errors.splitlines()]
+    assert (status, messages) == (0, ["stopping", "already stopping"])
+
+
+def test_ctrl_c_during_the_imports_ends_a_service_without_a_traceback() -> None:
+    """An import of the pool's settings, one of the last, sends the signal."""
+    body = """
+import builtins, os, runpy, signal
+importing = builtins.__import__
+
+def interrupt(name, *rest, **named):
+    if name == "services.kvpool.settings":
+        os.kill(os.getpid(), signal.SIGINT)
+    return importing(name, *rest, **named)
+
+builtins.__import__ = interrupt
+runpy.run_module("services.kvpool", run_name="__main__", alter_sys=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", body], stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, b"")
+
+
 @pytest.mark.parametrize(
     "body",
     [
