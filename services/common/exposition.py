@@ -4,7 +4,7 @@ It is written here and in this one format whatever a scraper asks for: in OpenMe
 1.0.0 of the text format client libraries write `vllm_` for `vllm:` unless names may be UTF-8.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
@@ -35,12 +35,17 @@ class Exposition:
         self._labels = dict(labels or {})
         self._service = {"service": service}
 
-    def render(self, labels: Mapping[str, str] | None = None) -> bytes:
-        """The text. All series get `labels`, and those that have one of them with another value are
-        left out.
+    def render(
+        self, labels: Mapping[str, str] | None = None, hidden_labels: Collection[str] = ()
+    ) -> bytes:
+        """The text. All series get `labels`. Series that have one of them with another value, or
+        have any of `hidden_labels`, are left out.
         """
         added = {**self._labels, **(labels or {})}
-        text = [*_text(self._own, added), *_text(self._shared, {**added, **self._service})]
+        text = [
+            *_text(self._own, added, hidden_labels),
+            *_text(self._shared, {**added, **self._service}, hidden_labels),
+        ]
         return "".join(text).encode()
 
 
@@ -72,13 +77,16 @@ def _parts(family: bytes) -> tuple[bytes, bytes, bytes]:
     return header, kind, samples if not samples or samples.endswith(b"\n") else samples + b"\n"
 
 
-def _text(collectors: Iterable[Collector], added: Mapping[str, str]) -> Iterator[str]:
+def _text(
+    collectors: Iterable[Collector], added: Mapping[str, str], hidden_labels: Collection[str]
+) -> Iterator[str]:
     for collector in collectors:
         for metric in collector.collect():
             samples = [
                 line
                 for sample in metric.samples
                 if not sample.name.endswith("_created")
+                and sample.labels.keys().isdisjoint(hidden_labels)
                 and (line := _line(sample, added)) is not None
             ]
             if samples:

@@ -19,12 +19,12 @@ _CONNECTION_SECONDS = 10.0
 
 
 @contextmanager
-def serving_metrics(render: Callable[[], bytes], address: str | None) -> Iterator[None]:
-    """Serves the text that `render` returns over HTTP on host:port, from threads; not at all for
-    None. Raises Unavailable if the address cannot be bound.
+def serving_metrics(render: Callable[[], bytes], address: str | None) -> Iterator[str | None]:
+    """Serves the text that `render` returns over HTTP on host:port, from threads, and yields the
+    bound address; not at all for None. Raises Unavailable if the address cannot be bound.
     """
     if address is None:
-        yield
+        yield None
         return
     host, port = split_host_port(address)
     try:
@@ -33,9 +33,10 @@ def serving_metrics(render: Callable[[], bytes], address: str | None) -> Iterato
         raise Unavailable(f"cannot serve metrics on {address}: {error.strerror}") from error
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
-    logger.info("serving metrics", extra={"address": join_host_port(host, server.server_port)})
+    bound = join_host_port(host, server.server_port)
+    logger.info("serving metrics", extra={"address": bound})
     try:
-        yield
+        yield bound
     finally:
         server.shutdown()
         thread.join()

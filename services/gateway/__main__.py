@@ -19,6 +19,7 @@ from opentelemetry.metrics import Meter
 
 from services.common.errors import StepwellError, Unavailable
 from services.common.lifecycle import run_service
+from services.common.metrics import serving_metrics
 from services.common.otlp_metrics import service_meter
 from services.common.telemetry import Tracing
 from services.common.tls_settings import TlsFields, tls_of
@@ -46,6 +47,8 @@ _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 """Objects made and not freed after which the garbage collector looks at the youngest ones."""
 _LAST_ANSWERS_SECONDS = 1.0
 """How long the last answers may take to be sent, once no request runs any more."""
+_SCRAPE_SECONDS = 10.0
+"""How long a scrape may take, of which replicas that do not answer take the most."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             addresses.http,
             addresses.grpc,
         )
+        if not gateway.parts.keys.are_needed:
+            logger.info("no key is needed: every client that reaches these addresses is served")
         if addresses.admin is not None:
             logger.info("operators' calls on %s", addresses.admin)
         if addresses.traces is not None:
@@ -101,6 +106,8 @@ class Addresses:
     """Where operators' calls are served, if they are."""
     traces: str | None
     """Where the other services send their spans, if traces are kept."""
+    metrics: str | None
+    """Where Prometheus' metrics are served apart from the clients' API, if they are."""
 
 
 class Gateway:
@@ -131,6 +138,8 @@ class Gateway:
         self._grpc = grpc_server(self.parts, max_connections)
         self._otlp = trace_server(self.parts)
         self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.get_running_loop()
+        self._metrics = contextlib.ExitStack()
 
     async def start(self) -> Addresses:
         """Listens, and begins to connect to the schedulers.
@@ -148,6 +157,9 @@ class Gateway:
             )
             admin_address = await self._start_admin()
             trace_address = await self._start_otlp()
+            metrics_address = self._metrics.enter_context(
+                serving_metrics(self._render_metrics, self._settings.metrics_address)
+            )
         except StepwellError:
             await self._stop_servers(0)
             await self._grpc.drain(0)
@@ -163,7 +175,12 @@ class Gateway:
         if self.parts.key_store is not None:
             self._tasks.append(asyncio.create_task(self.parts.key_store.run()))
             self._tasks.append(asyncio.create_task(self.parts.limit_store.run()))
-        return Addresses(http_address, grpc_address, admin_address, trace_address)
+        return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
+
+    def _render_metrics(self) -> bytes:
+        """Metrics of gateway and replicas, for a thread that is not the event loop's."""
+        collecting = self.parts.fleet_metrics.collect(shows_tenants=True)
+        return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)
 
     async def _start_admin(self) -> str | None:
         if self._admin is None or self._settings.admin_address is None:
@@ -211,6 +228,7 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._grpc.drain(0)
+        await asyncio.to_thread(self._metrics.close)
         if self._otlp is not None and stop is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.trace_linger_seconds):
@@ -218,9 +236,7 @@ class Gateway:
         await self._stop_otlp(_LAST_ANSWERS_SECONDS)
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains, until it is set again. A defect in the
-        background ends it, too.
-        """
+        """Serves until `stop` is set, then drains. A defect in the background ends it, too."""
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((stopped, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()

@@ -108,7 +108,7 @@ class Parts:
         self.metrics = Metrics(settings.model_name)
         fleet_collector = FleetCollector(self.fleet, settings.model_name)
         own = self._own_metrics(fleet_collector, tracing)
-        fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
+        self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
         self.observer = Observer(self.metrics, genai, self.prefix_index)
         recording = RecorderSettings(
@@ -125,7 +125,12 @@ class Parts:
         estimate = CachedEstimate(self.prefix_index, self._replicas)
         self.limits = TenantLimits(self.limit_store, gateway_id, estimate.num_cached_tokens)
         self.server_routes = ServerRoutes(
-            self.inference, self.fleet, self.links, self.gate, fleet_metrics
+            self.inference,
+            self.fleet,
+            self.links,
+            self.gate,
+            self.fleet_metrics,
+            are_keys_needed=self.keys.are_needed,
         )
 
     def _replicas(self) -> list[Replica]:

@@ -69,6 +69,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
         _view_routes(parts, sees_all=False) if settings.ui else (),
+        has_metrics=settings.metrics_address is None,
     )
     app = make_app(
         "Stepwell",

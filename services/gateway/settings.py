@@ -125,6 +125,12 @@ class GatewaySettings(ClientSettings):
         "loopback address or a Unix socket",
         is_secret=True,
     )
+    metrics_address: str | None = setting(
+        None,
+        doc="host:port of the Prometheus metrics, those of tenants among them (default: they are "
+        "served to clients, at /metrics, and without those of tenants where keys are needed)",
+        check=is_host_port,
+    )
     ui: bool = setting(
         True,
         doc="show what the replicas do, and traces, at http_address too: the page /ui, /activity "

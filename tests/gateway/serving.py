@@ -43,12 +43,17 @@ class Serving:
     grpc_address: str
     admin_address: str
     trace_address: str
+    metrics_address: str
     channel: grpc.aio.Channel
     tokenizer: Any
 
     @property
     def scheduler(self) -> FakeScheduler:
         return self.schedulers[0]
+
+    async def metrics(self) -> str:
+        """All metrics, those of tenants among them."""
+        return (await self.gateway.parts.fleet_metrics.collect(shows_tenants=True)).decode()
 
     @property
     def stub(self) -> Any:
@@ -138,6 +143,7 @@ async def serving(
             bound.grpc,
             bound.admin or "",
             bound.traces or "",
+            bound.metrics or "",
             channel,
             tokenizer,
         )

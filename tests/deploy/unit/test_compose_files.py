@@ -187,7 +187,9 @@ def test_prometheus_asks_where_metrics_are_served() -> None:
     schedulers = {name for name, one in services.items() if role_of(one) == "scheduler"}
     named = {n for n, one in services.items() if {*found["names"]} & aliases({n: one})}
     assert named == schedulers
-    assert jobs["stepwell-gateway"]["static_configs"] == [{"targets": ["gateway:8000"]}]
+    served = environment_of("gateway")["STEPWELL_GATEWAY_METRICS_ADDRESS"]
+    port = split_host_port(served)[1]
+    assert jobs["stepwell-gateway"]["static_configs"] == [{"targets": [f"gateway:{port}"]}]
     exporter = yaml.safe_load((ROOT / "deploy/otel/collector.yaml").read_text())["exporters"]
     port = split_host_port(exporter["prometheus"]["endpoint"])[1]
     assert jobs["otel-collector"]["static_configs"] == [{"targets": [f"otel-collector:{port}"]}]

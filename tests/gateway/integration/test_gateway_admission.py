@@ -55,7 +55,7 @@ async def test_a_flood_waits_at_the_gateway_and_gives_back_places_to_another_ten
         quiet = [Stream(served, headers=QUIET) for _ in range(2)]
         await until(lambda: len(scheduler.adds) == NUM_PLACES + 3)
         await until(lambda: len(scheduler.aborts) == 3)
-        metrics = (await served.http.get("/metrics")).text
+        metrics = await served.metrics()
         assert 'stepwell_tenant_num_waiting{tenant="key-1"} 23.0' in metrics
         assert 'stepwell_tenant_num_running{tenant="key-1"} 6.0' in metrics
         assert 'stepwell_tenant_num_waiting{tenant="key-2"} 0.0' in metrics

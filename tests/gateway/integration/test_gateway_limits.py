@@ -234,9 +234,9 @@ async def test_openais_client_comes_back_after_the_hint_and_not_where_it_is_told
                 await client.completions.create(model="tiny", prompt=[5], max_tokens=400)
         assert caught.value.response.headers["x-should-retry"] == "false"
         assert caught.value.type == "tokens"
-        refusals = await served.http.get("/metrics")
+        refusals = await served.metrics()
         label = 'model_name="tiny",reason="rate_limit_exceeded",tenant="acme"'
-        assert f"stepwell_tenant_refusals_total{{{label}}} 1.0" in refusals.text
+        assert f"stepwell_tenant_refusals_total{{{label}}} 1.0" in refusals
 
 
 async def test_a_grpc_client_finds_when_to_come_back_in_details_and_metadata(
@@ -277,7 +277,7 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
         await to_end(generate(served, key))
         await post(served, key, prompt=[10**6])
         await post(served, "wrong")
-        metrics = (await served.http.get("/metrics")).text
+        metrics = await served.metrics()
         expected = {
             'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"}': 2,
             'stepwell_tenant_tokens_total{kind="prompt",model_name="tiny",tenant="acme"}': 6,
@@ -289,6 +289,25 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
         }
         for name, count in expected.items():
             assert f"{name} {count:.1f}\n" in metrics
+
+
+async def test_series_of_tenants_are_for_the_address_of_metrics(
+    model: Path, tmp_path: Path
+) -> None:
+    """Clients ask for metrics without a key."""
+    series = 'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"} 1.0'
+    async with limited(model, tmp_path) as (served, key):
+        await post(served, key)
+        text = (await served.http.get("/metrics")).text
+        assert 'stepwell_gateway_replicas{model_name="tiny"} 1.0' in text
+        assert "acme" not in text
+    apart = {"api_key_file": tmp_path / "keys.json", "metrics_address": "127.0.0.1:0"}
+    async with serving(model, **apart) as served:
+        await post(served, key)
+        assert (await served.http.get("/metrics")).status_code == 404
+        url = f"http://{served.metrics_address}/metrics"
+        async with httpx.AsyncClient() as scraper:
+            assert series in (await scraper.get(url)).text
 
 
 @needs_redis

@@ -103,7 +103,7 @@ def alike(text: object) -> str:
 
 async def counts(served: Serving) -> dict[str, float]:
     """What is counted of refusals, by series."""
-    lines = (await served.http.get("/metrics")).text.splitlines()
+    lines = (await served.metrics()).splitlines()
     pattern = r"(\S*(?:rejections|refusals|http_requests|duration_seconds_count)\S*) (\S+)"
     matches = [re.fullmatch(pattern, line) for line in lines if "/metrics" not in line]
     return {match[1]: float(match[2]) for match in matches if match is not None}

@@ -50,6 +50,7 @@ kvpoolHealth: 9012
 workerHealth: 9013
 vllmGrpc: 9100
 schedulerMetrics: 9101
+gatewayMetrics: 9102
 redis: 6379
 # Where rank 0 of a model waits for the others.
 master: 29500

@@ -36,7 +36,7 @@ from services.gateway.adapters.http.openapi import (
 )
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
-from services.gateway.adapters.http.server_routes import MODELS, ServerRoutes
+from services.gateway.adapters.http.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
@@ -72,6 +72,8 @@ def client_routes(
     server: ServerRoutes,
     sessions: SessionRoutes,
     views: Sequence[Route],
+    *,
+    has_metrics: bool,
 ) -> Sequence[Route]:
     """All routes of clients; `views` are those of displays, such as `/ui`."""
     return (
@@ -80,6 +82,7 @@ def client_routes(
         *sessions.routes(),
         *_tokenizing(tokenizer),
         *_about_the_server(server),
+        *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
         *views,
     )
 
@@ -232,5 +235,4 @@ def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
         ),
         Route("/version", server.version, server_answers.Version, needs_key=False),
         Route("/load", server.load, server_answers.Load, needs_key=False),
-        Route("/metrics", server.metrics, CONTENT_TYPE, needs_key=False),
     )

@@ -20,6 +20,7 @@ from services.gateway.core.inference import Inference
 from services.gateway.core.replica import Replica
 
 MODELS = "/v1/models"
+METRICS = "/metrics"
 _STATS_TIMEOUT_SECONDS = 1.0
 
 
@@ -33,6 +34,8 @@ class ServerRoutes:
         links: SchedulerLinks,
         gate: Gate,
         metrics: FleetMetrics,
+        *,
+        are_keys_needed: bool,
     ) -> None:
         self._inference = inference
         self._fleet = fleet
@@ -40,6 +43,7 @@ class ServerRoutes:
         self._links = links
         self._gate = gate
         self._metrics = metrics
+        self._are_keys_needed = are_keys_needed
         self._created = int(time.time())
         self._version = version("stepwell")
 
@@ -98,8 +102,11 @@ class ServerRoutes:
         return JSONResponse({"server_load": self._gate.inside})
 
     async def metrics(self, _request: Request) -> Response:
-        """Prometheus metrics, of this gateway and of every replica."""
-        return Response(await self._metrics.collect(), media_type=CONTENT_TYPE)
+        """Prometheus metrics, of this gateway and of every replica. No key is asked for: where
+        clients have keys, series of tenants are left out.
+        """
+        text = await self._metrics.collect(shows_tenants=not self._are_keys_needed)
+        return Response(text, media_type=CONTENT_TYPE)
 
     def _model_card(self, name: str) -> dict[str, Any]:
         adapter = self._inference.adapters.find(name)
