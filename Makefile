@@ -7,6 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP := $(wildcard services/worker/backends/native/cpp/*)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 BUILD := DOCKER_BUILDKIT=1 docker build $(if $(BASE),--build-arg BASE=$(BASE)) $(DOCKER_ARGS)
+TAG ?= $(VERSION)
 PROTOS := $(shell find protos -name '*.proto')
 
 .DEFAULT_GOAL := help
@@ -38,11 +39,11 @@ proto: gen/.built ## Generate gen/ from protos/
 bench: $(VENV)/.dev gen/.built ## Measure; prints tables of docs/benchmarks.md
 	$(BIN)/python -m benchmarks.serving $(ARGS)
 
-images: ## Build the images of all services, for the CPU; BASE and DOCKER_ARGS are for docker build
+images: ## Build the images of all services, for the CPU, as TAG; BASE and DOCKER_ARGS are for docker build
 	@for image in gateway scheduler kvpool; do \
-	    $(BUILD) --file deploy/docker/Dockerfile --target $$image --tag stepwell/$$image:$(VERSION) . || exit 1; \
+	    $(BUILD) --file deploy/docker/Dockerfile --target $$image --tag stepwell/$$image:$(TAG) . || exit 1; \
 	done
-	@$(BUILD) --file deploy/docker/worker.Dockerfile --target cpu --tag stepwell/worker:$(VERSION) .
+	@$(BUILD) --file deploy/docker/worker.Dockerfile --target cpu --tag stepwell/worker:$(TAG) .
 
 wheelhouse: $(VENV)/.run ## Download the packages of the images, to build them without the package index
 	$(BIN)/python deploy/docker/packages.py download deploy/docker/wheelhouse \

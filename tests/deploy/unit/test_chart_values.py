@@ -22,7 +22,7 @@ FURTHER = {
     "tensor-parallel-gpu": {"LeaderWorkerSet", "Pod"},
     "everything": {
         *("StatefulSet", "Pod", "HorizontalPodAutoscaler", "InferencePool"),
-        *("ServiceMonitor", "PrometheusRule"),
+        *("ServiceMonitor", "PrometheusRule", "PersistentVolumeClaim"),
     },
     "groups": {"StatefulSet", "Pod", "Certificate", "Issuer"},
     "stages": {"StatefulSet", "Pod"},
@@ -84,7 +84,29 @@ REFUSED = {
     ),
     "a setting as a variable": (
         {"gateway": {"extraEnv": [{"name": "STEPWELL_GATEWAY_ADMIN_KEY", "value": "a"}]}},
-        "extraEnv",
+        "gateway.extraEnv: STEPWELL_GATEWAY_ADMIN_KEY is a setting: it belongs below",
+    ),
+    "a GPU without a GPU": ({"worker": {"settings": {"device": "cuda"}}}, "needs a GPU among"),
+    "GPUs of which one is used": (
+        {
+            "tensorParallel": {"size": 8},
+            "worker": {"resources": {"limits": {"nvidia.com/gpu": 8}}},
+        },
+        "nvidia.com/gpu must be 1, not 8",
+    ),
+    "nodes that are never emptied": (
+        {"podDisruptionBudget": {"maxUnavailable": "0%"}},
+        "would keep every node",
+    ),
+    "a name that begins with a digit": ({"fullnameOverride": "7b"}, "set fullnameOverride"),
+    "a name in capitals": ({"fullnameOverride": "Llama"}, "set fullnameOverride"),
+    "keys that vanish": (
+        {"gateway": {"apiKeys": {"inRedis": True}}, "redis": {"internal": {"enabled": True}}},
+        "needs redis.internal.persistence.enabled",
+    ),
+    "memory in bytes": (
+        {"redis": {"internal": {"enabled": True, "resources": {"limits": {"memory": "9e8"}}}}},
+        "must be given in Mi or Gi",
     ),
     "two volumes": ({"model": {"volume": {"nfs": {}, "hostPath": {}}}}, "volume"),
 }
@@ -104,6 +126,32 @@ def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
     for name, release in render_chart(sets).items():
         assert release.refused is not None, name
         assert REFUSED[name][1] in release.refused, (name, release.refused)
+
+
+def test_long_names_differ_when_they_are_cut() -> None:
+    small, common = example("small"), "the-language-models-of-the-search-team-in-"
+    names = [f"{common}{place}" for place in ("paris", "rome")]
+    sets = {name: small | {"fullnameOverride": name} for name in (*names, "a" * 36)}
+    found = {
+        name: {one["metadata"]["name"] for one in release.objects}
+        for name, release in render_chart(sets).items()
+    }
+    assert not found[names[0]] & found[names[1]]
+    assert max(len(one) for name in names for one in found[name]) <= 63
+    assert "a" * 36 + "-gateway" in found["a" * 36]
+
+
+def test_redis_refuses_writes_before_its_container_is_killed() -> None:
+    limits = {"512Mi": "384mb", "2Gi": "1536mb", "100M": "75mb"}
+    sets = {
+        limit: example("small")
+        | {"redis": {"internal": {"enabled": True, "resources": {"limits": {"memory": limit}}}}}
+        for limit in limits
+    }
+    for limit, release in render_chart(sets).items():
+        (redis,) = [one for one in release.of("Deployment") if "redis" in one["metadata"]["name"]]
+        arguments = redis["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert arguments[arguments.index("--maxmemory") + 1] == limits[limit]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -177,6 +177,13 @@ def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
             assert alias == f"own-{role_of(services[part])}"
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_file_systems_in_memory_have_a_size(variant: str) -> None:
+    for name, service in services_of(*VARIANTS[variant], REPLICA="2").items():
+        assert service["tmpfs"], name
+        assert all(re.search(r":size=\d+m$", one) for one in service["tmpfs"]), name
+
+
 def test_prometheus_asks_where_metrics_are_served() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
     services = services_of("compose.yaml")

@@ -1,14 +1,15 @@
 {{- /* Names, labels, ports and images. */ -}}
 
-{{- /* The release's prefix of names: short enough for "-replica-12-3" and a revision behind it. */ -}}
+{{- /* The release's prefix of names: short enough for "-replica-12-3" and a revision behind it. A longer name
+is cut, and gets a hash of what it was, so that two releases never share objects. */ -}}
 {{- define "stepwell.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 36 | trimSuffix "-" -}}
-{{- else if contains $name .Release.Name -}}
-{{- .Release.Name | trunc 36 | trimSuffix "-" -}}
+{{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
+{{- $full = default $full .Values.fullnameOverride -}}
+{{- if gt (len $full) 36 -}}
+{{- printf "%s-%s" ($full | trunc 27 | trimSuffix "-") (sha256sum $full | trunc 8) -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name $name | trunc 36 | trimSuffix "-" -}}
+{{- $full -}}
 {{- end -}}
 {{- end -}}
 

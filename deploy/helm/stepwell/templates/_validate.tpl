@@ -3,6 +3,29 @@
 {{- $values := .Values -}}
 {{- $redis := include "stepwell.hasRedis" . -}}
 {{- $scales := ne $values.replicas.autoscaling.kind "none" -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (include "stepwell.fullname" .)) -}}
+{{- fail (printf "the objects would be named %s-…, but names of services begin with a letter and have lower-case letters, digits and hyphens: set fullnameOverride" (include "stepwell.fullname" .)) -}}
+{{- end -}}
+{{- range $service := list "gateway" "scheduler" "kvpool" "worker" -}}
+{{- range $variable := (get $values $service).extraEnv -}}
+{{- if hasPrefix "STEPWELL_" $variable.name -}}
+{{- fail (printf "%s.extraEnv: %s is a setting: it belongs below %s.settings, in lower case and without the prefix" $service $variable.name $service) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- $limits := default dict $values.worker.resources.limits -}}
+{{- $devices := omit $limits "cpu" "memory" "ephemeral-storage" -}}
+{{- if and (eq (get $values.worker.settings "device" | default "auto") "cuda") (empty $devices) -}}
+{{- fail "worker.settings.device cuda needs a GPU among worker.resources.limits, such as nvidia.com/gpu: 1" -}}
+{{- end -}}
+{{- range $name, $count := $devices -}}
+{{- if and (hasSuffix "/gpu" $name) (gt (int $count) 1) -}}
+{{- fail (printf "worker.resources.limits: %s must be 1, not %v: each rank has a pod of its own, and uses one GPU; tensorParallel.size is the number of ranks" $name $count) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $values.podDisruptionBudget.enabled (has (toString $values.podDisruptionBudget.maxUnavailable) (list "0" "0%")) -}}
+{{- fail "podDisruptionBudget.maxUnavailable 0 would keep every node of the release from being emptied: give at least 1, or podDisruptionBudget.enabled: false" -}}
+{{- end -}}
 {{- if empty $values.model.volume -}}
 {{- fail "model.volume must be given: the volume that holds the model's files, such as {persistentVolumeClaim: {claimName: models}}" -}}
 {{- end -}}
@@ -14,6 +37,9 @@
 {{- end -}}
 {{- if and $values.gateway.apiKeys.inRedis (not $redis) -}}
 {{- fail "gateway.apiKeys.inRedis needs redis.existingSecret or redis.internal.enabled" -}}
+{{- end -}}
+{{- if and $values.gateway.apiKeys.inRedis $values.redis.internal.enabled (not $values.redis.internal.persistence.enabled) -}}
+{{- fail "gateway.apiKeys.inRedis with redis.internal.enabled needs redis.internal.persistence.enabled: otherwise all keys vanish with the pod" -}}
 {{- end -}}
 {{- if ne (empty $values.gateway.apiKeys.existingSecret) (and (empty $values.gateway.apiKeys.key) (empty $values.gateway.apiKeys.fileKey)) -}}
 {{- fail "gateway.apiKeys.existingSecret needs gateway.apiKeys.key or gateway.apiKeys.fileKey, and they need it" -}}
