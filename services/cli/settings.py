@@ -74,6 +74,9 @@ class UpSettings:
     stream_interval: int | None = passed_to(
         "gateway", doc="tokens of an answer that are sent together in a stream", check=at_least(1)
     )
+    unknown_fields: str | None = passed_to(
+        "gateway", doc="what becomes of unknown fields of a JSON body: ignore or refuse"
+    )
     served_model_name: str | None = passed_to(
         "gateway", "worker", doc="name that clients use (default: the directory's)"
     )

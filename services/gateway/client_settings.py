@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.service_settings import ServiceSettings
-from services.common.settings import at_least, setting
+from services.common.settings import at_least, one_of, setting
+from services.gateway.adapters.http.ignored_fields import IGNORE, REFUSE
 from services.gateway.core.client_sessions import SessionLimits
 from services.gateway.core.idempotency.keyed_requests import KeyLimits
 
@@ -79,6 +80,12 @@ class ClientSettings(ServiceSettings):
         doc="longest HTTP body that is read; messages over gRPC may be half as long. Bodies above "
         "64 KiB that are held at once may take eight times as much; further ones wait",
         check=at_least(1024),
+    )
+    unknown_fields: str = setting(
+        IGNORE,
+        doc="what becomes of fields of a JSON body that are not known: ignore, and name them in "
+        "X-Stepwell-Ignored-Fields and the log, or refuse with 400",
+        check=one_of((IGNORE, REFUSE)),
     )
     max_connections: int = setting(
         4096,

@@ -60,7 +60,9 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     settings = parts.settings
     inference, gate = parts.inference, parts.gate
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
-    bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
+    bodies = BodyReader(
+        settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
+    )
     routes = client_routes(
         GenerationRoutes(
             inference, parts.keyed_requests, gate, parts.observer, bodies, parts.client_sessions
@@ -110,7 +112,9 @@ def admin_server(parts: Parts) -> HttpServer | None:
         lambda: [parts.links[replica.address].admin for replica in parts.membership.replicas]
     )
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
-    bodies = BodyReader(settings.max_body_bytes, settings.max_items_per_request, budget)
+    bodies = BodyReader(
+        settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
+    )
     app = make_app(
         "Stepwell's operators' calls",
         "What changes the replicas for all clients. It is served apart from the clients' API.",

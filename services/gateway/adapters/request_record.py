@@ -93,6 +93,8 @@ class RequestRecord:
     """Whether its trace was read while it ran."""
     generation: Generation | None = None
     """None before the request was read, and for calls that generate nothing."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of its body that have no effect."""
     is_stream: bool = False
     directory_state: str = ""
     """How much was known of the replicas' caches when it began to be served; see DirectoryState."""

@@ -37,6 +37,7 @@ EVERYTHING = {
     "enable_auto_tool_choice": True,
     "routing_policy": "round-robin",
     "stream_interval": 4,
+    "unknown_fields": "refuse",
     "redis_url": "redis://:secret@127.0.0.1:6379",
     "api_keys": ("one", "two"),
     "admin_key": "operator",

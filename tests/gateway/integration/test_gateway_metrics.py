@@ -49,7 +49,7 @@ async def generate(served: Serving, **changes: Any) -> None:
 
 REFUSALS: dict[str, Callable[[Serving], Any]] = {
     "invalid_argument": lambda served: complete(served, top_p=7),
-    "unknown_parameter": lambda served: complete(served, temprature=7),
+    "unsupported_parameter": lambda served: complete(served, suffix="end"),
     "context_length_exceeded": lambda served: complete(served, prompt=[5] * 600),
     "model_not_found": lambda served: complete(served, model="gpt"),
     "queue_full": complete,

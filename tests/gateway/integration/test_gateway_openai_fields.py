@@ -22,7 +22,8 @@ from openai.types.chat import (
 from openai.types.chat import completion_create_params as chat_params
 
 from services.gateway.adapters.http.bodies import EmbeddingBody
-from tests.gateway.serving import Serving
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import Serving, serving
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "http-api.md"
 
@@ -328,12 +329,34 @@ async def test_fields_of_parts_and_stream_options_are_handled_as_their_tables_sa
         await expect(served, path, base, name, handling, "stream_options")
 
 
-async def test_unknown_fields_are_refused_by_name(served: Serving) -> None:
-    for path, base in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
-        response = await served.http.post(path, json={**base, "something": None})
-        error = response.json()["error"]
-        assert response.status_code == 400
-        assert (error["param"], error["code"]) == ("something", "unknown_parameter")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_name_unknown_fields_which_have_no_effect(
+    served: Serving, *, stream: bool
+) -> None:
+    paths = {
+        "/v1/completions": COMPLETION,
+        "/v1/chat/completions": CHAT,
+        "/v1/messages": {"messages": MESSAGES, "max_tokens": 6},
+        "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    }
+    for path, base in paths.items():
+        body = {**base, "stream": stream, "request_id": "same"}
+        plain = await served.http.post(path, json=body)
+        assert "x-stepwell-ignored-fields" not in plain.headers
+        response = await served.http.post(path, json={**body, "something": None, "é": 1})
+        assert response.headers["x-stepwell-ignored-fields"] == "something, %C3%A9"
+        assert len(response.text) == len(plain.text)
+        refused = await served.http.post(path, json={**body, "something": 1, "temperature": -1})
+        assert refused.status_code == 400
+        assert refused.headers["x-stepwell-ignored-fields"] == "something"
+
+
+async def test_unknown_fields_are_refused_by_name_where_that_is_set(model: Path) -> None:
+    async with serving(model, FakeScheduler(), unknown_fields="refuse") as served:
+        response = await served.http.post("/v1/completions", json={**COMPLETION, "another": None})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["param"], error["code"]) == ("another", "unknown_parameter")
 
 
 def test_the_documentation_has_the_same_table() -> None:

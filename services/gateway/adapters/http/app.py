@@ -12,6 +12,7 @@ from services.gateway.adapters.auth import ApiKeys, authorization_of
 from services.gateway.adapters.http.application import Application, Check
 from services.gateway.adapters.http.errors import HINT_HEADERS
 from services.gateway.adapters.http.hosts import HostCheck, HostNames
+from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
 from services.gateway.adapters.http.openapi.document import openapi_document
 from services.gateway.adapters.http.request_records import RequestRecords
 from services.gateway.adapters.http.route import Route
@@ -67,7 +68,13 @@ def guarded(
             allow_origins=allowed_origins,
             allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
-            expose_headers=(REQUEST_ID, TRACE_ID, *HINT_HEADERS, *RATE_LIMIT_HEADERS),
+            expose_headers=(
+                REQUEST_ID,
+                TRACE_ID,
+                IGNORED_FIELDS,
+                *HINT_HEADERS,
+                *RATE_LIMIT_HEADERS,
+            ),
         )
     return RequestRecords(HostCheck(app, names), recorder, operations, counted)
 

@@ -74,7 +74,9 @@ TextOrTexts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object of which every field is known and has exactly its type; null means absent."""
+    """A JSON object whose fields have exactly their types; null means absent. A BodyReader ignores
+    unknown fields, unless it refuses them.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

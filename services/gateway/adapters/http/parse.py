@@ -8,6 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import InvalidArgument, PayloadTooLarge
 from services.gateway.adapters.http.body_budget import BodyBudget
+from services.gateway.adapters.http.ignored_fields import IGNORE, IgnoredFieldLog, field_name
 from services.gateway.adapters.http.json_meter import JsonMeter
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.timeline import Part
@@ -23,12 +24,24 @@ _MAX_NAME = 100
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds all bodies together."""
+    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds all bodies together.
 
-    def __init__(self, max_bytes: int, max_values: int, budget: BodyBudget) -> None:
+    Fields that the body's class lacks are ignored or refused, as `unknown_fields` says. The
+    request's record gets the names of ignored fields, and of known ones that have no effect.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_values: int,
+        budget: BodyBudget,
+        unknown_fields: str = IGNORE,
+    ) -> None:
         self._max_bytes = max_bytes
         self._max_values = max_values
         self._budget = budget
+        self._ignores_unknown = unknown_fields == IGNORE
+        self._log = IgnoredFieldLog()
 
     async def read(self, request: Request, model: type[B]) -> B:
         """Reads and checks a body. One that is too large is refused before it is buffered."""
@@ -40,7 +53,10 @@ class BodyReader:
             record.enter(Part.READ)
             raw = await self._read(request)
             record.enter(Part.PARSE)
-            body = _parse(raw, model)
+            body, ignored = parse_body(raw, model, ignores_unknown=self._ignores_unknown)
+            if ignored:
+                record.ignored_fields = ignored
+                self._log.note(record.call.path, ignored, model.model_fields)
             if len(raw) > _SMALL_BYTES:
                 await asyncio.sleep(0)  # what is done with it is another piece of work
             return body
@@ -60,12 +76,33 @@ class BodyReader:
         return b"".join(chunks)
 
 
-def _parse(raw: bytes, model: type[B]) -> B:
-    """Checks a body. Raises InvalidArgument that names the first field at fault."""
+def parse_body(
+    raw: bytes, model: type[B], *, ignores_unknown: bool = True
+) -> tuple[B, tuple[str, ...]]:
+    """A body, and the names of the fields in it that have no effect. Raises InvalidArgument that
+    names the first field at fault.
+    """
+    ignored: list[str] = []
     try:
-        return model.model_validate_json(raw)
+        body = model.model_validate_json(raw, context=ignored)
     except ValidationError as error:
-        raise refusal(error, "the body") from error
+        unknown = _unknown_fields(error) if ignores_unknown else ()
+        if not unknown:
+            raise refusal(error, "the body") from error
+        ignored = [*unknown]
+        try:
+            body = model.model_validate_json(raw, context=ignored, extra="ignore")
+        except ValidationError as remaining:
+            raise refusal(remaining, "the body") from remaining
+    return body, tuple(dict.fromkeys(ignored))
+
+
+def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
+    """The unknown fields among the problems of a body; only their number where they are many."""
+    if error.error_count() > _MAX_PROBLEMS:
+        return (f"{error.error_count()} fields",)
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    return tuple(field_name(each["loc"]) for each in problems if each["type"] == _UNKNOWN)
 
 
 def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
@@ -82,8 +119,9 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
 
 
+_UNKNOWN = "extra_forbidden"
 _SENTENCES = {
-    "extra_forbidden": ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
+    _UNKNOWN: ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
     "missing": ("{where} is missing", "MISSING_PARAMETER"),
     "not_supported": ("{where} is not supported: {what}", "UNSUPPORTED_PARAMETER"),
     "alternative": ("{where} {what}", None),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.adapters.http.ignored_fields import HEADER, header_value
 from services.gateway.adapters.http.request_state import ARRIVAL, ARRIVED, HEADERS
 from services.gateway.adapters.request_record import (
     CANCELLED,
@@ -17,11 +18,13 @@ from services.gateway.adapters.request_recorder import RequestRecorder
 
 _MAX_PATH = 256
 _REQUEST_ID, _TRACE_ID = REQUEST_ID.lower().encode(), TRACE_ID.lower().encode()
+_IGNORED = HEADER.lower().encode()
 
 
 class RequestRecords:
     """Begins the record of a request, which the application finds in `request.state.record`, and
-    ends it with the answer. Every answer carries the request's name and the id of its trace.
+    ends it with the answer. Every answer carries the request's name and the id of its trace, and
+    the names of the fields of the body that have no effect.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class RequestRecords:
             if message["type"] == "http.response.start":
                 record.status = str(message["status"])
                 message["headers"] = [*message["headers"], *names_of(record)]
+                if record.ignored_fields:
+                    value = header_value(record.ignored_fields).encode()
+                    message["headers"].append((_IGNORED, value))
             await send(message)
 
         app = self._counted if ARRIVAL in state else self._app

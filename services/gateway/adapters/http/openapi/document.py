@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
 from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS
@@ -141,7 +142,7 @@ def _without_body(headers: Iterable[str]) -> dict[str, Any]:
 
 
 def _headers(names: Iterable[str]) -> dict[str, Any]:
-    everywhere = ("X-Request-Id", "X-Trace-Id")
+    everywhere = ("X-Request-Id", "X-Trace-Id", IGNORED_FIELDS)
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*everywhere, *names)}
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.adapters.http.errors import HINT_HEADERS
+from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
 from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _TEXT = {"type": "string"}
@@ -62,6 +63,10 @@ HEADERS: Mapping[str, dict[str, Any]] = {
     "X-Trace-Id": {
         "description": "The id of its trace, as 32 hexadecimal digits, on the same answers.",
         "schema": {"type": "string"},
+    },
+    IGNORED_FIELDS: {
+        "description": "Fields of the body that have no effect, where there are some.",
+        "schema": _TEXT,
     },
     "Retry-After": {
         "description": "Seconds after which trying again may help.",

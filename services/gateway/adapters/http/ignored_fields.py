@@ -1,0 +1,59 @@
+"""Fields of bodies without effect: the answer names them in a header, and the log once."""
+
+import difflib
+import logging
+from collections.abc import Iterable, Sequence
+from urllib.parse import quote
+
+logger = logging.getLogger(__name__)
+
+HEADER = "X-Stepwell-Ignored-Fields"
+IGNORE, REFUSE = "ignore", "refuse"
+"""What becomes of unknown fields."""
+
+_MAX_NAME = 64
+"""Characters of a name that are repeated."""
+_MAX_VALUE = 512
+"""Characters of the header, beside the number of names that are left out."""
+_MAX_LOGGED = 256
+"""Names that are logged: clients can make up any number of them."""
+_PLAIN = "[]{}()<>$@!*+:;/?"
+
+
+def field_name(location: Iterable[int | str]) -> str:
+    """`stream_options.include_usage` from pydantic's location, without places in lists and names
+    of alternatives. Its characters may stand in a header and in a log line.
+    """
+    parts = (part for part in location if isinstance(part, str) and not part.startswith("<"))
+    return ".".join(quote(part[:_MAX_NAME], safe=_PLAIN, errors="replace") for part in parts)
+
+
+def header_value(names: Sequence[str]) -> str:
+    """The names, as many as there is room for, and the number of the others."""
+    shown: list[str] = []
+    size = 0
+    for name in names:
+        size += len(name) + 2
+        if size > _MAX_VALUE:
+            return ", ".join([*shown, f"and {len(names) - len(shown)} more"])
+        shown.append(name)
+    return ", ".join(shown)
+
+
+class IgnoredFieldLog:
+    """Logs each ignored field of each route once, up to a bound."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
+        """`known` are the fields of the body, one of which may have been meant."""
+        for name in names:
+            if (path, name) in self._logged or len(self._logged) >= _MAX_LOGGED:
+                continue
+            self._logged.add((path, name))
+            meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"; did the client mean {meant[0]}?" if meant and meant[0] != name else ""
+            logger.warning("%s: the field %s of a body is ignored%s", path, name, hint)
+            if len(self._logged) == _MAX_LOGGED:
+                logger.warning("further ignored fields are not logged")
