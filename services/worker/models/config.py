@@ -136,7 +136,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         attention_softcap=attention_softcap,
         logits_softcap=logits_softcap,
         checkpoint_dtype=_checkpoint_dtype(reader),
-        eos_token_ids=_eos_token_ids(directory, reader),
+        eos_token_ids=_eos_token_ids(directory, reader, reader.integer("vocab_size")),
         quantization=read_quantization(reader),
     )
     _check(config, reader)
@@ -202,13 +202,21 @@ def _checkpoint_dtype(reader: JsonReader) -> torch.dtype | None:
     return _DTYPES.get(str(name).removeprefix("torch."))
 
 
-def _eos_token_ids(directory: Path, reader: JsonReader) -> tuple[int, ...]:
-    path = directory / "generation_config.json"
+def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:
+    """The file that says at which tokens answers end: generation_config.json if it does, else
+    config.json. Raises ModelConfigError for tokens that are not in the vocabulary.
+    """
+    path, reader = directory / "generation_config.json", config
     if path.exists():
         generation = JsonReader(path, read_json_object(path))
-        if "eos_token_id" in generation:
-            return generation.integers("eos_token_id")
-    return reader.integers("eos_token_id")
+        reader = generation if "eos_token_id" in generation else config
+    if any(token >= vocab_size for token in reader.integers("eos_token_id")):
+        raise reader.error("eos_token_id", f"must be below vocab_size {vocab_size}")
+    return reader
+
+
+def _eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> tuple[int, ...]:
+    return check_eos_token_ids(directory, config, vocab_size).integers("eos_token_id")
 
 
 def _check_features(reader: JsonReader, traits: Traits) -> None:
@@ -239,5 +247,3 @@ def _check(config: ModelConfig, reader: JsonReader) -> None:
         )
     if config.head_dim % 2:
         raise reader.error("head_dim", f"must be even, not {config.head_dim}")
-    if any(token >= config.vocab_size for token in config.eos_token_ids):
-        raise reader.error("eos_token_id", f"must be below vocab_size {config.vocab_size}")

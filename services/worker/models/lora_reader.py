@@ -19,13 +19,13 @@ from services.worker.models.checkpoint import (
     Checkpoint,
     TensorReader,
     check_dtype,
-    read_header,
 )
 from services.worker.models.config import ModelConfig
 from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
 from services.worker.models.peft_config import PeftConfig, read_peft_config
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
+from services.worker.models.suitability.tensor_files import read_header
 
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(

@@ -1,7 +1,7 @@
 """Reads a checkpoint into a model of transformers, whole or a rank's part of it.
 
 transformers' own loading handles names in checkpoints, tied weights and buffers that no checkpoint
-holds. For a part it is given tensors that read only their part, at the moment when it copies them.
+holds. It is given tensors that read themselves, or only a part, at the moment when it copies them.
 """
 
 import threading
@@ -40,17 +40,26 @@ def load_checkpoint(
     checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division | None
 ) -> PreTrainedModel:
     """The model, or with a division a rank's part of it, on the CPU. Raises Refused, ModelError."""
-    directory = checkpoint.directory
-    if division is None:
-        return _load(model_class(config), directory, config, dtype, directory)
+    directory, cls = checkpoint.directory, model_class(config)
     with replace(checkpoint, device=CPU).open() as reader:
-        tensors = {name: _LazyTensor(reader, name, division.part_of) for name in checkpoint.tensors}
-        divided = _divided(model_class(config), division)
-        model = _load(divided, directory, config, dtype, None, state_dict=tensors)
-        division.shard.log_read(reader.num_bytes, checkpoint.num_bytes)
+        if division is None:
+            model = _load(cls, directory, config, dtype, lazy_tensors(checkpoint, reader))
+        else:
+            tensors = lazy_tensors(checkpoint, reader, division.part_of)
+            model = _load(_divided(cls, division), directory, config, dtype, tensors)
+            division.shard.log_read(reader.num_bytes, checkpoint.num_bytes)
     if (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     return model
+
+
+def lazy_tensors(
+    checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
+) -> dict[str, Any]:
+    """The tensors of a checkpoint for transformers, which reads each, or its part, when it copies
+    it.
+    """
+    return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
 
 class _LazyTensor:
@@ -80,14 +89,13 @@ def _load(
     directory: Path,
     config: PretrainedConfig,
     dtype: torch.dtype,
-    source: Path | None,
-    **options: Any,
+    tensors: dict[str, Any],
 ) -> PreTrainedModel:
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _one_at_a_time:
             model, report = cls.from_pretrained(
-                source,
+                None,
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
@@ -95,7 +103,7 @@ def _load(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                **options,
+                state_dict=tensors,
             )
     except (Refused, ModelError):
         raise

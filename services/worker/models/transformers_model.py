@@ -17,9 +17,13 @@ from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.backends.ranks import Ranks
 from services.worker.models.checkpoint import Checkpoint
-from services.worker.models.config import resolve_dtype, resolve_max_model_len
+from services.worker.models.config import (
+    check_eos_token_ids,
+    resolve_dtype,
+    resolve_max_model_len,
+)
 from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
-from services.worker.models.json_file import read_json_object
+from services.worker.models.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import FULL, SLIDING
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading
 from services.worker.models.transformers_checkpoint import load_checkpoint, model_class, one_line
@@ -66,6 +70,7 @@ def load_transformers_model(
     directory = checkpoint.directory
     config = read_transformers_config(directory)
     path = directory / "config.json"
+    check_eos_token_ids(directory, JsonReader(path, read_json_object(path)), config.vocab_size)
     max_model_len = _max_model_len(config, options, path)
     stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)

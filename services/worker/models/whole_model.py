@@ -5,7 +5,7 @@ its vector is the same whatever is computed beside it. Nothing of it is cached.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.common.pooling import PoolingTask
 from services.worker.backends.out_of_memory import is_out_of_memory
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.checkpoint import CPU, Checkpoint
 from services.worker.models.config import resolve_dtype, resolve_max_model_len
 from services.worker.models.errors import (
     ModelConfigError,
@@ -28,7 +28,7 @@ from services.worker.models.errors import (
 from services.worker.models.json_file import read_json_object
 from services.worker.models.model import LoadOptions, log_loading
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.transformers_checkpoint import one_line
+from services.worker.models.transformers_checkpoint import lazy_tensors, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
     dtype = resolve_dtype(options.dtype, stored)
     name = (config.architectures or [""])[0]
     log_loading(f"{name}, whole prompts by transformers,", directory, dtype)
-    model = _load(directory, config, dtype, options.pooling.task)
+    model = _load(checkpoint, config, dtype, options.pooling.task)
     model.to(checkpoint.device)  # type: ignore[arg-type]
     longest = _longest_prompt(model, config, path)
     default = min(longest, options.pooling.max_seq_length or longest)
@@ -111,23 +111,29 @@ def _read_config(directory: Path, path: Path) -> PretrainedConfig:
 
 
 def _load(
-    directory: Path, config: PretrainedConfig, dtype: torch.dtype, task: PoolingTask
+    checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, task: PoolingTask
 ) -> PreTrainedModel:
-    classifies = task is PoolingTask.CLASSIFY
-    auto: Any = (
-        transformers.AutoModelForSequenceClassification if classifies else transformers.AutoModel
+    directory, classifies = checkpoint.directory, task is PoolingTask.CLASSIFY
+    classes: Any = (
+        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        if classifies
+        else transformers.MODEL_MAPPING
     )
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        model, report = auto.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        found = classes[type(config)]
+        cls = found[0] if isinstance(found, tuple) else found
+        with replace(checkpoint, device=CPU).open() as reader:
+            model, report = cls.from_pretrained(
+                None,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                state_dict=lazy_tensors(checkpoint, reader),
+            )
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -258,3 +258,111 @@ def test_index_that_leads_out_of_the_directory(sharded: Path) -> None:
     index["weight_map"]["model.norm.weight"] = "../elsewhere.safetensors"
     path.write_text(json.dumps(index))
     assert re.search("'../elsewhere.safetensors', which is no", refusal(sharded, ModelFileError))
+
+
+def add_tensors(file: Path, **tensors: torch.Tensor) -> None:
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"], ids=["native", "by transformers"])
+@pytest.mark.parametrize("stale_in", [0, -1], ids=["in the first shard", "in the last shard"])
+def test_the_index_says_which_of_two_tensors_of_a_name_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, stale_in: int
+) -> None:
+    model = save_tiny_model(tmp_path, kind, shard_bytes=60_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    stale = sorted(tmp_path.glob("model-*.safetensors"))[stale_in]
+    copies = {
+        name: torch.full_like(tensor, 7.0)
+        for name, tensor in model.state_dict().items()
+        if index.get(name, stale.name) != stale.name
+    }
+    add_tensors(stale, **copies, unlisted=torch.ones(1), other=torch.ones(1))
+    options = LoadOptions(None, DtypeSetting.FLOAT32)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {name: tensor.file.name for name, tensor in checkpoint.tensors.items()} == index
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/model.safetensors.index.json decides: tensors other, unlisted are in no line "
+        "of it"
+    ]
+    loaded = load_model(checkpoint, options, TorchKernels(), lambda *_: None)
+    expected = model.get_input_embeddings().weight
+    assert loaded.model.embed(torch.arange(5)).equal(expected[:5].detach())
+
+
+def test_an_index_goes_before_a_stray_single_file(
+    sharded: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file({"stale": torch.ones(1)}, sharded / "model.safetensors")
+    load(sharded)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{sharded}/model.safetensors.index.json decides: it names other files than "
+        "model.safetensors"
+    ]
+    shard = sorted(sharded.glob("model-*.safetensors"))[0]
+    shard.unlink()
+    assert refusal(sharded, ModelFileError) == (
+        f"{shard.name}: the file is missing; remove model.safetensors.index.json if "
+        "model.safetensors is to be read instead"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        (("pytorch_model.bin", "training_args.bin"), "pytorch_model.bin: the weights are pickles"),
+        (
+            (
+                "pytorch_model-00001-of-00002.bin",
+                "pytorch_model-00002-of-00002.bin",
+                "pytorch_model.bin.index.json",
+            ),
+            "pytorch_model-00001-of-00002.bin: the weights are pickles",
+        ),
+        (("consolidated.00.pth", "params.json"), "consolidated.00.pth: the weights are pickles"),
+        (("tf_model.h5",), "tf_model.h5: weights in this format are not read"),
+        (
+            ("model-00001-of-00002.safetensors",),
+            "model.safetensors: the file is missing, and no model.safetensors.index.json names the "
+            "tensors of model-00001-of-00002.safetensors",
+        ),
+    ],
+)
+def test_weights_in_another_form_are_named(
+    directory: Path, files: tuple[str, ...], problem: str
+) -> None:
+    (directory / "model.safetensors").unlink()
+    for name in files:
+        (directory / name).touch()
+    assert refusal(directory, ModelError).startswith(problem)
+
+
+def test_the_command_that_converts_a_pickle_makes_a_directory_that_is_served(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = directory / "model.safetensors"
+    torch.save(load_file(weights), directory / "pytorch_model.bin")
+    weights.unlink()
+    _, _, command = refusal(directory, UnsupportedModel).partition('python -c "')
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    exec(command.removesuffix('"'), {})
+    load(directory)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"], ids=["native", "by transformers"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        ([2, 320], "eos_token_id must be below vocab_size 320"),
+        (-1, "eos_token_id must be a token id or a list of them, not -1"),
+    ],
+)
+def test_an_end_that_is_no_token_is_named_in_its_file(
+    tmp_path: Path, kind: str, file: str, token: object, problem: str
+) -> None:
+    save_tiny_model(tmp_path, kind)
+    (tmp_path / "generation_config.json").write_text("{}")
+    values = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps({**values, "eos_token_id": token}))
+    assert refusal(tmp_path, ModelConfigError) == f"{file}: {problem}"

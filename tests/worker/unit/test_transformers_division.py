@@ -50,6 +50,7 @@ SHAPE: dict[str, Any] = {
     "initializer_range": 0.3,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
+    "eos_token_id": 2,
 }
 OPT = {"ffn_dim": 96, "word_embed_proj_dim": 48, "init_std": 0.3}
 NUM_TOKENS = 20

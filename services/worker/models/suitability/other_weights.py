@@ -1,0 +1,62 @@
+"""The error for a directory without weights that are read: it names the weights that are there."""
+
+from pathlib import Path
+
+from services.worker.models.config import read_architecture
+from services.worker.models.errors import ModelFileError, UnsupportedModel
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Formats of torch.save."""
+_OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".ot", ".npz", ".mlmodel", ".pdparams")
+_OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
+"""Beginnings of names of pickles without weights."""
+
+
+def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
+    """The error for a directory that has neither `single`, nor an index, nor one GGUF file."""
+    names = sorted(path.name for path in directory.iterdir())
+    gguf = [name for name in names if name.endswith(".gguf")]
+    shards = [name for name in names if name.endswith(".safetensors")]
+    pickles = [
+        name for name in names if name.endswith(_PICKLES) and not name.startswith(_OF_TRAINING)
+    ]
+    others = [name for name in names if name.endswith(_OTHER_FORMATS)]
+    if gguf:
+        return UnsupportedModel(
+            directory, f"there are {len(gguf)} GGUF files: give the path of one, such as {gguf[0]}"
+        )
+    if "adapter_config.json" in names:
+        return UnsupportedModel(
+            directory,
+            "this is an adapter: serve the model that it was made for with --enable-lora "
+            f"--lora-modules NAME={directory}",
+        )
+    if shards:
+        return ModelFileError(
+            single, f"the file is missing, and no {index_file} names the tensors of {_list(shards)}"
+        )
+    if pickles:
+        return UnsupportedModel(directory / pickles[0], _about_pickles(directory, pickles))
+    if others:
+        return UnsupportedModel(
+            directory / others[0], "weights in this format are not read, only safetensors and GGUF"
+        )
+    return ModelFileError(single, f"the file is missing, and so is {index_file}")
+
+
+def _about_pickles(directory: Path, pickles: list[str]) -> str:
+    how = "convert them with the script of the model's authors"
+    if pickles[0].startswith("pytorch_model"):
+        name = read_architecture(directory)
+        how = (
+            f'convert them with: python -c "from transformers import {name} as Model; '
+            f"Model.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}')\""
+        )
+    return (
+        "the weights are pickles, which can run any code when they are loaded, and are not read; "
+        f"{how}"
+    )
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
