@@ -1,0 +1,120 @@
+"""Faults of a link: a message that is lost, comes twice, late, out of order, cut or changed."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from benchmarks.peers.fields import change_names, changed, field_paths, present_paths
+from benchmarks.peers.methods import Lane, decoded, message_type
+
+LATE_SECONDS = 0.2
+WHOLE_MESSAGE = (
+    "dropped",
+    "repeated",
+    "late",
+    "after the next",
+    "cut",
+    "emptied",
+    "call broken",
+)
+"""What can happen to a message as a whole."""
+
+
+class BrokenCallError(Exception):
+    """The proxy ends the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one message of a lane: to the message as a whole, or to one field of it."""
+
+    lane: Lane
+    change: str
+    path: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = ".".join(self.path) or "message"
+        return f"{self.lane}: {place}: {self.change}"
+
+
+def faults_of(lane: Lane) -> Iterator[Fault]:
+    """All faults of a lane: of whole messages, then of each field of its type."""
+    for change in WHOLE_MESSAGE:
+        yield Fault(lane, change)
+    kind = message_type(lane)
+    if kind is not None:
+        for path in field_paths(kind):
+            for change in change_names(kind, path):
+                yield Fault(lane, change, path)
+
+
+class Clean:
+    """A rule that changes nothing."""
+
+    async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:  # noqa: ARG002
+        return [message]
+
+
+@dataclass(slots=True)
+class Observed:
+    """A rule that changes nothing, and notes which fields of which lanes were set."""
+
+    present: dict[Lane, set[tuple[str, ...]]] = field(default_factory=dict)
+
+    async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+        found = decoded(lane, message)
+        paths = set() if found is None else present_paths(found)
+        self.present.setdefault(lane, set()).update(paths)
+        return [message]
+
+
+class Injection:
+    """A rule under which a fault happens once: to the first message to which it applies, after
+    `num_spared` of them. `num_times` is for more than one.
+    """
+
+    def __init__(self, fault: Fault, num_spared: int = 0, num_times: int = 1) -> None:
+        self.fault = fault
+        self.has_happened = asyncio.Event()
+        self._num_spared = num_spared
+        self._num_left = num_times
+        self._held: bytes | None = None
+
+    async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+        if lane != self.fault.lane:
+            return [message]
+        if self._held is not None:
+            held, self._held = self._held, None
+            return [message, held]
+        wrong = self._wrong(message) if self._num_left else None
+        if wrong is None:
+            return [message]
+        if self._num_spared:
+            self._num_spared -= 1
+            return [message]
+        self._num_left -= 1
+        self.has_happened.set()
+        if self.fault.change == "late":
+            await asyncio.sleep(LATE_SECONDS)
+        if self.fault.change == "call broken":
+            raise BrokenCallError
+        if self.fault.change == "after the next":
+            self._held = message
+        return wrong
+
+    def _wrong(self, message: bytes) -> list[bytes] | None:
+        """What comes in place of a message; None where the fault does not apply to it."""
+        match self.fault.change:
+            case "dropped" | "after the next":
+                return []
+            case "repeated":
+                return [message, message]
+            case "late" | "call broken":
+                return [message]
+            case "cut":
+                return [message[: len(message) // 2 or 1]] if len(message) > 1 else None
+            case "emptied":
+                return [b""]
+        found = decoded(self.fault.lane, message)
+        other = None if found is None else changed(found, self.fault.path, self.fault.change)
+        return None if other is None else [other]

@@ -1,0 +1,226 @@
+"""Puts a proxy on a link between services, and tries one fault of a message after another.
+
+    python -m benchmarks.peers --link gateway-scheduler [--faults 200] [--seconds 600] [--seed 0]
+                               [--only deltas] [--grpc] [--log FILE]
+
+Two replicas serve one gateway, and the proxy stands before one of them. Faults are: a message is
+dropped, repeated, late, out of order, cut or emptied, its call is broken, or one field of it is
+changed (benchmarks/peers/fields.py). Each fault happens once, under a batch of requests of many
+kinds. An answer must be what it was without faults, no process may end, and the link must carry
+messages again within five seconds. Faults that no receiver can see are listed with their reasons in
+benchmarks/peers/undetectable.py. The exit status is 1 if one has another effect.
+"""
+
+import asyncio
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import uvloop
+
+from benchmarks.common.arguments import add_model, count, make_parser, positive
+from benchmarks.common.console import log, messages
+from benchmarks.common.models import vocab_size
+from benchmarks.peers.faults import Clean, Fault, Injection, Observed, faults_of
+from benchmarks.peers.links import LINKS, Link
+from benchmarks.peers.load import Batch
+from benchmarks.peers.methods import Direction, Lane
+from benchmarks.peers.proxy import BROKEN, PeerProxy
+from benchmarks.peers.report import Effect, report
+from benchmarks.soak.replicas import LOG_NAME, RECOVERY_SECONDS, Replicas
+from services.cli.settings import UpSettings
+from services.cli.supervisor import RestartPolicy
+
+MOST_SPARED = 6
+"""A fault happens to one of so many of the messages that it applies to."""
+_LOOK_AGAIN_SECONDS = 0.02
+_ENDED = re.compile(r"\S+ (ended|hangs): ")
+_WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run."""
+
+    model: Path
+    link: str
+    num_faults: int
+    seconds: float
+    seed: int
+    only: str
+    over_grpc: bool
+    log_file: Path | None
+
+
+class Sweep:
+    """One link under faults."""
+
+    def __init__(self, link: Link, proxy: PeerProxy, batch: Batch, log_file: Path) -> None:
+        self._link = link
+        self._proxy = proxy
+        self._batch = batch
+        self._log_file = log_file
+        self._answers = Lane(link.stream, Direction.RESPONSE)
+
+    async def observe(self) -> Observed:
+        """The fields that the link carries, from the beginning of its stream on."""
+        observed = Observed()
+        self._proxy.rule = observed
+        self._proxy.break_calls()
+        await self._until_carried()
+        await self._batch.run()
+        self._proxy.rule = Clean()
+        return observed
+
+    async def inject(self, fault: Fault, num_spared: int) -> Effect | None:
+        """Has a fault happen under load; None if no message was found that it applies to. Messages
+        with which a stream begins are found when it begins anew.
+        """
+        logged = self._log_file.stat().st_size
+        injection = self._proxy.rule = Injection(fault, num_spared)
+        load = asyncio.create_task(self._batch.run())
+        happened = asyncio.create_task(injection.has_happened.wait())
+        await asyncio.wait({load, happened}, return_when=asyncio.FIRST_COMPLETED)
+        if not happened.done():
+            self._proxy.rule = injection = Injection(fault)
+            happened.cancel()
+            self._proxy.break_calls()
+            await load
+            with suppress(TimeoutError):
+                await asyncio.wait_for(injection.has_happened.wait(), 1.0)
+            load = asyncio.create_task(self._batch.run())
+        began = time.monotonic()
+        wrong = await load
+        if not injection.has_happened.is_set():
+            self._proxy.rule = Clean()
+            return None
+        self._proxy.rule = Clean()
+        await self._until_carried()
+        seconds = time.monotonic() - began
+        lines = [
+            line.partition(" ")[2]
+            for line in self._log_file.read_bytes()[logged:].decode(errors="replace").splitlines()
+            if BROKEN not in line
+        ]
+        ended = tuple(line for line in lines if _ENDED.match(line))
+        warnings = tuple(line for line in lines if _WARNING.match(line))
+        return Effect(fault, ended, tuple(wrong), warnings, seconds)
+
+    async def _until_carried(self) -> None:
+        """Waits until the stream of the link brings something. Requests see to that."""
+        before = self._proxy.num_messages.get(self._answers, 0)
+        deadline = time.monotonic() + RECOVERY_SECONDS
+        while self._proxy.num_messages.get(self._answers, 0) == before:
+            if time.monotonic() > deadline:
+                return
+            await self._batch.run()
+            await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+
+async def sweep(options: Options, directory: Path) -> tuple[str, bool]:
+    """Tries faults until there are no more, or the time is over; returns the report, and whether no
+    fault had a bad effect. Raises RuntimeError if the services do not start.
+    """
+    link = LINKS[options.link]
+    socket = f"unix:{directory / link.callee}.sock"
+    proxy = PeerProxy(socket)
+    address = await proxy.start("127.0.0.1:0" if options.over_grpc else f"unix:{directory}/proxy")
+    settings = UpSettings(
+        model=options.model,
+        num_threads=1,
+        replicas=2,
+        routing_policy="round-robin",
+        kv_cache_memory_bytes=64 * 2**20,
+    )
+    rewire = link.through(socket, address)
+    restarts = RestartPolicy(steady_seconds=1.0)
+    try:
+        async with Replicas(settings, directory, restarts, rewire=rewire) as replicas:
+            batch = Batch(replicas.http, replicas.grpc, vocab_size(options.model))
+            await batch.measure()
+            run = Sweep(link, proxy, batch, directory / LOG_NAME)
+            return await _try_all(run, options)
+    finally:
+        await proxy.close()
+
+
+async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
+    draw = Random(options.seed)
+    observed = await run.observe()
+    lanes = sorted(observed.present, key=str)
+    faults = [
+        fault
+        for lane in lanes
+        for fault in faults_of(lane)
+        if options.only in str(fault) and _may_be_found(fault, observed)
+    ]
+    draw.shuffle(faults)
+    num_found = len(faults)
+    faults = faults[: options.num_faults]
+    log(f"{len(faults)} of {num_found} faults of {', '.join(map(str, lanes))}")
+    effects: list[Effect] = []
+    num_tried, deadline = 0, time.monotonic() + options.seconds
+    for fault in faults:
+        if time.monotonic() > deadline:
+            break
+        num_tried += 1
+        effect = await run.inject(fault, draw.randrange(MOST_SPARED))
+        if effect is not None:
+            effects.append(effect)
+            mark = "BAD " if effect.is_bad else ""
+            log(f"{num_tried}/{len(faults)}: {mark}{effect}")
+    text = report(effects, num_tried - len(effects), num_tried)
+    return text, not any(effect.is_bad for effect in effects)
+
+
+def _may_be_found(fault: Fault, observed: Observed) -> bool:
+    """Whether messages have what the fault changes: the message that the field belongs to."""
+    above = fault.path[:-1]
+    return not above or above in observed.present[fault.lane]
+
+
+def parse_options(argv: Sequence[str]) -> Options:
+    """The command line. Ends the process with one sentence when it makes no sense."""
+    parser = make_parser("peers", (__doc__ or "").partition("\n")[0])
+    add_model(parser)
+    add = parser.add_argument
+    add("--link", choices=sorted(LINKS), required=True, help="where the proxy stands")
+    add("--faults", type=count, default=10_000, help="most faults (default: all)")
+    add("--seconds", type=positive, default=3600.0, help="most time (default: an hour)")
+    add("--seed", type=int, default=0, help="order of the faults, and when they happen")
+    add("--only", default="", metavar="TEXT", help="faults whose name has this text")
+    add("--grpc", action="store_true", help="over gRPC's transport in place of local streams")
+    add("--log", type=Path, metavar="FILE", help="keep there what the services log")
+    parsed = parser.parse_args(argv)
+    return Options(
+        parsed.model,
+        parsed.link,
+        parsed.faults,
+        parsed.seconds,
+        parsed.seed,
+        parsed.only,
+        parsed.grpc,
+        parsed.log,
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs, prints, judges."""
+    options = parse_options(argv)
+    with tempfile.TemporaryDirectory(prefix="stepwell-peers-") as directory:
+        try:
+            text, is_good = uvloop.run(sweep(options, Path(directory)))
+        except RuntimeError as failed:
+            log("\n".join(messages(failed)))
+            return 1
+        finally:
+            if options.log_file is not None:
+                shutil.copy(Path(directory) / LOG_NAME, options.log_file)
+    print(text)
+    return 0 if is_good else 1
