@@ -29,8 +29,8 @@ longer than the interval is lost.
 _LOOK_AGAIN_SECONDS = 0.25
 """Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
-_WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m"}
-"""What ranges of the rules become. The longest stays longer than a test: it counts losses."""
+_WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
+"""What ranges of the rules become. The longest stay longer than a test: they count losses."""
 QUICK_SECONDS = 0.3
 """In the queue and to the first token: what a test can wait for."""
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}

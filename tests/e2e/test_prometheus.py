@@ -158,6 +158,7 @@ def _break_load(stack: Stack, server: Prometheus) -> None:
     """More than the pool and the queue hold, and a pause, during which requests wait."""
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
+        server.until_firing("StepwellServerErrors", "StepwellKVCacheFull")
         with paused(stack):
             server.until_firing("StepwellPaused")
             assert "StepwellEngineStalled" not in server.firing()
@@ -190,7 +191,8 @@ def _break_processes(stack: Stack, server: Prometheus) -> None:
     stack.hit("scheduler", signal.SIGSTOP)
     try:
         server.until_firing(
-            "StepwellTargetDown", "StepwellNoReplicaReady", "StepwellReplicaNotReady"
+            *("StepwellTargetDown", "StepwellNoReplicaReady", "StepwellReplicaNotReady"),
+            "StepwellFewerReplicas",
         )
     finally:
         stack.hit("scheduler", signal.SIGCONT)
@@ -227,6 +229,8 @@ def test_alerts_fire_for_damaged_weights_and_for_a_certificate_that_soon_ends(
             assert not {"StepwellRequestsFail", "StepwellCorruptedRequests"} & server.firing()
             with load(stack, 1, prompt=[5, DAMAGED_TOKEN]), load(stack, 1):
                 server.until_firing("StepwellRequestsFail", "StepwellCorruptedRequests")
+            served.key.write_text("no key")
+            server.until_firing("StepwellCertificateReloadFails")
             served.write(authority.issue(*LOOPBACK, seconds=30 * ONE_DAY))
             server.until_calm("StepwellCertificateExpires")
             server.until_calm("StepwellRequestsFail", "StepwellCorruptedRequests")

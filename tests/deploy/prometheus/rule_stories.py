@@ -61,6 +61,26 @@ def _replicas(ready: int) -> dict[str, str]:
     }
 
 
+def _answers(errors: int) -> dict[str, str]:
+    return {
+        f'stepwell_gateway_http_responses_total{{job="g",instance="g",code="{code}"}}': f"0+{n}x30"
+        for code, n in ((200, 100 - errors), (503, errors))
+    }
+
+
+def _reloads(good: str) -> dict[str, str]:
+    labels = '{job="stepwell",instance="g",service="gateway",certificate="public"}'
+    return {
+        f"stepwell_tls_reload_failures_total{labels}": "0x10 1x30",
+        f"stepwell_tls_reloads_total{labels}": good,
+    }
+
+
+def _starts(*times: int) -> dict[str, str]:
+    values = " ".join(f"{time}x3" for time in times)
+    return {f"process_start_time_seconds{{{_OF_WORKER}}}": f"{values} {times[-1]}x20"}
+
+
 def _lost_tokens(count: int) -> dict[str, str]:
     return {
         f"stepwell_preempted_tokens_total{{{OF_REPLICA}}}": f"0+{count}x30",
@@ -68,9 +88,11 @@ def _lost_tokens(count: int) -> dict[str, str]:
     }
 
 
+_OF_WORKER = f'{OF_REPLICA},service="worker",rank="0"'
 _ENGINE = {"model_name": "m", "engine": "e"}
 _REPLICA = _ENGINE | {"instance": "r:9101"}
 _RECOVERIES = f'stepwell_recoveries_total{{{OF_REPLICA},lost="workers"}}'
+_DROPPED = 'stepwell_trace_spans_dropped_total{job="stepwell",instance="g",service="gateway"'
 _CERTIFICATE = (
     'stepwell_tls_certificate_seconds_left{job="stepwell",instance="g",service="gateway",'
     'certificate="public"}'
@@ -85,6 +107,34 @@ STORIES = {
     ),
     "StepwellNoReplicaReady": AlertStory(_replicas(0), _replicas(1), severity="critical"),
     "StepwellReplicaNotReady": AlertStory(_replicas(1), _replicas(2)),
+    "StepwellFewerReplicas": AlertStory(
+        {f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30"},
+        {f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30"},
+    ),
+    "StepwellRestartLoop": AlertStory(
+        _starts(1, 2, 3, 4),
+        _starts(1, 1, 2, 3),
+        _REPLICA | {"service": "worker", "rank": "0"},
+        minute=16,
+    ),
+    "StepwellServerErrors": AlertStory(
+        _answers(6), _answers(4), {"job": "g", "instance": "g"}, "critical"
+    ),
+    "StepwellKVCacheFull": AlertStory(
+        {f"vllm:kv_cache_usage_perc{{{OF_REPLICA}}}": "0.97x30"},
+        {f"vllm:kv_cache_usage_perc{{{OF_REPLICA}}}": "0.97x9 0.5 0.97x9 0.5x30"},
+        _REPLICA,
+    ),
+    "StepwellSpansDropped": AlertStory(
+        {f'{_DROPPED},reason="outage"}}': "0x10 0+5x30"},
+        {f'{_DROPPED},reason="outage"}}': "7x30"},
+        {"job": "stepwell", "instance": "g", "service": "gateway"},
+    ),
+    "StepwellCertificateReloadFails": AlertStory(
+        _reloads("0x40"),
+        _reloads("0x11 1x30"),
+        {"job": "stepwell", "instance": "g", "service": "gateway", "certificate": "public"},
+    ),
     "StepwellEngineStalled": AlertStory(_stalled(0), _stalled(0, paused=1), _REPLICA, "critical"),
     "StepwellRecoveries": AlertStory(
         {_RECOVERIES: "0x5 1 2 3x30"}, {_RECOVERIES: "0x5 1 2x30"}, _ENGINE | {"lost": "workers"}
