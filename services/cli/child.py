@@ -85,14 +85,6 @@ class Child:
         """Whether it is known to have ended."""
         return self._process.returncode is not None
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it; always False outside Linux."""
-        with suppress(OSError):
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-            return stat.rpartition(")")[2].split()[0] in ("T", "t")
-        return False
-
     async def wait(self) -> int:
         """Its exit status, or minus the signal that killed it, once its output is read."""
         status = await self._process.wait()

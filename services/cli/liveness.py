@@ -2,18 +2,19 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from services.cli.child import Child
 from services.cli.health import NoAnswer, why_not_live
 from services.common.channel import open_channel
+from services.common.watchdog.proc import watch_pids
+from services.common.watchdog.silence import Silence
 
 
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
-    """How long a child may be silent: seconds in which it answers no health check. Before its first
-    answer, of liveness or readiness, there is no limit.
+    """How long a child may be silent: seconds in which it could answer a health check and does not,
+    as `Silence` counts them. Before its first answer, of liveness or readiness, there is no limit.
     """
 
     factor: float = 2.0
@@ -31,6 +32,11 @@ class LivenessPolicy:
     period_seconds: float = 0.2
     """Between two looks at how long it has been silent."""
 
+    @property
+    def longest_turn_seconds(self) -> float:
+        """The longest time between two looks that counts."""
+        return 2 * self.pause_seconds
+
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
         """The bound of a child's silence after `num_hangs` in a row; else `usual_seconds`."""
         longest = max(self.longest_seconds, usual_seconds)
@@ -40,60 +46,65 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Checks the liveness of a child until it hangs; returns the reason.
-
-    Time in which this process did not run, as on a machine that slept, does not count.
-    """
+    """Checks the liveness of a child until it hangs; returns the reason."""
     address = child.spec.liveness_address
     assert address is not None
-    usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
-    silence: _Silence | None = None
-    has_answered = False
+    watch = _Watch(child, is_ready, num_hangs, policy)
     async with open_channel(address) as channel:
         while True:
             asking = asyncio.ensure_future(why_not_live(channel, address))
             try:
                 while not asking.done():
                     await asyncio.wait({asking}, timeout=policy.period_seconds)
-                    has_answered = has_answered or is_ready()
-                    if not (has_answered or child.is_stopped):
-                        silence = None
-                    elif silence is None:
-                        silence = _Silence(policy.pause_seconds)
-                    if silence is not None:
-                        silence.update()
-                        if why := _too_long(child, silence, usual, is_ready(), policy):
-                            return why
-                with suppress(NoAnswer):
-                    if why := asking.result():
+                    if not asking.done() and (why := watch.why_too_silent()):
                         return why
-                    silence, has_answered = _Silence(policy.pause_seconds), True
+                if why := asking.result():
+                    return why
+                watch.answered()
+            except NoAnswer:
+                if why := watch.why_too_silent():
+                    return why
             finally:
                 asking.cancel()
             await asyncio.sleep(policy.pause_seconds)
 
 
-def _too_long(
-    child: Child, silence: "_Silence", usual: float, is_ready: bool, policy: LivenessPolicy
-) -> str:
-    stopped_seconds = policy.stopped_share * child.spec.silence_seconds
-    if child.is_stopped and silence.seconds >= stopped_seconds:
-        return f"it was stopped, and has answered no health check for {silence.seconds:.1f} s"
-    if silence.seconds >= (usual if is_ready else max(policy.loading_seconds, usual)):
-        return f"it has answered no health check for {silence.seconds:.1f} s"
-    return ""
+class _Watch:
+    """The silence of a child since its last answer."""
 
+    def __init__(
+        self, child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
+    ) -> None:
+        self._child = child
+        self._is_ready = is_ready
+        self._policy = policy
+        self._usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
+        self._read, self._now = watch_pids([child.pid]), asyncio.get_running_loop().time
+        self._silence: Silence | None = None
+        self._has_answered = False
 
-class _Silence:
-    """Seconds since an answer in which this process ran."""
+    def answered(self) -> None:
+        """Notes an answer."""
+        self._silence = Silence(self._now(), self._policy.longest_turn_seconds)
+        self._has_answered = True
 
-    def __init__(self, pause_seconds: float) -> None:
-        self.seconds = 0.0
-        self._longest_turn = 2 * pause_seconds
-        self._loop = asyncio.get_running_loop()
-        self._updated = self._loop.time()
+    def why_too_silent(self) -> str:
+        """Counts the silence until now. Returns why it is too long; empty if it is not."""
+        reading = self._read(self._now())
+        is_stopped = any(process.is_stopped for process in reading.watched)
+        self._has_answered = self._has_answered or self._is_ready()
+        if not (self._has_answered or is_stopped):
+            self._silence = None
+            return ""
+        if self._silence is None:
+            self._silence = Silence(reading.now, self._policy.longest_turn_seconds)
+        seconds = self._silence.look(reading)
+        if is_stopped and seconds >= self._policy.stopped_share * self._child.spec.silence_seconds:
+            return f"it was stopped, and has answered no health check for {seconds:.1f} s"
+        if seconds >= self._bound_seconds:
+            return f"it has answered no health check for {seconds:.1f} s"
+        return ""
 
-    def update(self) -> None:
-        now = self._loop.time()
-        self.seconds += min(now - self._updated, self._longest_turn)
-        self._updated = now
+    @property
+    def _bound_seconds(self) -> float:
+        return self._usual if self._is_ready() else max(self._policy.loading_seconds, self._usual)

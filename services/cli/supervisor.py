@@ -32,8 +32,9 @@ class Stage:
 class RestartPolicy:
     """How long to wait before a child is started again.
 
-    The delay grows with each death, and starts over after a run of `steady_seconds`. When one of a
-    team has ended, the others have `team_end_seconds` to end by themselves.
+    The delay grows with each death, and starts over after a run in which the whole team was ready
+    for `steady_seconds`. When one of a team has ended, the others have `team_end_seconds` to end by
+    themselves.
     """
 
     first_delay_seconds: float = 0.1
@@ -66,7 +67,7 @@ class Observer(Protocol):
     ) -> None:
         """A child that had been ready ended by itself, and is started again after the delay.
 
-        `num_deaths`: how often it has ended, without a run of `steady_seconds` in between.
+        `num_deaths`: how often it has ended, without `steady_seconds` of readiness in between.
         """
 
     def stopping(self, name: str) -> None:
@@ -77,11 +78,31 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    """How a run ended, in words, and whether it was killed because it hung."""
+class End:
+    """How a run ended, in words, for how long the program had been ready, and whether it was killed
+    because it hung.
+    """
 
     status: str
+    ready_seconds: float
     hung: bool
+
+
+class Deaths:
+    """Ends of a team without `steady_seconds` of readiness in between."""
+
+    def __init__(self, steady_seconds: float) -> None:
+        self.num_in_a_row = 0
+        self.num_hangs = 0
+        """Deaths in a row of children that hung."""
+        self._steady_seconds = steady_seconds
+
+    def ended(self, ends: Sequence[End]) -> None:
+        """Counts the end of a whole team."""
+        if min(end.ready_seconds for end in ends) >= self._steady_seconds:
+            self.num_in_a_row = self.num_hangs = 0
+        self.num_in_a_row += 1
+        self.num_hangs += any(end.hung for end in ends)
 
 
 class StartFailed(Exception):
@@ -157,12 +178,11 @@ class Supervisor:
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
         """Runs a team again and again. Raises StartFailed; otherwise ends by cancellation."""
-        num_restarts = num_deaths = num_hangs = 0
+        num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
-            started = time.monotonic()
             children = [await self._start(spec) for spec in team]
             runs = [
-                asyncio.create_task(self._run_to_end(child, num_restarts, num_hangs))
+                asyncio.create_task(self._run_to_end(child, num_restarts, deaths.num_hangs))
                 for child in children
             ]
             try:
@@ -175,13 +195,13 @@ class Supervisor:
                 for run in runs:
                     run.cancel()
                 await asyncio.gather(*runs, return_exceptions=True)
-            steady = time.monotonic() - started >= self._restarts.steady_seconds
-            num_deaths = 1 if steady else num_deaths + 1
-            num_hangs = (0 if steady else num_hangs) + any(end.hung for end in ends)
-            delay_seconds = self._restarts.delay_seconds(num_deaths)
+            deaths.ended(ends)
+            delay_seconds = self._restarts.delay_seconds(deaths.num_in_a_row)
             for child, end in zip(children, ends, strict=True):
                 name = child.spec.name
-                self._observer.died(name, end.status, child.tail, delay_seconds, num_deaths)
+                self._observer.died(
+                    name, end.status, child.tail, delay_seconds, deaths.num_in_a_row
+                )
             await asyncio.sleep(delay_seconds)
             num_restarts += 1
 
@@ -190,16 +210,19 @@ class Supervisor:
         self._children[spec.name] = child
         return child
 
-    async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> "_End":
+    async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> End:
         """Waits for the end of a run. Raises StartFailed if the program was never ready."""
         spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
+        ready_at: float | None = None
         killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
         try:
             if await _ready_before_its_end(child):
                 ready.set()
-                self._observer.ready(spec.name, time.monotonic() - started, num_restarts)
+                ready_at = time.monotonic()
+                self._observer.ready(spec.name, ready_at - started, num_restarts)
                 self._was_ready[spec.name].set()
             status = describe_exit(await child.wait())
+            ready_seconds = 0.0 if ready_at is None else time.monotonic() - ready_at
         finally:
             killing.cancel()
             (hung,) = await asyncio.gather(killing, return_exceptions=True)
@@ -207,7 +230,7 @@ class Supervisor:
             raise hung
         if not self._was_ready[spec.name].is_set():
             raise StartFailed(spec.name, status, child.tail)
-        return _End(status, hung=hung is True)
+        return End(status, ready_seconds, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
         """Returns True once the child was killed; False at once if it is not checked."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from services.cli.child import Child
 from services.cli.liveness import LivenessPolicy, until_hung
 from services.cli.run_directory import run_directory
 from services.cli.supervisor import RestartPolicy, Stage, Supervisor
+from services.common.watchdog.proc import processor_times
 from tests.cli.children import Journal, health_server, started, until
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
@@ -107,6 +109,31 @@ async def test_a_child_whose_event_loop_stands_still_is_killed_and_started_again
     os.kill(watched.pid, signal.SIGUSR2)
 
     assert "it has answered no health check for 2." in await watched.until_replaced()
+
+
+async def test_a_child_that_gets_no_processor_is_left_alone_until_it_gets_one() -> None:
+    """It shares one processor with a loop that goes before it."""
+    (processor, *_) = os.sched_getaffinity(0)
+    with run_directory() as directory:
+        spec = health_server("pool", directory, silence_seconds=0.5)
+        child = await Child.start(spec, lambda _: None)
+        await spec.until_ready()
+        for thread in processor_times(child.pid).threads:
+            os.sched_setaffinity(thread, {processor})
+            os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+        loop = (
+            "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (20, 20))\nwhile True: pass"
+        )
+        hog = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", loop)
+        os.sched_setaffinity(hog.pid, {processor})
+        watching = asyncio.create_task(until_hung(child, lambda: True, 0, LIVENESS))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(watching), 2.0)
+        hog.kill()
+        os.kill(child.pid, signal.SIGUSR2)
+        assert "it has answered no health check" in await asyncio.wait_for(watching, 20)
+        child.kill()
+        await asyncio.gather(child.wait(), hog.wait())
 
 
 async def test_a_child_that_says_that_it_cannot_go_on_is_killed_and_started_again(
