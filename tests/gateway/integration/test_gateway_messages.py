@@ -12,17 +12,12 @@ import anthropic
 import pytest
 from anthropic.types import (
     MessageCountTokensParams,
-    ToolParam,
-    ToolResultBlockParam,
-    ToolUseBlockParam,
     message_create_params,
 )
 from pydantic import BaseModel
 from stepwell.common.v1 import common_pb2
 
-from services.gateway.adapters.http.messages.blocks import ToolResultBlock, ToolUseBlock
 from services.gateway.adapters.http.messages.bodies import (
-    AnthropicTool,
     CountTokensBody,
     MessagesBody,
 )
@@ -301,7 +296,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x " * 5000}]}, "messages"),
     (
@@ -353,7 +347,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"service_tier": "priority"}, "service_tier"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"thread": {"type": "create"}}, "thread"),
-    ({"n": 2}, "n"),
 ]
 
 
@@ -432,8 +425,5 @@ def test_every_field_of_the_client_is_known() -> None:
     for params, body in (
         (message_create_params.MessageCreateParamsBase, MessagesBody),
         (MessageCountTokensParams, CountTokensBody),
-        (ToolParam, AnthropicTool),
-        (ToolUseBlockParam, ToolUseBlock),
-        (ToolResultBlockParam, ToolResultBlock),
     ):
         assert params.__annotations__.keys() <= body.model_fields.keys(), params

@@ -147,12 +147,12 @@ ASSISTANT: dict[str, Handling] = {
     "audio": refused({"id": "a"}),
     "function_call": refused({"name": "f", "arguments": "{}"}),
     "name": honoured({"name": "someone"}),
-    "refusal": refused("no"),
+    "refusal": no_effect("no"),
     "tool_calls": no_effect([], refused=("f",)),
 }
 OTHER_ROLES: dict[str, Handling] = {name: ASSISTANT[name] for name in ("role", "content", "name")}
 TEXT_PART: dict[str, Handling] = {
-    "type": refused("image_url", "input_audio", "file", "refusal"),
+    "type": refused("image_url", "input_audio", "file"),
     "text": honoured({"text": "the"}),
     "prompt_cache_breakpoint": no_effect({"mode": "explicit"}),
 }
@@ -336,8 +336,8 @@ async def test_answers_name_unknown_fields_which_have_no_effect(
     paths = {
         "/v1/completions": COMPLETION,
         "/v1/chat/completions": CHAT,
-        "/v1/messages": {"messages": MESSAGES, "max_tokens": 6},
-        "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+        "/v1/messages": {"messages": MESSAGES, "max_tokens": 6, "seed": 3},
+        "/v1/responses": {"input": "hi", "max_output_tokens": 6, "seed": 3},
     }
     for path, base in paths.items():
         body = {**base, "stream": stream, "request_id": "same"}

@@ -224,11 +224,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "tools",
     ),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [_CALL]}]},
-        "messages[0].tool_calls[0].function.arguments",
-    ),
-    ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
-    (
         {"messages": [{"role": "user", "content": "", "tool_calls": [_CALL]}]},
         "messages[0].tool_calls",
     ),

@@ -10,11 +10,10 @@ from pydantic import ConfigDict, Field
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.fields import (
     Body,
-    Ignored,
+    HistoryBody,
     Int,
     Only,
     Prompts,
-    TextOrParts,
     TextOrTexts,
     Texts,
     TokenIds,
@@ -25,6 +24,7 @@ from services.gateway.adapters.http.formats import (
     StructuredOutputsBody,
     TextFormat,
 )
+from services.gateway.adapters.http.parts import TextOrParts, said, thought
 from services.gateway.adapters.http.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.core.request import ChatRole
 
@@ -150,20 +150,19 @@ class UnloadLoraBody(Body):
     lora_name: str
 
 
-class ChatMessage(Body):
+class ChatMessage(HistoryBody):
     """One turn of a conversation."""
 
     role: ChatRole
     content: TextOrParts | None = None
     name: str | None = None
-    # A turn of the assistant may be sent back as it came: here, or from a server or through a
-    # proxy that adds to it.
-    refusal: Annotated[Any, Only(why="refusals are not supported")] = None
+    # What the assistant said in place of a content.
+    refusal: str | None = None
     audio: Annotated[Any, Only(why="audio is not supported")] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
     tool_calls: ToolCalls | None = None
     # Of a tool's answer: which call it answers.
-    tool_call_id: str | None = Field(default=None, max_length=256)
+    tool_call_id: str | None = None
     images: Annotated[Any, Only([], why="images are not supported")] = None
     prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
     partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
@@ -172,45 +171,32 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    # The same in the forms of one provider, and notes for the client.
-    annotations: Ignored = None
-    cache_control: Ignored = None
-    provider_specific_fields: Ignored = None
-    reasoning_details: Ignored = None
-    reasoning_items: Ignored = None
-    thinking_blocks: Ignored = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """The turn as chat templates take it. Raises InvalidArgument, which says `where`, for one
-        that lacks its content, or has calls that are not the assistant's.
+        """The turn as chat templates take it: without content, that is an empty text. Raises
+        InvalidArgument, which says `where`, for calls that are not the assistant's.
         """
-        turn: dict[str, Any] = {"role": self.role, "content": self._text(where)}
+        turn: dict[str, Any] = {"role": self.role, "content": self._text()}
         if self.tool_calls:
             if self.role != "assistant":
                 field = f"{where}.tool_calls"
                 raise InvalidArgument(f"{field}: only the assistant calls tools", field=field)
-            turn["tool_calls"] = [
-                call.to_template(f"{where}.tool_calls[{number}]")
-                for number, call in enumerate(self.tool_calls)
-            ]
+            turn["tool_calls"] = [call.to_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             turn["name"] = self.name
-        thought = self.reasoning_content or self.reasoning or self.thinking
-        if thought and self.role == "assistant":
+        named = self.reasoning_content or self.reasoning or self.thinking
+        thoughts = named or thought(self.content)
+        if thoughts and self.role == "assistant":
             # transformers gives templates the other names of it, too.
-            turn["reasoning_content"] = thought
+            turn["reasoning_content"] = thoughts
         return turn
 
-    def _text(self, where: str) -> str:
-        content = self.content
-        if content is None:
-            if self.role == "assistant" and self.tool_calls:
-                return ""
-            field = f"{where}.content"
-            raise InvalidArgument(f"{field} is missing", field=field, reason="MISSING_PARAMETER")
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+    def _text(self) -> str:
+        """Only the assistant thinks: of others, what is marked as a thought is text, too."""
+        text = said(self.content) or self.refusal or ""
+        return text if self.role == "assistant" else text + thought(self.content)
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

@@ -11,6 +11,7 @@ from services.gateway.adapters.http.dialect import Dialect, stop_reason
 from services.gateway.adapters.http.json_pieces import LongList, listed
 from services.gateway.adapters.http.logprobs import chat_logprobs
 from services.gateway.adapters.http.output_plan import AUTO, NONE, ToolUse, planned
+from services.gateway.adapters.http.rendering import render_turns
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
     client_request,
@@ -71,7 +72,8 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
         for number, message in enumerate(body.messages or ())
     ]
     effort = body.reasoning_effort if isinstance(body, ChatCompletionBody) else None
-    return await inference.tokenizer.render_chat(
+    return await render_turns(
+        inference.tokenizer,
         messages,
         tools=[tool.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,

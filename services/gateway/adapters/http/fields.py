@@ -1,7 +1,7 @@
 """Building blocks of request bodies: strict types, and fields that are known but not served."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -81,6 +81,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
+class HistoryBody(Body):
+    """A part of a conversation or of a tool, which is only rendered: keys that are not known, which
+    clients and servers add, are left out without a word.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
 def given(name: str) -> dict[str, Any]:
     """JSON Schema of an object that has a field, and not null for it."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
@@ -112,20 +120,3 @@ class Only:
 
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
 """A field whose value is accepted and not read, since it does not concern the model."""
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-    # OpenAI's and Anthropic's marks of what to cache: here all of it is. LiteLLM and OpenRouter
-    # pass the second one on.
-    prompt_cache_breakpoint: Ignored = None
-    cache_control: Ignored = None
-
-
-TextOrParts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("<list>")],
-    _choice(text_or_list, "must be a string or a list of parts"),
-]

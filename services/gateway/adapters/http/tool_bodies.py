@@ -10,11 +10,10 @@ from pydantic import Discriminator, Field, Tag
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.grammars.tool_calls import CallableTool
-from services.gateway.adapters.http.fields import Body, Ignored, text_or_object
+from services.gateway.adapters.http.fields import Body, HistoryBody, text_or_object
+from services.gateway.adapters.http.parts import Arguments, called_arguments
 
 MAX_TOOLS = 512
-MAX_TOOL_CALLS = 512
-"""Of one message."""
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
 
 
@@ -25,7 +24,7 @@ def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **parameters}
 
 
-class FunctionBody(Body):
+class FunctionBody(HistoryBody):
     """A function that the model may call. Without parameters it takes none."""
 
     name: str = Field(pattern=TOOL_NAME)
@@ -39,12 +38,11 @@ class FunctionBody(Body):
         return arguments_schema(self.parameters)
 
 
-class ToolBody(Body):
+class ToolBody(HistoryBody):
     """A tool, as chat completions write one."""
 
     type: Literal["function"]
     function: FunctionBody
-    cache_control: Ignored = None
 
     @property
     def callable(self) -> CallableTool:
@@ -84,24 +82,23 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Body):
-    """What was called, with arguments as JSON in a text."""
+class CalledFunction(HistoryBody):
+    """What was called, with the arguments that the model wrote."""
 
-    name: str = Field(max_length=256)
-    arguments: str = ""
+    name: str
+    arguments: Arguments | None = None
 
 
-class ToolCallBody(Body):
-    """A call that the assistant made. Some servers number calls in whole answers, too."""
+class ToolCallBody(HistoryBody):
+    """A call that the assistant made."""
 
-    id: str | None = Field(default=None, max_length=256)
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
-    index: Ignored = None
 
-    def to_template(self, where: str) -> dict[str, Any]:
-        """The call as chat templates take it. Raises InvalidArgument, which says `where`."""
-        arguments = arguments_object(self.function.arguments, f"{where}.function.arguments")
+    def to_template(self) -> dict[str, Any]:
+        """The call as chat templates take it, but for arguments that are no object."""
+        arguments = called_arguments(self.function.arguments)
         call: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.function.name, "arguments": arguments},
@@ -109,20 +106,7 @@ class ToolCallBody(Body):
         return call if self.id is None else {"id": self.id, **call}
 
 
-def arguments_object(text: str, field: str) -> dict[str, Any]:
-    """The arguments of a call as an object, as chat templates take them. Raises InvalidArgument for
-    a text of `field` that is none.
-    """
-    try:
-        arguments = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise InvalidArgument(f"{field} must be the text of a JSON object", field=field)
-    return arguments
-
-
-ToolCalls = Annotated[list[ToolCallBody], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)]
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
 
 
 @dataclass(frozen=True, slots=True)

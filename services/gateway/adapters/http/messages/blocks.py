@@ -1,122 +1,147 @@
 """Turns of a conversation and their blocks, as Anthropic's API writes them."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from services.common.errors import InvalidArgument
-from services.gateway.adapters.http.fields import Body, Ignored, Only, by_type, text_or_list
-
-_NO_CITATIONS = "there are no citations"
-_NO_CALLER = "only the model calls tools"
-_NO_TOOLSETS = "toolsets are not supported"
-
-
-class TextBlock(Body):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Ignored = None
-    citations: Annotated[Any, Only([], why=_NO_CITATIONS)] = None
+from services.gateway.adapters.http.fields import HistoryBody, by_type, text_or_list
+from services.gateway.adapters.http.parts import (
+    THOUGHTS,
+    Arguments,
+    TextPart,
+    TextType,
+    called_arguments,
+    said,
+    thought,
+)
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(HistoryBody):
     """A call that the assistant made."""
 
     type: Literal["tool_use"]
-    id: str = Field(max_length=256)
-    name: str = Field(max_length=256)
-    input: dict[str, Any]
-    cache_control: Ignored = None
-    caller: Annotated[Any, Only({"type": "direct"}, why=_NO_CALLER)] = None
-    toolset_name: Annotated[Any, Only(why=_NO_TOOLSETS)] = None
+    id: str
+    name: str
+    input: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
-        function = {"name": self.name, "arguments": self.input}
+        """The call as chat templates take it, but for an input that is no object."""
+        function = {"name": self.name, "arguments": called_arguments(self.input)}
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ThinkingBlock(Body):
-    """What the assistant thought. Whether the model reads it again depends on its chat template."""
+class RedactedThinkingBlock(HistoryBody):
+    """Thinking that is encrypted, and so cannot be read here."""
 
-    type: Literal["thinking"]
-    thinking: str
-    signature: str | None = None
+    type: Literal["redacted_thinking"]
 
 
-TextOrTextBlocks = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[TextBlock], Field(fail_fast=True), Tag("<list>")],
+class ToolReferenceBlock(HistoryBody):
+    """A tool that a search for tools found. The model sees all tools; the name is a text."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+_TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
+
+
+def _kind(value: Any) -> str | None:
+    """The tag of a block: all types of text have one."""
+    tag = by_type(value)
+    return "<text>" if tag in _TEXT_TAGS else tag
+
+
+_ResultBlock = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
     Discriminator(
-        text_or_list,
+        _kind,
         custom_error_type="alternative",
-        custom_error_message="must be a string or a list of blocks",
+        custom_error_message="must be an object whose type is text or tool_reference; images, "
+        "documents and other blocks are not supported",
     ),
 ]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(HistoryBody):
     """What a tool gave. Chat templates have no place for `is_error`: the content says it."""
 
     type: Literal["tool_result"]
-    tool_use_id: str = Field(max_length=256)
-    content: TextOrTextBlocks | None = None
-    is_error: bool | None = None
-    cache_control: Ignored = None
-    toolset_name: Annotated[Any, Only(why=_NO_TOOLSETS)] = None
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="alternative",
+                custom_error_message="must be a string or a list of blocks",
+            ),
+        ]
+        | None
+    ) = None
 
     def to_template(self) -> dict[str, Any]:
         """The result as a turn of chat templates."""
-        return {
-            "role": "tool",
-            "tool_call_id": self.tool_use_id,
-            "content": text_of(self.content or ""),
-        }
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = "".join(
+                block.text if isinstance(block, TextPart) else block.tool_name for block in content
+            )
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
-Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock
+Block = TextPart | ToolUseBlock | ToolResultBlock | RedactedThinkingBlock
 _AnyBlock = Annotated[
-    Annotated[TextBlock, Tag("<text>")]
+    Annotated[TextPart, Tag("<text>")]
     | Annotated[ToolUseBlock, Tag("<tool_use>")]
     | Annotated[ToolResultBlock, Tag("<tool_result>")]
-    | Annotated[ThinkingBlock, Tag("<thinking>")],
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
     Discriminator(
-        by_type,
+        _kind,
         custom_error_type="alternative",
         custom_error_message="must be an object whose type is text, tool_use, tool_result or "
         "thinking; images, documents and other blocks are not supported",
     ),
 ]
 _BLOCKS_OF = {
-    "system": (TextBlock,),
-    "user": (TextBlock, ToolResultBlock),
-    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
+    "system": (TextPart,),
+    "user": (TextPart, ToolResultBlock),
+    "assistant": (TextPart, ToolUseBlock, RedactedThinkingBlock),
 }
+_ROLES = {"ctx": "user", "msg": "user"}
+"""What Claude Code calls some of its turns, by the roles that they have."""
 
 
-class AnthropicMessage(Body):
+def _as_role(value: Any) -> Any:
+    return _ROLES.get(value, value) if isinstance(value, str) else value
+
+
+class AnthropicMessage(HistoryBody):
     """One turn of a conversation."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[_AnyBlock], Field(fail_fast=True), Tag("<list>")],
-        Discriminator(
-            text_or_list,
-            custom_error_type="alternative",
-            custom_error_message="must be a string or a list of blocks",
-        ),
-    ]
+    role: Annotated[Literal["user", "assistant", "system"], BeforeValidator(_as_role)]
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[_AnyBlock], Field(fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="alternative",
+                custom_error_message="must be a string or a list of blocks",
+            ),
+        ]
+        | None
+    ) = None
 
     def to_template(self, where: str) -> Iterator[dict[str, Any]]:
         """The turn as chat templates take it: each result of a tool is a turn of its own. Raises
-        InvalidArgument, which says `where`, for blocks that another role has, or none.
+        InvalidArgument, which says `where`, for blocks that another role has.
         """
-        if isinstance(self.content, str):
-            yield {"role": self.role, "content": self.content}
+        if not self.content or isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content or ""}
             return
         self._check(self.content, where)
         if self.role == "assistant":
@@ -124,7 +149,7 @@ class AnthropicMessage(Body):
             return
         texts: list[str] = []
         for block in self.content:
-            if isinstance(block, TextBlock):
+            if isinstance(block, TextPart):
                 texts.append(block.text)
             elif isinstance(block, ToolResultBlock):
                 if texts:
@@ -134,32 +159,22 @@ class AnthropicMessage(Body):
         if texts:
             yield {"role": self.role, "content": "".join(texts)}
 
-    def _check(self, blocks: list[Block], where: str) -> None:
-        field = f"{where}.content"
-        if not blocks and self.role != "assistant":
-            raise InvalidArgument(f"{field} must not be empty", field=field)
+    def _check(self, blocks: Sequence[Block], where: str) -> None:
         for number, block in enumerate(blocks):
-            if not isinstance(block, _BLOCKS_OF[self.role]):
-                field = f"{field}[{number}]"
+            is_thought = block.type in THOUGHTS and self.role != "assistant"
+            if is_thought or not isinstance(block, _BLOCKS_OF[self.role]):
+                field = f"{where}.content[{number}]"
                 raise InvalidArgument(
                     f"{field}: a turn of the {self.role} has no {block.type}", field=field
                 )
 
 
-def _assistant(blocks: list[Block]) -> dict[str, Any]:
-    turn: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
-    }
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
+    parts = [block for block in blocks if isinstance(block, TextPart)]
+    turn: dict[str, Any] = {"role": "assistant", "content": said(parts)}
     calls = [block.to_template() for block in blocks if isinstance(block, ToolUseBlock)]
-    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     if calls:
         turn["tool_calls"] = calls
-    if thought:
-        turn["reasoning_content"] = thought
+    if thoughts := thought(parts):
+        turn["reasoning_content"] = thoughts
     return turn
-
-
-def text_of(content: str | list[TextBlock]) -> str:
-    """The text of blocks."""
-    return content if isinstance(content, str) else "".join(block.text for block in content)

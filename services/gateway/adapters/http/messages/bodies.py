@@ -8,8 +8,9 @@ from pydantic_core import PydanticCustomError
 from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.bodies import renamed
-from services.gateway.adapters.http.fields import Body, Ignored, Int, Only, Texts
-from services.gateway.adapters.http.messages.blocks import AnthropicMessage, TextOrTextBlocks
+from services.gateway.adapters.http.fields import Body, HistoryBody, Ignored, Int, Only, Texts
+from services.gateway.adapters.http.messages.blocks import AnthropicMessage
+from services.gateway.adapters.http.parts import TextOrParts
 from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
 from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 
@@ -20,7 +21,7 @@ _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
 
 
-class AnthropicTool(Body):
+class AnthropicTool(HistoryBody):
     """A tool of the client's own. Tools that Anthropic defines or runs are not known here."""
 
     type: Literal["custom"] | None = None
@@ -28,9 +29,6 @@ class AnthropicTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    # What changes nothing here: calls are streamed while they are written, prompts always cached.
-    cache_control: Ignored = None
-    eager_input_streaming: bool | None = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     defer_loading: Annotated[Any, Only(False, why="the model sees all tools")] = None
     input_examples: Annotated[Any, Only([], why="write examples into description")] = None
@@ -90,7 +88,7 @@ class CountTokensBody(Body):
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
-    system: TextOrTextBlocks | None = None
+    system: TextOrParts | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None

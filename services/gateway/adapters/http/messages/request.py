@@ -6,9 +6,10 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
-from services.gateway.adapters.http.messages.blocks import text_of
 from services.gateway.adapters.http.messages.bodies import CountTokensBody, MessagesBody
 from services.gateway.adapters.http.output_plan import AUTO, NONE, REQUIRED, ToolUse, planned
+from services.gateway.adapters.http.parts import said
+from services.gateway.adapters.http.rendering import render_turns
 from services.gateway.adapters.http.sampling import given_parameters
 from services.gateway.adapters.http.tool_bodies import ToolFields, check_tools
 from services.gateway.core.inference import Inference
@@ -58,7 +59,7 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
     """The conversation as the model reads it. A last turn of the assistant is continued."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
-    turns = [] if body.system is None else [{"role": "system", "content": text_of(body.system)}]
+    turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]
     for number, message in enumerate(body.messages):
         turns += message.to_template(f"messages[{number}]")
     continues = turns[-1]["role"] == "assistant"
@@ -66,7 +67,8 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
         raise InvalidArgument(
             "messages: the results of the last calls are missing", field="messages"
         )
-    return await inference.tokenizer.render_chat(
+    return await render_turns(
+        inference.tokenizer,
         turns,
         tools=[tool.to_template() for tool in tools],
         add_generation_prompt=not continues,

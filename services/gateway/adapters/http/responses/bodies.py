@@ -9,6 +9,7 @@ from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.bodies import Effort, renamed
 from services.gateway.adapters.http.fields import (
     Body,
+    HistoryBody,
     Ignored,
     Int,
     Only,
@@ -17,15 +18,16 @@ from services.gateway.adapters.http.fields import (
     text_or_object,
 )
 from services.gateway.adapters.http.formats import JsonObjectFormat, JsonSchema, TextFormat
-from services.gateway.adapters.http.responses.items import NOT_ASYNC, AnyItem
+from services.gateway.adapters.http.responses.items import AnyItem
 from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
+_NOT_ASYNC = "a call is answered before the next response"
 _NO_FILES = "only text is read"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 
 
-class ResponsesTool(Body):
+class ResponsesTool(HistoryBody):
     """A function of the client's own. Tools that OpenAI runs are not known here."""
 
     type: Literal["function"]
@@ -35,7 +37,7 @@ class ResponsesTool(Body):
     strict: bool | None = None
     defer_loading: Annotated[Any, Only(False, why="the model sees all tools")] = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
-    async_: Annotated[Any, Only(False, why=NOT_ASYNC)] = Field(default=None, alias="async")
+    async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
     output_schema: Annotated[Any, Only(why="what tools give is not checked")] = None
 
     @property

@@ -2,108 +2,76 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Tag
 
-from services.gateway.adapters.http.fields import Body, Ignored, Only, by_type, text_or_list
-from services.gateway.adapters.http.tool_bodies import arguments_object
-
-NOT_ASYNC = "a call is answered before the next response"
-_NO_CALLER = "only the model calls tools"
-
-
-class InputText(Body):
-    """Text that the model read or wrote."""
-
-    type: Literal["input_text", "output_text"]
-    text: str
-    # An answer may be sent back as it came.
-    annotations: Annotated[Any, Only([], why="there are no annotations")] = None
-    logprobs: Ignored = None
-    prompt_cache_breakpoint: Ignored = None
+from services.gateway.adapters.http.fields import HistoryBody, by_type
+from services.gateway.adapters.http.parts import (
+    Arguments,
+    TextOrParts,
+    called_arguments,
+    said,
+    thought,
+)
 
 
-TextOrTextParts = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[InputText], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(
-        text_or_list,
-        custom_error_type="alternative",
-        custom_error_message="must be a string or a list of parts",
-    ),
-]
-
-
-class MessageItem(Body):
+class MessageItem(HistoryBody):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: TextOrTextParts
-    id: Ignored = None
-    status: Ignored = None
-    phase: Ignored = None
+    content: TextOrParts | None = None
 
-    def to_template(self, _where: str) -> dict[str, Any]:
-        return {"role": self.role, "content": text_of(self.content)}
+    def to_template(self) -> dict[str, Any]:
+        """A turn. What is marked as a thought is the assistant's, and of others text, too."""
+        turn = {"role": self.role, "content": said(self.content)}
+        if thoughts := thought(self.content):
+            key = "reasoning_content" if self.role == "assistant" else "content"
+            turn[key] = turn.get(key, "") + thoughts
+        return turn
 
 
-class FunctionCallItem(Body):
+class FunctionCallItem(HistoryBody):
     """A call that the assistant made."""
 
     type: Literal["function_call"]
-    call_id: str = Field(max_length=256)
-    name: str = Field(max_length=256)
-    arguments: str
-    id: Ignored = None
-    status: Ignored = None
-    caller: Annotated[Any, Only({"type": "direct"}, why=_NO_CALLER)] = None
-    namespace: Annotated[Any, Only(why="tools have no namespaces")] = None
-    async_: Annotated[Any, Only(False, why=NOT_ASYNC)] = Field(default=None, alias="async")
+    call_id: str
+    name: str
+    arguments: Arguments | None = None
 
-    def to_template(self, where: str) -> dict[str, Any]:
-        """A turn of the assistant. Raises InvalidArgument, which says `where`, for arguments that
-        are no object.
-        """
-        arguments = arguments_object(self.arguments, f"{where}.arguments")
-        function = {"name": self.name, "arguments": arguments}
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the assistant."""
+        function = {"name": self.name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-class FunctionCallOutputItem(Body):
+class FunctionCallOutputItem(HistoryBody):
     """What a tool gave."""
 
     type: Literal["function_call_output"]
-    call_id: str = Field(max_length=256)
-    output: TextOrTextParts
-    id: Ignored = None
-    status: Ignored = None
-    caller: Annotated[Any, Only({"type": "direct"}, why=_NO_CALLER)] = None
+    call_id: str
+    output: TextOrParts | None = None
 
-    def to_template(self, _where: str) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.output)}
-
-
-class ReasoningText(Body):
-    """What the assistant thought."""
-
-    type: Literal["reasoning_text"]
-    text: str
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the tool."""
+        text = said(self.output) + thought(self.output)
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
 
 
-class ReasoningItem(Body):
-    """What the assistant thought. Whether the model reads it again depends on its chat template."""
+class ReasoningItem(HistoryBody):
+    """What the assistant thought, or a summary of it. Whether the model reads it again depends on
+    its chat template. What is encrypted cannot be read here.
+    """
 
     type: Literal["reasoning"]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
-    summary: Annotated[Any, Only([], why="reasoning is not summarized")] = None
-    encrypted_content: Annotated[Any, Only(why="reasoning is not encrypted")] = None
-    id: Ignored = None
-    status: Ignored = None
+    content: TextOrParts | None = None
+    summary: TextOrParts | None = None
 
-    def to_template(self, _where: str) -> dict[str, Any]:
-        thought = "".join(part.text for part in self.content or ())
-        return {"role": "assistant", "content": "", "reasoning_content": thought}
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the assistant that says nothing."""
+        parts = self.content or self.summary
+        thoughts = said(parts) + thought(parts)
+        return {"role": "assistant", "content": "", "reasoning_content": thoughts}
 
 
 def _kind(value: Any) -> str | None:
@@ -127,18 +95,13 @@ AnyItem = Annotated[
 ]
 
 
-def text_of(content: str | list[InputText]) -> str:
-    """The text of parts."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 def turns_of(items: list[Item]) -> list[dict[str, Any]]:
     """The items as turns of chat templates: what the assistant thought, then said, then called is
-    one turn. Raises InvalidArgument for arguments of calls that are no object.
+    one turn.
     """
     turns: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        turn = item.to_template(f"input[{number}]")
+    for item in items:
+        turn = item.to_template()
         if turns and _goes_on(turns[-1], turn):
             _extend(turns[-1], turn)
         else:
@@ -159,5 +122,7 @@ def _stage(turn: dict[str, Any]) -> int:
 
 def _extend(last: dict[str, Any], turn: dict[str, Any]) -> None:
     last["content"] += turn["content"]
+    if thoughts := turn.get("reasoning_content"):
+        last["reasoning_content"] = last.get("reasoning_content", "") + thoughts
     if "tool_calls" in turn:
         last.setdefault("tool_calls", []).extend(turn["tool_calls"])

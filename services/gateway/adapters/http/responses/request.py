@@ -8,6 +8,7 @@ from services.common.structured_outputs import StructuredOutputs, StructuredOutp
 from services.gateway.adapters.http.chat import effort_variables
 from services.gateway.adapters.http.formats import ANY_OBJECT, JsonObjectFormat
 from services.gateway.adapters.http.output_plan import AUTO, NONE, ToolUse, planned
+from services.gateway.adapters.http.rendering import render_turns
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.responses.items import turns_of
 from services.gateway.adapters.http.sampling import given_parameters
@@ -58,7 +59,8 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
     if body.instructions is not None:
         turns.insert(0, {"role": "system", "content": body.instructions})
     effort = None if body.reasoning is None else body.reasoning.effort
-    return await inference.tokenizer.render_chat(
+    return await render_turns(
+        inference.tokenizer,
         turns,
         tools=[tool.to_template() for tool in tools],
         add_generation_prompt=True,
