@@ -61,6 +61,7 @@ settings.register_profile(
 settings.load_profile("same")
 LIMITED = pytest.StashKey[bool]()
 """Whether this process has limited what it uses of the processors."""
+SESSION = pytest.StashKey[pytest.Session]()
 
 # Imports and collected tests are not garbage: searching them again and again would take a third of
 # the time of collection.
@@ -70,6 +71,11 @@ gc.disable()
 def servers_of(nodeid: str) -> str | None:
     """The process of servers that a test or a directory belongs to, if it belongs to one."""
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Keeps the session, whose number of tests the printed progress is a share of."""
+    session.config.stash[SESSION] = session
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -131,6 +137,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 for nodeid in chain.from_iterable(self.registered_collections.values()):
                     self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
                 self.collection = list(chain.from_iterable(self.workqueue.values()))
+                self.config.stash[SESSION].testscollected = len(self.collection)
             # A process begins a test once it knows of the next one: two units have two tests.
             for node in 2 * self.nodes:
                 self._reschedule(node)

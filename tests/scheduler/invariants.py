@@ -4,14 +4,13 @@ Each is recomputed from tables, tokens and limits; none asks the scheduler why i
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from services.common.ids import NULL_BLOCK, RequestKey
 from services.common.kv_cache_groups import AttentionType
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
+from tests.scheduler.policy_orders import ADMISSION_ORDERS, VICTIM_ORDERS
 from tests.scheduler.story import Story
 
 
@@ -26,21 +25,6 @@ class Before:
     def of(cls, story: Story) -> "Before":
         """As it is now."""
         return cls(list(story.scheduler.running), list(story.scheduler.waiting))
-
-
-_ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
-    "fcfs": lambda request: (
-        request.num_preemptions == 0,
-        request.arrival_time if request.num_preemptions == 0 else 0,
-    ),
-    "priority": lambda request: (request.priority, request.arrival_time),
-}
-"""By policy, the order of the queue: with FCFS preempted requests, then the others by arrival."""
-_VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
-    "fcfs": lambda request: request.admission_number,
-    "priority": lambda request: (request.priority, request.arrival_time),
-}
-"""By policy, the order of running requests in which the last is preempted first."""
 
 
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
@@ -97,8 +81,9 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 
 def check_queue_order(story: Story) -> None:
     """By the order of the policy."""
-    ranks = [_ADMISSION_ORDERS[story.config.policy](request) for request in story.scheduler.waiting]
-    assert ranks == sorted(ranks)
+    if (rank := ADMISSION_ORDERS.get(story.config.policy)) is not None:
+        ranks = [rank(request) for request in story.scheduler.waiting]
+        assert ranks == sorted(ranks)
 
 
 def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
@@ -138,8 +123,8 @@ def check_running_requests_are_served(story: Story, before: Before, plan: Schedu
     """
     if not before.running:
         return
-    rank = _VICTIM_ORDERS[story.config.policy]
-    assert min(before.running, key=rank) not in plan.preempted
+    if (rank := VICTIM_ORDERS.get(story.config.policy)) is not None:
+        assert min(before.running, key=rank) not in plan.preempted
     chunk = _least_chunk(story) if _keeps_states(story) else 1
     has_tokens_left = _budget(story) - plan.num_tokens >= chunk
     for request in before.running if has_tokens_left else before.running[:1]:

@@ -10,6 +10,7 @@ from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCa
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.policies import POLICIES
 from tests.worlds.arrivals import (
     LAST_ARRIVAL,
     MAX_ITEM,
@@ -106,7 +107,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
     named: dict[str, Any] = {
-        "policy": random.choice(("fcfs", "priority")),
+        "policy": random.choice(tuple(POLICIES)),
         "block_size": block_size,
         "num_blocks": 2,
         "max_model_len": max_model_len,
