@@ -1,6 +1,7 @@
 """A trace as lines of text: a bar for each span where it lies in time, and what it says."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rich.text import Text
@@ -18,6 +19,7 @@ _ASCII = str.maketrans("█░▏◆µ·…", "#.|*u-~")
 _LONGEST_NAME, _SHORTEST_BAR, _DURATION = 40, 12, 9
 _WAIT_REASON = ".wait_reason"
 _IN_THE_HEADLINE = {"stepwell.request.id"}
+_TIME = "stepwell.time"
 _SHOWN_PREFIXES = ("stepwell.", "gen_ai.usage.", "gen_ai.latency.", "error.", "http.", "rpc.")
 
 Document = Mapping[str, Any]
@@ -28,7 +30,7 @@ def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> 
     width = max(width, 40)
     spans: Sequence[Document] = trace["spans"]
     total = max((span["start"] + span["seconds"] for span in spans), default=0.0)
-    lines = [_headline(trace, total)]
+    lines = [_headline(trace, total), *_time_line(trace, width)]
     name_width = min(
         max((2 * span["depth"] + len(span["name"]) for span in spans), default=0),
         _LONGEST_NAME,
@@ -39,6 +41,7 @@ def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> 
         lines.append(_span(span, total, name_width, bar_width))
         lines += _notes(span, every_attribute=every_attribute)
     lines.append(_legend(spans))
+    lines += _explanations(trace, width)
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -53,6 +56,28 @@ def _headline(trace: Document, total: float) -> Text:
     elif not trace["is_complete"]:
         line.append("  not complete: spans are still to come", style="yellow")
     return line
+
+
+def _time_line(trace: Document, width: int) -> list[Text]:
+    """Where the time went, on as many lines as it needs."""
+    time: Document | None = trace["time"]
+    if time is None:
+        return []
+    return [Text(line, style="bold") for line in wrap(time["line"], width, subsequent_indent="  ")]
+
+
+def _explanations(trace: Document, width: int) -> list[Text]:
+    """What each part of the time is, and what was waited for."""
+    time: Document | None = trace["time"]
+    lines: list[Text] = []
+    for part in [] if time is None else time["parts"]:
+        text = f"{part['name']}: {part['explanation']}"
+        if part["waited_for"]:
+            text += f" Most of it had {part['waited_for']}."
+        if part["step"] is not None:
+            text += f" Its longest wait began with step {part['step']}."
+        lines += [Text(line, style="dim") for line in wrap(text, width, subsequent_indent="  ")]
+    return lines
 
 
 def _span(span: Document, total: float, name_width: int, bar_width: int) -> Text:
@@ -110,6 +135,7 @@ def _shown_attributes(
         or (
             name.startswith(_SHOWN_PREFIXES)
             and name not in _IN_THE_HEADLINE
+            and not name.startswith(_TIME)
             and value not in (0, "", [], None)
             and not known.endswith(f".{value}")
         )

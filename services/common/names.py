@@ -81,8 +81,13 @@ ATTR_CAUSE_MESSAGE = "stepwell.cause.message"
 ATTR_IS_CUT = "stepwell.is_cut"
 ATTR_IS_RECOMPUTED = "stepwell.is_recomputed"
 ATTR_WAIT_REASON = "stepwell.wait_reason"
+ATTR_WAITED_FOR = "stepwell.waited_for"
 ATTR_SESSION_WAIT_SECONDS = "stepwell.session_wait_seconds"
 ATTR_WAIT_SECONDS = "stepwell.wait_seconds"
+ATTR_TIME = "stepwell.time"
+"""The parts of a request's time in a line; with `.NAME` the seconds of a part, and with
+`.NAME.request_id` and `.NAME.step` what was waited for.
+"""
 ATTR_NUM_AHEAD = "stepwell.num_ahead"
 ATTR_PREEMPTED_FOR = "stepwell.preempted_for"
 ATTR_NUM_LOST_TOKENS = "stepwell.num_lost_tokens"

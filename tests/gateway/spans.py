@@ -6,7 +6,9 @@ from itertools import pairwise
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from services.common import names
 from services.common.telemetry import Tracing, configure_tracing
+from services.common.time_parts import EXPLANATIONS
 from tests.gateway.serving import until
 
 
@@ -68,6 +70,9 @@ def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
     reason.
     """
     assert_follow(trace.root, trace.below(trace.root))
+    attributes, nanos = trace.root.attributes, trace.root.end_time - trace.root.start_time
+    parts = [attributes.get(f"{names.ATTR_TIME}.{name}", 0.0) for name in EXPLANATIONS]
+    assert abs(sum(parts) * 1e9 - nanos) < 10, "the parts of the time add up to it"
     for generate in trace.named("gateway.generate"):
         by_sequence: dict[object, list[ReadableSpan]] = {}
         for one in trace.below(generate):

@@ -3,7 +3,7 @@
 import logging
 
 from services.gateway.adapters.request_record import RequestRecord
-from services.gateway.adapters.request_spans import engine_times, traces_of
+from services.gateway.adapters.request_times import engine_times, traces_of
 from services.gateway.core.timeline import Part
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from services.common.sampling import SamplingParams
 from services.common.sampling_limits import check_bad_words
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.common.structured_outputs import FIELD
+from services.common.time_parts import EXPLANATIONS, OTHER, TimePart
 from services.common.trace_context import numbered_traceparent
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.logprobs import LogprobRows
@@ -147,6 +148,15 @@ def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
         decode=message.decode_nanos / 1e9,
         interrupted=message.interrupted_nanos / 1e9,
         queued_unix_nanos=message.queued_unix_nanos or None,
+        parts=tuple(
+            TimePart(
+                part.name if part.name in EXPLANATIONS else OTHER,
+                part.nanos,
+                part.waited_for,
+                part.step if part.HasField("step") else None,
+            )
+            for part in message.parts
+        ),
     )
 
 

@@ -7,9 +7,11 @@ from stepwell.gateway.v1 import gateway_pb2
 from services.common.errors import InvalidArgument
 from services.common.finish_reason_proto import finish_reason_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.time_parts import time_line
 from services.gateway.adapters.auth import CALL_TENANT
 from services.gateway.adapters.converters import client_sampling_from_proto, logprobs_to_proto
 from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.request_times import parts_of
 from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import ClientSession
 from services.gateway.core.generation import Generation
@@ -106,8 +108,10 @@ class GenerateRequests:
         return token_ids
 
 
-def to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateResponse:
-    """A piece of an answer as a message."""
+def to_response(
+    piece: Piece, generation: Generation, timed: RequestRecord | None
+) -> gateway_pb2.GenerateResponse:
+    """A piece of an answer as a message. `timed` is the record whose times the client wants."""
     response = gateway_pb2.GenerateResponse(
         request_id=generation.request.request_id,
         index=piece.index,
@@ -122,8 +126,19 @@ def to_response(piece: Piece, generation: Generation) -> gateway_pb2.GenerateRes
         response.usage.num_prompt_tokens = choice.num_prompt_tokens
         response.usage.num_cached_tokens = choice.num_cached_tokens
         response.usage.num_generated_tokens = choice.num_output_tokens
+        if timed is not None:
+            response.metrics.CopyFrom(_metrics(timed))
     if isinstance(piece.stop_reason, str):
         response.stop_string = piece.stop_reason
     elif piece.stop_reason is not None:
         response.stop_token_id = piece.stop_reason
     return response
+
+
+def _metrics(record: RequestRecord) -> gateway_pb2.RequestMetrics:
+    parts = parts_of(record)
+    return gateway_pb2.RequestMetrics(
+        line=time_line(parts),
+        seconds=sum(part.nanos for part in parts) / 1e9,
+        parts=[gateway_pb2.TimePart(name=part.name, seconds=part.seconds) for part in parts],
+    )

@@ -124,7 +124,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             record.enter(Part.PREPARE)
             await self._streams.send(
                 generation,
-                lambda piece: to_response(piece, generation),
+                lambda piece: to_response(
+                    piece, generation, record if request.include_metrics else None
+                ),
                 context,
                 record,
                 observation,

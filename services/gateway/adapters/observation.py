@@ -10,7 +10,7 @@ from services.common.errors import InternalError, StepwellError
 from services.gateway.adapters.genai_metrics import GenAiMetrics
 from services.gateway.adapters.metrics import Metrics
 from services.gateway.adapters.request_record import CANCELLED, RequestRecord, is_failure
-from services.gateway.adapters.request_spans import traces_of
+from services.gateway.adapters.request_times import traces_of
 from services.gateway.core.admission.wait import Wait
 from services.gateway.core.choice import Piece
 from services.gateway.core.delivery import Sink

@@ -18,7 +18,8 @@ from services.gateway.adapters.request_record import (
     RequestRecord,
     new_record,
 )
-from services.gateway.adapters.request_spans import RequestSpans, traces_of
+from services.gateway.adapters.request_spans import RequestSpans
+from services.gateway.adapters.request_times import traces_of
 from services.gateway.core.request_check import is_request_id
 
 KeepTrace = Callable[[str, str, TraceHeaders], None]

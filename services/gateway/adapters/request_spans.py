@@ -18,12 +18,15 @@ from opentelemetry.trace import SpanContext, SpanKind
 
 from services.common import names
 from services.common.telemetry import Attributes, Tracing
+from services.common.time_parts import time_attributes
 from services.common.trace_context import new_span_id, numbered_span_id
 from services.common.trace_headers import baggage_attributes
 from services.gateway.adapters.request_record import KeptFor, RequestRecord
+from services.gateway.adapters.request_times import engine_times, parts_of, traces_of
 from services.gateway.adapters.span_status import span_status, status_attributes
 from services.gateway.core.generation import Generation
 from services.gateway.core.sequence_trace import EngineTimes, SequenceTrace, engine_span_number
+from services.gateway.core.time_parts import EngineParts
 from services.gateway.core.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
@@ -39,8 +42,16 @@ Values = dict[str, str | int | float | bool | Sequence[str]]
 class RequestSpans:
     """Makes the spans of one request."""
 
-    def __init__(self, record: RequestRecord, tracing: Tracing, model_name: str) -> None:
+    def __init__(
+        self,
+        record: RequestRecord,
+        tracing: Tracing,
+        model_name: str,
+        so_far: EngineParts | None = None,
+    ) -> None:
+        """`so_far` has the parts of the time of sequences that are still at a replica."""
         self._record = record
+        self._so_far = so_far
         self._tracing = tracing
         self._model_name = model_name
         self._root = record.origin.context(record.root_span_id)
@@ -194,6 +205,7 @@ class RequestSpans:
                 names.GENAI_LATENCY_E2E: record.seconds,
                 names.ATTR_KEPT_FOR: kept_for.value,
             }
+        attributes |= time_attributes(parts_of(record, self._end, self._so_far))
         if record.directory_state:
             attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
         if record.tenant.tenant_id:
@@ -212,13 +224,6 @@ def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]
     """Each part, and when it ended; one that has not ended lasts until the given time."""
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
-
-
-def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
-    """Where the sequences of a request were on its behalf: a replay has none."""
-    if generation is None or generation.mailbox is None or generation.is_replay:
-        return ()
-    return generation.mailbox.traces
 
 
 def _asked(generation: Generation, is_stream: bool) -> Values:
@@ -280,9 +285,3 @@ def _answered(record: RequestRecord, generation: Generation) -> Values:
             names.GENAI_LATENCY_INFERENCE: times.inference,
         }
     return attributes
-
-
-def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
-    """Those of the sequence that took longest at its last replica; None if none is known."""
-    known = [trace.times for trace in traces if trace.times is not None]
-    return max(known, key=lambda times: times.queue + times.inference, default=None)

@@ -15,6 +15,7 @@ from services.gateway.adapters.call_records import CallRecords
 from services.gateway.adapters.generate_requests import GenerateRequests, to_response
 from services.gateway.adapters.message_stream import AnswerStreams
 from services.gateway.adapters.observation import Observer
+from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.choice import Piece
 from services.gateway.core.client_session import ClientSession
 from services.gateway.core.client_sessions import ClientSessions
@@ -101,7 +102,9 @@ class SessionCalls:
                     await allowance.reserve(generation)
                     await self._streams.send(
                         generation,
-                        lambda piece: _message(piece, generation),
+                        lambda piece: _message(
+                            piece, generation, record if request.include_metrics else None
+                        ),
                         context,
                         record,
                         observation,
@@ -115,8 +118,10 @@ class SessionCalls:
                 allowance.close(was_refused=refused)
 
 
-def _message(piece: Piece, generation: Generation) -> gateway_pb2.GenerateSessionResponse:
-    message = to_response(piece, generation)
+def _message(
+    piece: Piece, generation: Generation, timed: RequestRecord | None
+) -> gateway_pb2.GenerateSessionResponse:
+    message = to_response(piece, generation, timed)
     return gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
 
 

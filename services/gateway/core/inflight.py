@@ -125,6 +125,7 @@ class Inflight:
         """
         self.was_accepted = True
         self.losses.computing = True
+        self.trace.admitted = self.mailbox.nanos()
         if not self.output_token_ids:
             self._delta().num_cached_tokens = num_cached_tokens
 
@@ -133,6 +134,8 @@ class Inflight:
         if not token_ids:
             return
         self.was_accepted = True
+        if self.losses.computing:
+            self.trace.first_token = self.mailbox.nanos()
         self.losses.forget()
         self.output_token_ids += token_ids
         self.mailbox.add_tokens(self.index, token_ids)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.common import names
 from services.common.errors import StepwellError
+from services.common.time_parts import TimePart
 from services.gateway.core.route import Route
 from services.gateway.core.timeline import Part, Timeline
 
@@ -37,6 +38,8 @@ class EngineTimes:
     """The part of the last two in which it did not run."""
     queued_unix_nanos: int | None = None
     """When it arrived there, by that replica's clock."""
+    parts: tuple[TimePart, ...] = ()
+    """All of it by what it was spent on; empty where the replica did not report that."""
 
     @property
     def inference(self) -> float:
@@ -58,6 +61,10 @@ class SequenceTrace:
     num_sent: int = 0
     """How often the sequence was sent to a replica."""
     times: EngineTimes | None = None
+    admitted: int | None = None
+    """When it was scheduled at the replica that has it; None before."""
+    first_token: int | None = None
+    """When that replica's first token came; None before."""
     stays: dict[str, int] = field(default_factory=dict)
     """The addresses of those replicas, and the number of the span of its last stay there."""
     timeline: Timeline = field(init=False)
@@ -72,6 +79,7 @@ class SequenceTrace:
 
     def sent(self, route: Route) -> None:
         self.num_sent += 1
+        self.admitted = self.first_token = None
         if self.num_sent <= _SPANS:
             self.stays[route.address] = self.span_number
         self.timeline.explain(route.details())

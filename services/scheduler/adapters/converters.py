@@ -106,6 +106,12 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
         decode_nanos=times.decode_nanos,
         interrupted_nanos=times.interrupted_nanos,
         queued_unix_nanos=times.queued_unix_nanos,
+        parts=[
+            scheduler_pb2.TimePart(
+                name=part.name, nanos=part.nanos, waited_for=part.request_id, step=part.step
+            )
+            for part in times.parts
+        ],
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import WaitReason, preparation_wait
+from services.scheduler.core.phase_parts import ReasonStart
 from services.scheduler.core.request import Request
 
 MAX_WAITS = 256
@@ -83,21 +84,19 @@ class OwnWaits:
             waits.append(OwnWait(begin, now, reason))
 
 
-def overlay(starts: Sequence[tuple[int, str]], own: Sequence[OwnWait]) -> Sequence[tuple[int, str]]:
+def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
     """Why a request waited, each reason with its beginning: what the queue waited for (`starts`, in
     order), and in its place its own reasons for as long as they lasted.
     """
     if not own:
         return starts
-    changes: list[tuple[int, int, str]] = [
-        (start, 0, reason)
-        for start, reason in starts
-        if not any(wait.begin <= start < wait.end for wait in own)
+    changes = [
+        (0, one) for one in starts if not any(wait.begin <= one.start < wait.end for wait in own)
     ]
     for wait in own:
-        of_queue = [reason for start, reason in starts if start <= wait.end]
+        of_queue = [one for one in starts if one.start <= wait.end]
         if of_queue:
-            changes.append((wait.end, 0, of_queue[-1]))
-        changes.append((wait.begin, 1, wait.reason.value))
-    changes.sort(key=lambda change: change[:2])
-    return [(start, reason) for start, _, reason in changes]
+            changes.append((0, of_queue[-1]._replace(start=wait.end)))
+        changes.append((1, ReasonStart(wait.begin, wait.reason.value)))
+    changes.sort(key=lambda change: (change[1].start, change[0]))
+    return [change for _, change in changes]

@@ -11,8 +11,9 @@ from services.common import names
 from services.scheduler.adapters.own_waits import OwnWait, overlay
 from services.scheduler.adapters.step_sums import StepSums
 from services.scheduler.adapters.wait_reasons import WaitReasons, WaitStart
+from services.scheduler.core.phase_parts import Chunk, ReasonStart
 from services.scheduler.core.request import Request
-from services.scheduler.core.timeline import Chunk, PhaseKind, Timeline
+from services.scheduler.core.timeline import PhaseKind, Timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -64,15 +65,18 @@ class PhaseEnds:
             timeline.add_chunk(cut, names.WAIT_STEP_AHEAD)
 
 
-def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[tuple[int, str]]:
+def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
     """Why a request waited, each reason with its beginning. Until a step was planned in which it
     was not admitted, it waits for the next step.
     """
     changes = reasons.changes_since(waiting)
-    starts = [(change.unix_nanos, change.reason.value) for change in changes]
+    starts = [
+        ReasonStart(change.unix_nanos, change.reason.value, change.step, change.holder)
+        for change in changes
+    ]
     if changes and changes[0].unix_nanos == waiting.unix_nanos:
         return starts
     first = names.WAIT_NEXT_STEP
     if reasons.has_forgotten(waiting) and (steps := reasons.steps_since(waiting)):
         first = max(steps, key=steps.__getitem__).value
-    return [(waiting.unix_nanos, first), *starts]
+    return [ReasonStart(waiting.unix_nanos, first), *starts]

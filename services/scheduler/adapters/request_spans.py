@@ -12,10 +12,12 @@ from opentelemetry.trace import Link, SpanContext, Status, StatusCode
 from services.common import names
 from services.common.finish_reason import FinishReason
 from services.common.telemetry import Tracing
+from services.common.time_parts import time_attributes
 from services.common.trace_context import child_of
 from services.common.trace_headers import baggage_attributes
+from services.scheduler.core.phase_parts import Chunk, Wait
 from services.scheduler.core.request import Request
-from services.scheduler.core.timeline import Chunk, Phase, PhaseKind, Timeline, Wait
+from services.scheduler.core.timeline import Phase, PhaseKind, Timeline
 
 MAX_STEP_LINKS = 128
 """Links from a phase to steps: the first ones, and as many of the last ones."""
@@ -105,7 +107,7 @@ class RequestSpans:
             parent,
             timeline.queued,
             end,
-            attributes=attributes | _running(is_running),
+            attributes=attributes | time_attributes(timeline.times().parts) | _running(is_running),
             status=status,
         )
         has_run = False
@@ -144,13 +146,25 @@ class RequestSpans:
     def _record_wait(self, wait: Wait, parent: SpanContext) -> None:
         reason = wait.reason
         attributes: Attributes = {names.ATTR_WAIT_REASON: reason}
+        links: list[Link] = []
+        if wait.holder:
+            attributes[names.ATTR_WAITED_FOR] = wait.holder
+        if wait.step is not None:
+            attributes[names.ATTR_STEP] = wait.step
+            links, _ = self._links(range(wait.step, wait.step + 1))
         if len(wait.reasons) > 1:
             attributes |= {
                 f"{names.ATTR_WAIT_SECONDS}.{name}": nanos / 1e9
                 for name, nanos in wait.reasons.items()
             }
         self._tracing.record(
-            f"wait.{reason}", child_of(parent), parent, wait.start, wait.end, attributes=attributes
+            f"wait.{reason}",
+            child_of(parent),
+            parent,
+            wait.start,
+            wait.end,
+            attributes=attributes,
+            links=links,
         )
 
     def _record_chunk(self, chunk: Chunk, parent: SpanContext) -> None:

@@ -20,9 +20,9 @@ from services.scheduler.core.output import (
     PreemptionCause,
     SchedulerOutput,
 )
+from services.scheduler.core.phase_parts import Chunk, ReasonStart
 from services.scheduler.core.request import Request
 from services.scheduler.core.timeline import (
-    Chunk,
     Interruption,
     Phase,
     PhaseKind,
@@ -83,7 +83,7 @@ class RequestTimelines:
         )
         tracked.timeline.current.num_output_tokens = request.num_output_tokens
         if request.hashed_unix_nanos:
-            since = [(tracked.timeline.queued, names.WAIT_HASHING)]
+            since = [ReasonStart(tracked.timeline.queued, names.WAIT_HASHING)]
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
         if request.resumable:
@@ -255,7 +255,7 @@ class RequestTimelines:
             end = now
         timeline.enter(interruption.kind, end).interruption = interruption
         if end < now:
-            timeline.wait([(end, names.WAIT_LOST_STEP)], now)
+            timeline.wait([ReasonStart(end, names.WAIT_LOST_STEP)], now)
         tracked.waiting = self._reasons.begin(now)
         del self._running[request]
 

@@ -84,7 +84,7 @@ class StepTracer:
         counts = self._counts
         counts.num_steps += 1
         counts.num_scheduled_tokens += step.num_tokens
-        counts.wait_reasons.planned(plan.step, plan.wait_reason, now)
+        counts.wait_reasons.planned(plan, now)
         if plan.passed_over or counts.wait_reasons.passed_over:
             counts.wait_reasons.passed_over = Counter(plan.passed_over.values())
         if step.span is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from services.scheduler.core.output import OWN_REASONS, WaitReason
+from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
 """Changes of the reason that are remembered, the newest ones."""
@@ -25,6 +25,8 @@ class ReasonChange:
     step: int
     unix_nanos: int
     reason: WaitReason
+    holder: str = ""
+    """Id of the request that had most of what waiting ones lacked then; empty if none had."""
 
 
 class WaitStart(NamedTuple):
@@ -35,6 +37,7 @@ class WaitStart(NamedTuple):
     reason: WaitReason | None
     num_steps: Mapping[WaitReason, int]
     num_changes: int
+    holder: str = ""
 
 
 class WaitReasons:
@@ -47,16 +50,18 @@ class WaitReasons:
         """Steps after which requests still waited, by reason. Pause and recovery have no steps."""
         self.passed_over: Counter[WaitReason] = Counter()
         """How many requests the last step passed over, by reason."""
+        self._holder = ""
         self._is_paused = False
         self._is_recovering = False
         self._next_step = 0
         self._num_changes = 0
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
-    def planned(self, step: int, reason: WaitReason | None, now: int) -> None:
+    def planned(self, plan: SchedulerOutput, now: int) -> None:
         """Notes the reason of a planned step; in a pause, of one whose planning had begun."""
+        step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
-            self._change(step, reason, now)
+            self._change(step, reason, now, holder_of(plan))
         if reason is not None:
             self.num_steps[reason] += 1
         self._next_step = step + 1
@@ -95,6 +100,7 @@ class WaitReasons:
             self.current,
             dict(self.num_steps),
             self._num_changes,
+            self._holder,
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
@@ -111,7 +117,9 @@ class WaitReasons:
             changes = [change for _, change in newest_first]
             changes.reverse()
         if waiting.reason is not None and self._lasted(waiting, waiting.reason, changes):
-            began = ReasonChange(waiting.next_step, waiting.unix_nanos, waiting.reason)
+            began = ReasonChange(
+                waiting.next_step, waiting.unix_nanos, waiting.reason, waiting.holder
+            )
             changes.insert(0, began)
         return changes
 
@@ -133,9 +141,27 @@ class WaitReasons:
         changed_at_once = bool(changes) and changes[0].step == waiting.next_step
         return not changed_at_once and self.num_steps[reason] > waiting.num_steps.get(reason, 0)
 
-    def _change(self, step: int, reason: WaitReason | None, now: int) -> None:
-        self.current = reason
+    def _change(self, step: int, reason: WaitReason | None, now: int, holder: str = "") -> None:
+        self.current, self._holder = reason, holder
         if reason is not None:
-            change = ReasonChange(step, now, reason)
+            change = ReasonChange(step, now, reason, holder)
             self._changes.append((self._num_changes, change))
             self._num_changes += 1
+
+
+def holder_of(plan: SchedulerOutput) -> str:
+    """Id of the request in a step that has most of what those that wait lack: blocks, tokens of the
+    step, or, the longest, a place among the running ones. Empty if they lack something else.
+    """
+    if not plan.requests:
+        return ""
+    match plan.wait_reason:
+        case WaitReason.NO_BLOCKS:
+            counts = plan.num_computed_tokens
+        case WaitReason.BUDGET:
+            counts = plan.num_scheduled_tokens
+        case WaitReason.MAX_SEQS:
+            return plan.requests[0].request_id
+        case _:
+            return ""
+    return plan.requests[max(range(len(counts)), key=counts.__getitem__)].request_id

@@ -11,12 +11,18 @@ from itertools import pairwise
 from operator import add, sub
 from typing import NamedTuple
 
+from services.common.time_parts import BLOCKS, DECODE, PREFILL, RECOVERY, TimePart, added_up
+from services.scheduler.core.phase_parts import (
+    MAX_CHUNKS,
+    Chunk,
+    ReasonStart,
+    Wait,
+    merged_chunks,
+    merged_waits,
+)
+
 MAX_PHASES = 64
 """Phases of a timeline. Beyond them, the oldest ones after the queue are merged."""
-MAX_WAITS = 16
-"""Waits of a phase. Beyond them, neighbours are merged."""
-MAX_CHUNKS = 32
-"""Chunks of a phase. Beyond twice this number, neighbours are merged."""
 
 
 class PhaseKind(Enum):
@@ -39,6 +45,16 @@ class PhaseKind(Enum):
 
 
 _INTERRUPTIONS = (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE)
+_UNEXPLAINED = {
+    PhaseKind.QUEUE: "step",
+    PhaseKind.PREFILL: PREFILL,
+    PhaseKind.DECODE: DECODE,
+    PhaseKind.PREEMPTED: BLOCKS,
+    PhaseKind.RECOVERY: RECOVERY,
+    PhaseKind.PAUSE: "pause",
+    PhaseKind.SEVERAL: "other",
+}
+"""The part of a request's time to which a phase belongs, apart from its waits."""
 
 
 class StepTotals(NamedTuple):
@@ -64,61 +80,6 @@ class StepTotals(NamedTuple):
 
 
 NO_STEPS = StepTotals()
-
-
-@dataclass(slots=True)
-class Wait:
-    """A part of a phase in which a request waits."""
-
-    start: int
-    end: int
-    reasons: dict[str, int]
-    """Nanoseconds by reason; several after merging."""
-
-    @property
-    def reason(self) -> str:
-        """The reason of most of it."""
-        return max(self.reasons, key=self.reasons.__getitem__)
-
-    def merge(self, later: "Wait") -> None:
-        """Adds a wait that follows this one."""
-        self.end = later.end
-        for reason, nanos in later.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + nanos
-
-
-@dataclass(slots=True)
-class Chunk:
-    """Tokens of a request in its prefill that a step computed, or several steps after merging."""
-
-    start: int
-    end: int
-    first_step: int
-    last_step: int
-    num_steps: int
-    num_tokens: int
-    num_step_tokens: int
-    """Tokens of all requests of the step."""
-    num_requests: int
-    """Requests in the step."""
-    compute_nanos: int
-    """Time in which the workers computed the whole step."""
-    wait_nanos: int = 0
-    """Time of the waits that were merged into it."""
-
-    def merge(self, later: "Chunk | Wait") -> None:
-        """Adds a part that follows this one."""
-        if isinstance(later, Wait):
-            self.wait_nanos += later.end - later.start
-        else:
-            self.last_step = later.last_step
-            self.num_steps += later.num_steps
-            self.num_tokens += later.num_tokens
-            self.num_step_tokens += later.num_step_tokens
-            self.num_requests = max(self.num_requests, later.num_requests)
-            self.compute_nanos += later.compute_nanos
-            self.wait_nanos += later.wait_nanos
-        self.end = later.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +121,33 @@ class Phase:
     """Largest batch."""
     merged: dict[PhaseKind, int] | None = None
     """Nanoseconds by kind of the phases that were merged into it; None if none were."""
+    merged_parts: Sequence[TimePart] = ()
+    """The parts of the time of these phases."""
 
     @property
     def nanos(self) -> int:
         """How long it took."""
         return self.end - self.start
+
+    def time_parts(self) -> list[TimePart]:
+        """The parts of its time, once it has ended; their sum is all of it."""
+        parts = list(self.merged_parts)
+        if self.kind not in (PhaseKind.PREFILL, PhaseKind.DECODE):
+            for wait in self.parts:
+                if isinstance(wait, Wait):
+                    parts += wait.time_parts()
+        rest = self.nanos - sum(part.nanos for part in parts)
+        if rest:
+            parts.append(TimePart(_UNEXPLAINED[self.kind], rest))
+        caused = self.interruption
+        if caused is not None and caused.preempted_for:
+            parts = [
+                TimePart(BLOCKS, part.nanos, caused.preempted_for, caused.step)
+                if part.name == BLOCKS
+                else part
+                for part in parts
+            ]
+        return parts
 
 
 class RequestTimes(NamedTuple):
@@ -177,6 +160,8 @@ class RequestTimes(NamedTuple):
     """The part of prefill and decode in which it did not run."""
     queued_unix_nanos: int
     """When it arrived."""
+    parts: tuple[TimePart, ...] = ()
+    """All of it by what it was spent on."""
 
 
 @dataclass(slots=True)
@@ -219,25 +204,25 @@ class Timeline:
             self.admitted = now
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
-    def wait(self, changes: Sequence[tuple[int, str]], now: int) -> None:
+    def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
         """Explains the open phase up to now by the reasons since its last part, each with its
         beginning.
         """
         if len(changes) == 1:  # as in most phases
-            start, (_, reason) = self.covered_until, changes[0]
+            start, (_, reason, step, holder) = self.covered_until, changes[0]
             if now > start:
-                self.current.parts.append(Wait(start, now, {reason: now - start}))
+                self.current.parts.append(Wait(start, now, {reason: now - start}, step, holder))
             return
         if not changes:
             return
-        starts = [max(self.covered_until, min(start, now)) for start, _ in changes]
+        starts = [max(self.covered_until, min(change.start, now)) for change in changes]
         starts[0] = self.covered_until
         waits = [
-            Wait(start, end, {reason: end - start})
-            for (start, end), (_, reason) in zip(pairwise([*starts, now]), changes, strict=True)
+            Wait(start, end, {change.reason: end - start}, change.step, change.holder)
+            for (start, end), change in zip(pairwise([*starts, now]), changes, strict=True)
             if end > start
         ]
-        self.current.parts += _merged_waits(waits)
+        self.current.parts += merged_waits(waits)
 
     def add_chunk(self, chunk: Chunk, wait_reason: str) -> None:
         """Adds a chunk to the prefill; the time before it is a wait."""
@@ -248,7 +233,7 @@ class Timeline:
             parts.append(Wait(covered, chunk.start, {wait_reason: chunk.start - covered}))
         parts.append(chunk)
         if len(parts) >= 2 * MAX_CHUNKS:
-            parts[:] = _merged_chunks(parts)
+            parts[:] = merged_chunks(parts)
 
     def finish(self, now: int) -> None:
         """The request has ended."""
@@ -265,6 +250,7 @@ class Timeline:
             end - first_token,
             self.interrupted_nanos,
             self.queued,
+            added_up([part for phase in self.phases for part in phase.time_parts()]),
         )
 
     def _end_phase(self, now: int) -> int:
@@ -279,33 +265,6 @@ class Timeline:
         first, later = self.phases[1:3]
         nanos = first.merged or {first.kind: first.nanos}
         nanos[later.kind] = nanos.get(later.kind, 0) + later.nanos
-        several = Phase(PhaseKind.SEVERAL, first.start, later.end, merged=nanos)
+        parts = added_up([*first.time_parts(), *later.time_parts()])
+        several = Phase(PhaseKind.SEVERAL, first.start, later.end, merged=nanos, merged_parts=parts)
         self.phases[1:3] = [several]
-
-
-def _merged_waits(waits: list[Wait]) -> list[Wait]:
-    """MAX_WAITS at most: each of those given is merged into the first one of its group."""
-    size = max(1, -(-len(waits) // MAX_WAITS))
-    for begin in range(0, len(waits), size):
-        for later in waits[begin + 1 : begin + size]:
-            waits[begin].merge(later)
-    return waits[::size]
-
-
-def _merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
-    """Half as many chunks; the waits between two that become one are part of it."""
-    merged: list[Wait | Chunk] = []
-    pending: list[Wait | Chunk] = []
-    is_open = False
-    for part in parts:
-        if isinstance(part, Wait):
-            pending.append(part)
-        elif is_open and isinstance(merged[-1], Chunk):
-            for waited in pending:
-                merged[-1].merge(waited)
-            merged[-1].merge(part)
-            pending, is_open = [], False
-        else:
-            merged += [*pending, part]
-            pending, is_open = [], True
-    return merged + pending

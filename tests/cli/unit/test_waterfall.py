@@ -16,13 +16,17 @@ def span(name: str, depth: int, start: float, seconds: float, **given: Any) -> d
 
 
 def trace(
-    *spans: dict[str, Any], is_complete: bool = True, is_running: bool = False
+    *spans: dict[str, Any],
+    is_complete: bool = True,
+    is_running: bool = False,
+    time: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     return {
         "trace_id": TRACE_ID,
         "request_id": "cmpl-1",
         "is_complete": is_complete,
         "is_running": is_running,
+        "time": time,
         "spans": list(spans),
     }
 
@@ -107,3 +111,19 @@ def test_requests_in_a_table() -> None:
         f"3.00 s  1.50 s        -    - + -  {TRACE_ID}  the queue is full",
     ]
     assert "no request that failed" in listing([], "failed", 0.0)[0]
+
+
+def test_the_parts_of_the_time_come_first_and_are_explained_at_the_end() -> None:
+    parts = [
+        {"name": "blocks", "explanation": "Too few were free.", "waited_for": "cmpl-2", "step": 7},
+        {"name": "decode", "explanation": "It decoded.", "waited_for": None, "step": None},
+    ]
+    time = {"line": "2.0 s = blocks 0.5 · decode 1.5", "seconds": 2.0, "parts": parts}
+    lines = [line.plain for line in waterfall(trace(span("chat", 0, 0.0, 2.0), time=time), 60)]
+    assert lines[1] == "2.0 s = blocks 0.5 · decode 1.5"
+    assert lines[-4:] == [
+        "█ scheduler  ",
+        "blocks: Too few were free. Most of it had cmpl-2. Its",
+        "  longest wait began with step 7.",
+        "decode: It decoded.",
+    ]

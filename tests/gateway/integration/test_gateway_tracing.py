@@ -23,7 +23,14 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-2] + "00"
 TIMES = scheduler_pb2.RequestTimes(
-    queue_nanos=1_000_000, prefill_nanos=2_000_000, decode_nanos=3_000_000, interrupted_nanos=5
+    queue_nanos=1_000_000,
+    prefill_nanos=2_000_000,
+    decode_nanos=3_000_000,
+    interrupted_nanos=5,
+    parts=[
+        scheduler_pb2.TimePart(name=name, nanos=millis * 1_000_000)
+        for name, millis in (("slots", 1), ("prefill", 2), ("decode", 3))
+    ],
 )
 
 
@@ -52,6 +59,11 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
         seconds = attributes.pop("gen_ai.latency.e2e")
         assert seconds >= first > 0
         assert seconds == pytest.approx((root.end_time - root.start_time) / 1e9)
+        line = attributes.pop("stepwell.time")
+        parts = {name for name in attributes if name.startswith("stepwell.time.")}
+        assert parts >= {"stepwell.time.slots", "stepwell.time.gateway"}
+        assert seconds == pytest.approx(sum(attributes.pop(name) for name in parts))
+        assert "slots" in line
         assert attributes == {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "stepwell",

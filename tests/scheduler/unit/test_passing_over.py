@@ -14,6 +14,7 @@ from services.scheduler.adapters.own_waits import MAX_WAITS, OwnWait, OwnWaits, 
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
+from services.scheduler.core.phase_parts import ReasonStart
 from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
 from tests.scheduler.engine_bench import Bench, running
@@ -146,15 +147,20 @@ async def test_a_wait_for_a_grammar_shows_though_no_step_is_planned() -> None:
 
 
 def test_own_reasons_lie_over_those_of_the_queue() -> None:
-    starts = [(0, "next_step"), (10, "budget"), (30, "no_blocks")]
+    holder = (7, "other")
+    starts = [
+        ReasonStart(0, "next_step"),
+        ReasonStart(10, "budget", *holder),
+        ReasonStart(30, "no_blocks", *holder),
+    ]
     own = [OwnWait(5, 20, ADAPTERS), OwnWait(40, 50, ADAPTERS)]
     assert overlay(starts, own) == [
-        (0, "next_step"),
-        (5, "adapters"),
-        (20, "budget"),
-        (30, "no_blocks"),
-        (40, "adapters"),
-        (50, "no_blocks"),
+        ReasonStart(0, "next_step"),
+        ReasonStart(5, "adapters"),
+        ReasonStart(20, "budget", *holder),
+        ReasonStart(30, "no_blocks", *holder),
+        ReasonStart(40, "adapters"),
+        ReasonStart(50, "no_blocks", *holder),
     ]
     assert overlay(starts, []) == starts
 

@@ -4,16 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.adapters.step_sums import StepSums
-from services.scheduler.core.timeline import (
-    MAX_CHUNKS,
-    MAX_PHASES,
-    MAX_WAITS,
-    Chunk,
-    PhaseKind,
-    StepTotals,
-    Timeline,
-    Wait,
-)
+from services.scheduler.core.phase_parts import MAX_CHUNKS, MAX_WAITS, Chunk, ReasonStart, Wait
+from services.scheduler.core.timeline import MAX_PHASES, PhaseKind, StepTotals, Timeline
 
 
 def chunk(step: int, start: int, end: int) -> Chunk:
@@ -31,12 +23,15 @@ def assert_covered(timeline: Timeline) -> None:
             assert phase.parts[-1].end == phase.end
             for before, after in zip(phase.parts, phase.parts[1:], strict=False):
                 assert before.end == after.start
-    assert sum(timeline.times()[:3]) == end - timeline.queued
+    times = timeline.times()
+    assert sum(times[:3]) == end - timeline.queued
+    assert sum(part.nanos for part in times.parts) == end - timeline.queued
 
 
 def test_many_reasons_of_one_wait_become_a_few() -> None:
     timeline = Timeline(0)
-    changes = [(10 * number, ("budget", "max_seqs")[number % 2]) for number in range(100)]
+    reasons = ("budget", "max_seqs")
+    changes = [ReasonStart(10 * number, reasons[number % 2]) for number in range(100)]
     timeline.wait(changes, 1000)
     timeline.finish(1000)
     waits = [part for part in timeline.phases[0].parts if isinstance(part, Wait)]
@@ -106,7 +101,7 @@ def test_whatever_happens_there_is_no_gap(events: list[tuple[str, int, int]]) ->
                 timeline.add_chunk(chunk(step, now + off, now), "step_ahead")
             case "wait":
                 now = max(now, timeline.covered_until)
-                timeline.wait([(now + off, "budget"), (now, "max_seqs")], now)
+                timeline.wait([ReasonStart(now + off, "budget"), ReasonStart(now, "max_seqs")], now)
     timeline.finish(now)
     end = timeline.queued
     for phase in timeline.phases:

@@ -11,7 +11,7 @@ from services.scheduler.adapters.wait_reasons import (
     WaitReasons,
     WaitStart,
 )
-from services.scheduler.core.output import WaitReason
+from services.scheduler.core.output import SchedulerOutput, WaitReason
 from tests.scheduler.story import Story, prompt
 from tests.scheduler.traced_story import TracedStory
 
@@ -35,7 +35,8 @@ class Book:
 
     def steps(self, *reasons: WaitReason | None) -> None:
         for reason in reasons:
-            self.reasons.planned(next(self._steps), reason, self.now())
+            plan = SchedulerOutput(next(self._steps), wait_reason=reason)
+            self.reasons.planned(plan, self.now())
 
 
 def steps_and_reasons(changes: Sequence[ReasonChange]) -> list[tuple[int, WaitReason]]:

@@ -90,6 +90,7 @@ class SamplingBody(Body):
     repetition_detection: RepetitionDetectionBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
+    include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # The names that vLLM had for what is in structured_outputs.
     guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
@@ -249,6 +250,7 @@ class PooledBody(Body):
     user: str | None = None
     # vLLM's.
     use_activation: bool | None = None
+    include_metrics: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None

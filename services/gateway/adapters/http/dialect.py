@@ -54,8 +54,8 @@ class StreamingDialect(ABC):
         return None
 
     @abstractmethod
-    def closing(self, usage: Usage) -> bytes:
-        """The last events of an answer that is complete."""
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        """The last events of an answer that is complete, with where its time went, if asked for."""
 
     @abstractmethod
     def broken_off(self, error: StepwellError) -> bytes:
@@ -153,11 +153,15 @@ class Dialect(StreamingDialect):
                 events = [tail]
         yield b"".join(events)
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last events: token counts where asked for, and the mark of the end."""
-        if not self._include_usage:
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        """The last events: token counts and times where asked for, and the mark of the end."""
+        if not self._include_usage and metrics is None:
             return b"data: [DONE]\n\n"
-        body = {**self._head(self.chunk_object), "choices": [], "usage": usage_body(usage)}
+        body: dict[str, Any] = {**self._head(self.chunk_object), "choices": []}
+        if self._include_usage:
+            body["usage"] = usage_body(usage)
+        if metrics is not None:
+            body["metrics"] = metrics
         return event(body) + b"data: [DONE]\n\n"
 
     def broken_off(self, error: StepwellError) -> bytes:

@@ -96,9 +96,9 @@ class EventStream:
             await self._writer.drain()
             self._record.write_nanos += time.perf_counter_ns() - began
 
-    async def close(self) -> None:
-        """Sends the last events of an answer that is complete."""
-        last = self._dialect.closing(self._generation.usage())
+    async def close(self, metrics: dict[str, Any] | None) -> None:
+        """Sends the last events of an answer that is complete, with where its time went."""
+        last = self._dialect.closing(self._generation.usage(), metrics)
         await self._send({"type": "http.response.body", "body": last})
 
     async def _send_part(self, part: bytes) -> None:

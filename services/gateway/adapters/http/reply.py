@@ -21,6 +21,7 @@ from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
+from services.gateway.adapters.request_times import metrics_body
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.best_of import best_answers
 from services.gateway.core.delivery import Answers
@@ -153,10 +154,13 @@ class GenerationReply:
             with ending_at(exchange.deadline, delivery.end):
                 await delivery.run()
         if isinstance(sink, EventStream):
-            await sink.close()
+            await sink.close(metrics_body(record) if exchange.body.include_metrics else None)
         else:
             returned = best_answers(sink.answers, generation.request)
-            await send_json(dialect.whole(returned, generation.usage()), send)
+            answer = dialect.whole(returned, generation.usage())
+            if exchange.body.include_metrics:
+                answer["metrics"] = metrics_body(record)
+            await send_json(answer, send)
 
     async def _refuse(
         self, error: StepwellError, scope: Scope, receive: Receive, send: Send

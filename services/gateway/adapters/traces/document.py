@@ -7,7 +7,8 @@ from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from services.common import names
-from services.gateway.core.trace_store import StoredTrace
+from services.common.time_parts import EXPLANATIONS, parts_of_attributes, time_line
+from services.gateway.core.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
 """Attributes that hold what clients wrote."""
@@ -28,7 +29,7 @@ def summary(trace: StoredTrace) -> Document:
         "error": _error(root),
         "is_running": trace.is_running,
         "num_spans": len(trace.spans),
-        "attributes": _attributes(root.attributes),
+        "attributes": attributes_of(root.attributes),
     }
 
 
@@ -44,6 +45,7 @@ def document(trace: StoredTrace) -> Document:
         "is_complete": trace.root is not None and not trace.is_running,
         "is_running": trace.is_running,
         "started_unix_seconds": start / 1e9,
+        "time": _time(trace.root),
         "spans": [_span(service, span, depth, start) for service, span, depth in in_tree(spans)],
     }
 
@@ -76,12 +78,12 @@ def _span(service: str, span: trace_pb2.Span, depth: int, start: int) -> Documen
         "start": _seconds(start, span.start_time_unix_nano),
         "seconds": _seconds(span.start_time_unix_nano, span.end_time_unix_nano),
         "error": _error(span),
-        "attributes": _attributes(span.attributes),
+        "attributes": attributes_of(span.attributes),
         "events": [
             {
                 "name": event.name,
                 "at": _seconds(start, event.time_unix_nano),
-                "attributes": _attributes(event.attributes),
+                "attributes": attributes_of(event.attributes),
             }
             for event in span.events
         ],
@@ -100,7 +102,31 @@ def _error(span: trace_pb2.Span) -> str | None:
     return span.status.message or "failed"
 
 
-def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> Mapping[str, Any]:
+def _time(root: StoredSpan | None) -> Document | None:
+    """Where the time of the request went: a line, and its parts with an explanation of each. None
+    before the span of the request has come.
+    """
+    if root is None:
+        return None
+    span = trace_pb2.Span.FromString(root.encoded)
+    parts = parts_of_attributes(attributes_of(span.attributes))
+    return {
+        "line": time_line(parts),
+        "seconds": _seconds(span.start_time_unix_nano, span.end_time_unix_nano),
+        "parts": [
+            {
+                "name": part.name,
+                "seconds": part.seconds,
+                "explanation": EXPLANATIONS[part.name],
+                "waited_for": part.request_id or None,
+                "step": part.step,
+            }
+            for part in parts
+        ],
+    }
+
+
+def attributes_of(pairs: Iterable[common_pb2.KeyValue]) -> Mapping[str, Any]:
     return {pair.key: _value(pair.value) for pair in pairs if pair.key not in _WITH_CLIENTS_TEXT}
 
 
@@ -111,7 +137,7 @@ def _value(value: common_pb2.AnyValue) -> Any:
         case "array_value":
             return [_value(one) for one in value.array_value.values]
         case "kvlist_value":
-            return _attributes(value.kvlist_value.values)
+            return attributes_of(value.kvlist_value.values)
         case "bytes_value":
             return value.bytes_value.hex()
         case kind:

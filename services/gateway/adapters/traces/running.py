@@ -5,20 +5,25 @@ of what schedulers say of the sequences that are at them.
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from stepwell.scheduler.v1 import scheduler_pb2
 
+from services.common import names
 from services.common.span_collector import SpanCollector
 from services.common.span_encoding import encoded_spans
+from services.common.time_parts import TimePart, parts_of_attributes
 from services.common.trace_context import numbered_span_id, traceparent_text
 from services.gateway.adapters.request_record import RequestRecord
-from services.gateway.adapters.request_spans import RequestSpans, traces_of
+from services.gateway.adapters.request_spans import RequestSpans
+from services.gateway.adapters.request_times import traces_of
 from services.gateway.adapters.scheduler_links import SchedulerLinks
+from services.gateway.adapters.traces.document import attributes_of
 from services.gateway.adapters.traces.keeping import stored_spans
+from services.gateway.core.time_parts import EngineParts
 from services.gateway.core.timeline import Part
 from services.gateway.core.trace_store import SpanRole, StoredTrace, is_called
 
@@ -71,17 +76,20 @@ class RunningTraces:
     def _generating(self) -> list[RequestRecord]:
         return [record for record in self._records.values() if record.operation]
 
-    def _made(self, record: RequestRecord, *, is_whole: bool) -> StoredTrace:
+    def _made(
+        self, record: RequestRecord, *, is_whole: bool, so_far: EngineParts | None = None
+    ) -> StoredTrace:
         """Of the gateway's own spans, or of the first one alone."""
-        spans = RequestSpans(record, self._spans.tracing, self._model_name)
+        spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
         _add(trace, encoded_spans(self._spans.take()), is_own=True)
         return trace
 
     async def _whole(self, record: RequestRecord) -> StoredTrace:
-        trace, asked = self._made(record, is_whole=True), _asked(record)
+        asked = _asked(record)
         answers = await asyncio.gather(*(self._ask(*one) for one in asked.items()))
+        trace = self._made(record, is_whole=True, so_far=_parts_so_far(answers))
         for answer in answers:
             _add(trace, answer, is_own=False)
         return trace
@@ -114,6 +122,18 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
             traceparent=traceparent_text(record.origin.trace_id, span_id),
         )
     return asked
+
+
+def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
+    """The parts of the time of each sequence, as the schedulers' spans have them."""
+    parts: dict[str, tuple[TimePart, ...]] = {}
+    for answer in answers:
+        for group in answer.resource_spans:
+            for span in (span for scope in group.scope_spans for span in scope.spans):
+                if span.name == names.SPAN_REQUEST:
+                    attributes = attributes_of(span.attributes)
+                    parts[attributes[names.ATTR_REQUEST_ID]] = parts_of_attributes(attributes)
+    return parts
 
 
 def _add(trace: StoredTrace, message: ExportTraceServiceRequest, *, is_own: bool) -> None:

@@ -140,6 +140,7 @@ class MessagesBody(CountTokensBody):
     priority: Int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None
+    include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # Refused with a code by which clients know to send whole conversations.
     thread: dict[str, Any] | None = None

@@ -61,10 +61,12 @@ class MessagesDialect(StreamingDialect):
     ) -> Iterator[bytes]:
         yield b"".join(map(named_event, chunks))
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
         reason, sequence = self._stop(self._last, usage, has_called=self._has_called)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         last = {"type": "message_delta", "delta": delta, "usage": _usage_body(usage)}
+        if metrics is not None:
+            last["metrics"] = metrics
         return named_event(last) + named_event({"type": "message_stop"})
 
     def broken_off(self, error: StepwellError) -> bytes:

@@ -54,6 +54,21 @@ class Usage(Answer):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class RequestMetrics(Answer):
+    """Where the time of a request went, where `include_metrics` asks for it: the parts, whose sum
+    is `seconds`, and vLLM's numbers, null where the replica has not reported them.
+    """
+
+    line: str
+    seconds: float
+    parts: dict[str, float]
+    queue_time_ms: float | None
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class PromptLogprob(Answer):
     """One token that a position of the prompt could have had."""
 
@@ -99,6 +114,7 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    metrics: RequestMetrics | None = None
 
 
 class CompletionChunk(Answer):
@@ -110,6 +126,7 @@ class CompletionChunk(Answer):
     model: str
     choices: list[CompletionChoice] = Field(max_length=1)
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Session(Answer):
@@ -210,6 +227,7 @@ class ChatCompletion(Answer):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestMetrics | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -244,6 +262,7 @@ class ChatCompletionChunk(Answer):
     model: str
     choices: list[ChatChunkChoice] = Field(max_length=1)
     usage: Usage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class Embedding(Answer):
@@ -263,6 +282,7 @@ class Embeddings(Answer):
     model: str
     data: list[Embedding]
     usage: Usage
+    metrics: RequestMetrics | None = None
 
 
 class Score(Answer):
@@ -282,3 +302,4 @@ class Scores(Answer):
     model: str
     data: list[Score]
     usage: Usage
+    metrics: RequestMetrics | None = None

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from services.gateway.adapters.http.openapi.answers import Answer
+from services.gateway.adapters.http.openapi.answers import Answer, RequestMetrics
 
 StopReason = Literal[
     "end_turn",
@@ -89,6 +89,7 @@ class AnthropicResponse(Answer):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    metrics: RequestMetrics | None = None
 
 
 class TextDelta(Answer):
@@ -144,6 +145,7 @@ class AnthropicEvent(Answer):
     content_block: ContentBlock | None = None
     delta: TextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta | MessageEnd | None = None
     usage: AnthropicUsage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class TokenCount(Answer):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from services.gateway.adapters.http.openapi.answers import Answer
+from services.gateway.adapters.http.openapi.answers import Answer, RequestMetrics
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -128,6 +128,7 @@ class ResponseObject(Answer):
     tools: list[dict[str, Any]]
     top_p: float
     truncation: Literal["disabled"]
+    metrics: RequestMetrics | None = None
 
 
 class ResponseEvent(Answer):

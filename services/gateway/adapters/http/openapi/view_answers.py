@@ -53,6 +53,26 @@ class TraceSpan(Answer):
     num_links: int
 
 
+class TracePart(Answer):
+    """A part of a request's time. `waited_for` is the id of the request that had most of what this
+    one waited for, and `step` the step in which its longest wait began; both may be null.
+    """
+
+    name: str
+    seconds: float
+    explanation: str
+    waited_for: str | None
+    step: int | None
+
+
+class TraceTime(Answer):
+    """Where the time of a request went: the sum of the parts is all of it."""
+
+    line: str
+    seconds: float
+    parts: list[TracePart]
+
+
 class Trace(Answer):
     """An answer of /traces/{name}: spans, each before its children. While the request runs, its
     spans are those so far, and those that have not ended have the attribute stepwell.is_running.
@@ -63,6 +83,7 @@ class Trace(Answer):
     is_complete: bool
     is_running: bool
     started_unix_seconds: float
+    time: TraceTime | None
     spans: list[TraceSpan]
 
 

@@ -139,6 +139,7 @@ class ResponsesBody(Body):
     # vLLM's.
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_metrics: bool | None = None
     priority: Int | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     seed: Int | None = None

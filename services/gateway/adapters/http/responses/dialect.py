@@ -56,8 +56,10 @@ class ResponsesDialect(StreamingDialect):
     ) -> Iterator[bytes]:
         yield b"".join(map(self._event, chunks))
 
-    def closing(self, usage: Usage) -> bytes:
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
         response = self._ended(self._last, self._writer.items, usage)
+        if metrics is not None:
+            response["metrics"] = metrics
         return self._event({"type": f"response.{response['status']}", "response": response})
 
     def broken_off(self, error: StepwellError) -> bytes:
