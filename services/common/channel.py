@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 import grpc
 
 from services.common.addresses import is_unix_address, unix_path
+from services.common.forwarding_channel import ForwardingChannel
 from services.common.local_channel import LocalChannel
 from services.common.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
+from services.common.renewing_channel import RenewingChannel
 
 if TYPE_CHECKING:
     from services.common.tls import Tls
@@ -29,8 +31,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     # A service that comes back is found again within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
+    # The time in which a connection and its TLS must be established, in spite of the name: a delay
+    # between attempts only where each takes as long.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    # Channels to one address would share a connection, and so would one made since it is broken.
+    ("grpc.use_local_subchannel_pool", 1),
     # Otherwise a stream that is read slowly gets megabytes of buffer in this process.
     ("grpc.http2.bdp_probe", 0),
 )
@@ -38,7 +44,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 def open_channel(
     address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
-) -> grpc.aio.Channel:
+) -> ForwardingChannel:
     """A channel to host:port or unix:PATH. It connects when it is first used, with `tls` unless it
     is to a socket of this machine; there streams both ways have sockets of their own.
 
@@ -46,11 +52,11 @@ def open_channel(
     message that has begun once it is waited for.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
+    if tls is not None and not is_unix_address(address):
+        return tls.channel(address, options)
+    channel = RenewingChannel(
+        lambda: grpc.aio.insecure_channel(address, options=options), lambda: None
+    )
     if is_unix_address(address):
-        channel = grpc.aio.insecure_channel(address, options=options)
         return LocalChannel(channel, unix_path(address), lookahead_bytes)
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=options)
-    from services.common.renewing_channel import RenewingChannel  # noqa: PLC0415 - an extra
-
-    return RenewingChannel(address, tls, options)
+    return channel

@@ -9,6 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
+from services.common.checked_call import UNDECODABLE, lenient, undecodable
 from services.common.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
 from services.common.message_limits import MAX_MESSAGE_BYTES
 from services.common.status import DETAILS_KEY
@@ -33,8 +34,9 @@ class LocalCall:
         lookahead_bytes: int,
     ) -> None:
         """Without functions messages are bytes, as with grpc."""
+        self._method = method
         self._serialize = serialize or bytes
-        self._deserialize = deserialize or bytes
+        self._deserialize = lenient(deserialize) or bytes
         self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
         """How the call ended, once it has."""
         self._stream = LocalStream(connection, lookahead_bytes, self._take, self._lost)
@@ -76,7 +78,11 @@ class LocalCall:
     async def _read(self) -> Any:
         data = None if self.cancelled() else await self._stream.read()
         if data is not None:
-            return self._deserialize(data)
+            message = self._deserialize(data)
+            if message is UNDECODABLE:
+                self.cancel()
+                raise undecodable(self._method)
+            return message
         status = await asyncio.shield(self.ended)
         if status is _CANCELLED:
             raise asyncio.CancelledError

@@ -21,8 +21,8 @@ class LocalChannel(ForwardingChannel):
     stream may have begun.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, path: str, lookahead_bytes: int) -> None:
-        """`channel` is grpc's own, to the same server."""
+    def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:
+        """`channel` is over gRPC, to the same server."""
         self._channel = channel
         self._path = streams_path(path)
         self._lookahead_bytes = lookahead_bytes
@@ -30,6 +30,9 @@ class LocalChannel(ForwardingChannel):
 
     def current(self) -> grpc.aio.Channel:
         return self._channel
+
+    def renew(self) -> None:
+        self._channel.renew()
 
     async def close(self, grace: float | None = None) -> None:
         """Ends all calls, after `grace`."""

@@ -3,8 +3,9 @@
 A connection keeps the certificates that it began with; each new one is made with the current ones.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -12,6 +13,7 @@ from services.common.addresses import is_unix_address
 from services.common.certificate_watch import CertificateWatch
 from services.common.certificates import Certificate
 from services.common.errors import PermissionDenied
+from services.common.renewing_channel import RenewingChannel
 
 _SUBJECT_NAMES = "x509_subject_alternative_name"
 _NAME_OF_SERVER = "grpc.ssl_target_name_override"
@@ -47,8 +49,17 @@ class Tls:
             require_client_authentication=served[0].pem.ca is not None,
         )
 
-    def channel_options(self) -> tuple[tuple[str, str], ...]:
-        return () if self.server_name is None else ((_NAME_OF_SERVER, self.server_name),)
+    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> RenewingChannel:
+        """A channel whose calls show the certificate of the moment in which they begin."""
+        if self.server_name is not None:
+            options = (*options, (_NAME_OF_SERVER, self.server_name))
+        watch = self.watch
+        return RenewingChannel(
+            lambda: grpc.aio.secure_channel(
+                address, channel_credentials(watch.current), options=options
+            ),
+            lambda: watch.current,
+        )
 
     def check_caller(self, context: "grpc.aio.ServicerContext[object, object]") -> None:
         """Raises PermissionDenied for a caller whose certificate carries none of the names. Callers

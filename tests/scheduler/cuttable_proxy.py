@@ -1,19 +1,21 @@
-"""A TCP proxy whose connections can be cut: a network between two services, failing on demand."""
+"""A TCP proxy whose connections can be cut: a network between two services, slow or failing."""
 
 import asyncio
 from contextlib import suppress
 
 
 class CuttableProxy:
-    """Passes bytes on to `target`, until it is cut or closed."""
+    """Passes bytes on to `target`, each after `delay_seconds`, until it is cut or closed."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, delay_seconds: float = 0.0) -> None:
+        self._delay_seconds = delay_seconds
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_deaf_backwards = False
+        self._lost_on: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self.has_swallowed = asyncio.Event()
         """An answer was lost on its way."""
@@ -26,6 +28,10 @@ class CuttableProxy:
     def swallow_answers(self) -> None:
         """From here on answers are lost on their way; what is asked still arrives."""
         self._is_deaf_backwards = True
+
+    def lose_all(self) -> None:
+        """From here on all is lost on the connections that there are, and they look whole."""
+        self._lost_on |= self._links
 
     def cut(self) -> None:
         """Breaks every connection; new ones are whole again."""
@@ -60,10 +66,15 @@ class CuttableProxy:
     async def _pump(
         self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, is_answer: bool
     ) -> None:
+        loop = asyncio.get_running_loop()
         with suppress(OSError):
             while data := await source.read(65_536):
                 if is_answer and self._is_deaf_backwards:
                     self.has_swallowed.set()
+                elif sink in self._lost_on:
+                    continue
+                elif self._delay_seconds:
+                    loop.call_later(self._delay_seconds, sink.write, data)
                 else:
                     sink.write(data)
                     await sink.drain()

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
 _CHECKS_PER_TIMEOUT = 8
+_MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
 """The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway
 that reads more slowly than steps are run is some steps behind. It would be hundreds behind, each
@@ -69,6 +70,8 @@ class SchedulerLink:
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
+        self._num_timeouts = 0
+        """Sessions in a row that timed out."""
         self._refused_with = ""
         """What was logged last of a scheduler of another protocol."""
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
@@ -156,11 +159,12 @@ class SchedulerLink:
         hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id, release=own_release())
         self._post(scheduler_pb2.SessionRequest(open=hello))
         writer = asyncio.create_task(self._write(call))
-        reason = ENDED_HERE
+        reason, is_late = ENDED_HERE, False
         try:
             await self._read(call, replica)
             reason = "the scheduler ended the session"
         except TimeoutError:
+            is_late = True
             reason = f"no message for {self._session_timeout:g} s: the scheduler hangs"
         except grpc.aio.AioRpcError as error:
             refusal = from_peer("the scheduler", error)
@@ -171,9 +175,17 @@ class SchedulerLink:
         finally:
             writer.cancel()
             call.cancel()
+            self._count_timeout(is_late=is_late)
             was_open = replica.is_connected
             replica.closed(reason)
         return was_open
+
+    def _count_timeout(self, *, is_late: bool) -> None:
+        """Has the next session begin on another connection after two in a row that timed out."""
+        self._num_timeouts = self._num_timeouts + 1 if is_late else 0
+        if self._num_timeouts == _MOST_TIMEOUTS:
+            self._num_timeouts = 0
+            self._channel.renew()
 
     async def _read(self, call: SessionCall, replica: Replica) -> None:
         """Passes on what comes until the scheduler ends the stream. Raises TimeoutError when it

@@ -14,9 +14,11 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common.queue_state import QueueState
 from services.gateway.adapters.scheduler_link import SchedulerLink
 from services.gateway.core.replica import Replica
+from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from tests.gateway.fake_fleet import ManualClock
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import serving as serving_gateway
+from tests.scheduler.cuttable_proxy import CuttableProxy
 
 SECONDS = 60
 NUM_RUNNING = 32
@@ -67,6 +69,24 @@ class BusyReplica(Replica):
         """There is no fleet to be told."""
 
 
+class WatchedReplica(Replica):
+    """Notes when sessions open, and why they end."""
+
+    def __init__(self, address: str, link: SchedulerLink) -> None:
+        super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
+        self.has_opened = asyncio.Event()
+        self.reasons: list[str] = []
+
+    def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
+        self.has_opened.set()
+
+    def state_changed(self, state: ReplicaState) -> None:
+        """There is no fleet to be told."""
+
+    def closed(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
 @contextmanager
 def serving(scheduler: SteadyScheduler, address: str) -> Iterator[None]:
     server = grpc.server(ThreadPoolExecutor(2))
@@ -95,6 +115,28 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
         finally:
             session.cancel()
             await asyncio.wait({session})
+
+
+async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
+    """The connection looks whole: only a new one heals it."""
+    scheduler = FakeScheduler(heartbeat_seconds=0.02)
+    async with scheduler.running() as target:
+        proxy = CuttableProxy(target)
+        link = SchedulerLink(await proxy.start(), "gateway", 0.2)
+        replica = WatchedReplica("s", link)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                await replica.has_opened.wait()
+                replica.has_opened.clear()
+                proxy.lose_all()
+                await replica.has_opened.wait()
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
+            await proxy.close()
+        assert proxy.num_connections == 2
+        assert replica.reasons[:2] == ["no message for 0.2 s: the scheduler hangs"] * 2
 
 
 async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
