@@ -81,27 +81,39 @@ def _replay_scenario(path: Path) -> int:
 
 
 async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
+    """Replays the log up to its end, or up to damage, which is raised as CommandError after the
+    figures of the steps before it.
+    """
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)
     config = changed_config(log.header.config, overrides)
     with log.naming(log.header_line):
         replay = LogReplay(log.header)
-    for line in log:
-        with log.naming(line):
-            differences = await replay.replay_entry(line.entry)
-        if differences:
-            for difference in differences:
-                print(_shown(difference))
-            print(f"{path} line {line.number}: the replay left the log here")
-            return 1
+    damage: CommandError | None = None
+    try:
+        for line in log:
+            with log.naming(line):
+                differences = await replay.replay_entry(line.entry)
+            if differences:
+                for difference in differences:
+                    print(_shown(difference))
+                print(f"{path} line {line.number}: the replay left the log here")
+                return 1
+    except CommandError as error:
+        if not replay.history.num_plans:
+            raise
+        damage = error
     print(f"{path}: {log.header.model_name}, {summary(replay.statistics)}")
-    if not replay.is_complete:
+    if damage is not None:
+        print(f"no difference in the {replay.history.num_plans:,} steps before the damage")
+    elif not replay.is_complete:
         where = "" if log.cut_line is None else f", within line {log.cut_line}"
         print(
             f"the log ends early{where}, after {replay.history.num_plans:,} steps: the service was "
             "killed, still writes it, or its disk was full"
         )
-    print("0 differences")
+    if damage is None:
+        print("0 differences")
     run = replay.statistics
     if overrides:
         run = await what_if(replay.history, config)
@@ -111,6 +123,8 @@ async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) 
         what_if_text = f", what if {', '.join(arguments.set)}" if overrides else ""
         draw(run, f"{path.name}: {log.header.model_name}{what_if_text}", plot)
         print(f"drawn to {plot}")
+    if damage is not None:
+        raise damage
     return 0
 
 

@@ -83,6 +83,22 @@ HARD = settings(
 )
 
 
+def test_a_log_is_replayed_up_to_its_damage(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    lines = LOG.splitlines(keepends=True)
+    plans = [number for number, line in enumerate(lines) if b'"schedule"' in line]
+    third = plans[2]
+    lines[third] = b"damaged\n"
+    path = folder / "damaged.jsonl"
+    status, out, err = replay(capsys, path, b"".join(lines), "--set", "max_num_seqs=1")
+    assert status == 1
+    assert err.startswith(f"stepwell replay: {path} line {third + 1}")
+    assert "no difference in the 2 steps before the damage" in out
+    assert "0 differences" not in out
+    assert "what if" in out
+
+
 @HARD
 @given(content=damaged(LOG))
 def test_a_damaged_log_ends_the_replay_with_one_sentence(
