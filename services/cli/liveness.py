@@ -85,7 +85,7 @@ class _Watch:
 
     def answered(self) -> None:
         """Notes an answer."""
-        self._silence = Silence(self._now(), self._policy.longest_turn_seconds)
+        self._silence = self._silence_since(self._now())
         self._has_answered = True
 
     def why_too_silent(self) -> str:
@@ -97,13 +97,17 @@ class _Watch:
             self._silence = None
             return ""
         if self._silence is None:
-            self._silence = Silence(reading.now, self._policy.longest_turn_seconds)
+            self._silence = self._silence_since(reading.now)
         seconds = self._silence.look(reading)
         if is_stopped and seconds >= self._policy.stopped_share * self._child.spec.silence_seconds:
             return f"it was stopped, and has answered no health check for {seconds:.1f} s"
         if seconds >= self._bound_seconds:
             return f"it has answered no health check for {seconds:.1f} s"
         return ""
+
+    def _silence_since(self, began: float) -> Silence:
+        longest = self._policy.longest_turn_seconds
+        return Silence(began, longest_first_seconds=longest, longest_turn_seconds=longest)
 
     @property
     def _bound_seconds(self) -> float:

@@ -18,8 +18,9 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     # a partition goes unnoticed for half a minute and more.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # How long a peer that was stopped may leave a ping unanswered.
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    # How long a peer that was stopped, or gets no processor, may leave a ping unanswered. One that
+    # hangs is noticed earlier by the time limits of steps, transactions and sessions.
+    ("grpc.http2.ping_timeout_ms", 20_000),
     # How long its machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
     ("grpc.keepalive_timeout_ms", 5_000),
 )

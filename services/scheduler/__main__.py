@@ -85,6 +85,7 @@ async def _serve(
         settings.pool_timeout_seconds,
         owner,
         recorder=ecosystem.recorder,
+        address=settings.kvpool,
     )
     workers = WorkerGroup(
         [Rank(*pair) for pair in zip(settings.workers, worker_channels, strict=True)],

@@ -87,11 +87,19 @@ class Reading:
 class Silence:
     """The silence of a process since `began`: `seconds` is the part that counts against it.
 
-    Between two looks, more than `longest_turn_seconds` are the watcher's own lateness.
+    More than `longest_turn_seconds` between two looks, and more than `longest_first_seconds` before
+    the first one, are the watcher's own lateness.
     """
 
-    def __init__(self, began: float, longest_turn_seconds: float = inf) -> None:
+    def __init__(
+        self,
+        began: float,
+        *,
+        longest_first_seconds: float = inf,
+        longest_turn_seconds: float = inf,
+    ) -> None:
         self.seconds = 0.0
+        self._longest_first = longest_first_seconds
         self._longest_turn = longest_turn_seconds
         self._last: Reading | None = None
         self._began = began
@@ -102,7 +110,7 @@ class Silence:
         """Counts the time since the last look; returns `seconds`."""
         last, self._last = self._last, reading
         if last is None:
-            elapsed = min(reading.now - self._began, self._longest_turn)
+            elapsed = min(reading.now - self._began, self._longest_first)
             self._unjudged = elapsed
             self.seconds = elapsed * _share_at_once(reading)
             if _may_be_starved(reading):
@@ -143,7 +151,7 @@ def _counted(before: Reading, after: Reading, elapsed: float) -> float:
             for one, two in zip(before.watched, after.watched, strict=True)
         )
     else:
-        excused += elapsed * (1 - after.machine.share)
+        excused = max(excused, elapsed * (1 - after.machine.share))
     return max(0.0, elapsed - excused)
 
 

@@ -15,6 +15,8 @@ from services.common.queue_state_proto import queue_state_from_proto
 from services.common.replica_load_proto import replica_load_from_proto
 from services.common.status import from_peer
 from services.common.trace_headers import TraceHeaders
+from services.common.watchdog.proc import watch_addresses
+from services.common.watchdog.silence import Silence
 from services.gateway.adapters.converters import (
     chunk_to_proto,
     description_from_proto,
@@ -213,19 +215,26 @@ class SchedulerLink:
                 watch.cancel()
 
     async def _watch(self, alarm: asyncio.Timeout) -> None:
-        """Fires the alarm when nothing was received for the session's timeout.
-
-        Time in which this process itself stood still does not count.
+        """Fires the alarm when nothing was received for the session's timeout, as `Silence` counts
+        it. It reads nothing until half of the timeout is over.
         """
-        loop = asyncio.get_running_loop()
-        interval = self._session_timeout / _CHECKS_PER_TIMEOUT
+        loop, silence = asyncio.get_running_loop(), None
+        interval, received_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._received_at
+        read = watch_addresses(lambda: (self.address,))
         while True:
-            due = loop.time() + interval
             await asyncio.sleep(interval)
             now = loop.time()
-            if now > due + interval:
-                self._received_at = now
-            elif now >= self._received_at + self._session_timeout:
+            if self._received_at != received_at:
+                silence, received_at = None, self._received_at
+            if now < received_at + self._session_timeout / 2:
+                continue
+            if silence is None:
+                silence = Silence(
+                    received_at,
+                    longest_first_seconds=self._session_timeout / 2 + 2 * interval,
+                    longest_turn_seconds=2 * interval,
+                )
+            if silence.look(read(now)) >= self._session_timeout:
                 alarm.reschedule(now)
                 return
 

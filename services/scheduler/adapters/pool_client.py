@@ -16,6 +16,7 @@ from services.common.pool_operations import Operation, Outcome
 from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
 from services.common.protocol import own_release
 from services.common.status import from_peer
+from services.common.watchdog.proc import watch_addresses
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
 from services.scheduler.core import ports
@@ -43,9 +44,11 @@ class PoolClient:
         timeout_seconds: float,
         owner: common_pb2.Owner | None = None,
         recorder: KVEventRecorder | None = None,
+        address: str = "",
     ) -> None:
         """`recorder` gets what each transaction changed in the prefix index; without one the pool
-        is not asked for it.
+        is not asked for it. `address`: where the pool listens, by which its process is found if it
+        is on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost while no transaction runs."""
@@ -63,7 +66,7 @@ class PoolClient:
         self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
         self._allowed_seconds = timeout_seconds
         self._is_late = False
-        self._alarm = Alarm(self._give_up)
+        self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
         """The task that waits for the stream, while one does."""
 
@@ -133,7 +136,8 @@ class PoolClient:
                 response = await self._send(request)
             finally:
                 self._alarm.stop()
-            self._deadlines.took(len(operations), loop.time() - began)
+            elapsed = loop.time() - began - self._alarm.excused_seconds
+            self._deadlines.took(len(operations), elapsed)
             if self._recorder is not None:
                 self._recorder.transacted(operations, response)
             return outcome_from_proto(response)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from stepwell.worker.v1 import worker_pb2
 
+from services.common.watchdog.proc import watch_addresses
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.converters import model_runner_output_from_proto
 from services.scheduler.adapters.tier_loads import EndedLoads
@@ -55,9 +56,13 @@ class SentStep:
             if self._response is not None and not self.output.done():  # it may be cancelled
                 self._resolve(self._response)
 
+    def late_ranks(self) -> list[str]:
+        """The ranks that have not answered, in order."""
+        return [address for address in self._steps.ranks if address in self._missing]
+
     def overdue(self) -> None:
         """Fails the step because its time is over."""
-        late = ", ".join(address for address in self._steps.ranks if address in self._missing)
+        late = ", ".join(self.late_ranks())
         self.fail(
             f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
             f"by the worker at {late}"
@@ -104,7 +109,7 @@ class StepsInFlight:
         self.ended_loads = EndedLoads(len(self.ranks))
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
-        self._alarm = Alarm(self._overdue)
+        self._alarm = Alarm(self._overdue, watch_addresses(self._late_ranks))
         self._began = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -127,7 +132,7 @@ class StepsInFlight:
         """Notes how long a step took that every rank has answered."""
         if self._steps and self._steps[0] is step:
             now = self.loop.time()
-            self._deadlines.took(step.size, now - self._began)
+            self._deadlines.took(step.size, now - self._began - self._alarm.excused_seconds)
             self._steps.popleft()
             self._begin_oldest(now)
         else:
@@ -149,6 +154,9 @@ class StepsInFlight:
             self._alarm.set(self._steps[0].allowed_seconds)
         else:
             self._alarm.stop()
+
+    def _late_ranks(self) -> list[str]:
+        return self._steps[0].late_ranks() if self._steps else []
 
     def _overdue(self) -> None:
         self._steps[0].overdue()

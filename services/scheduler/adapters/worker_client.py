@@ -17,6 +17,8 @@ from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
+from services.common.watchdog.proc import watch_addresses
+from services.common.watchdog.silence import Silence
 from services.scheduler.adapters.converters import (
     last_token_ids,
     num_stages,
@@ -42,7 +44,8 @@ class Rank:
     """One worker and its stream of steps. If the stream ends, the steps without an answer fail.
 
     A worker that has no steps is asked now and then whether it answers. After two questions in a
-    row without an answer its stream is ended: this process may have stood still in the first.
+    row without an answer its stream is ended: this process may have stood still in the first. A
+    question that the worker had no processor to answer does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -50,6 +53,7 @@ class Rank:
         self.on_lost: Callable[[str], None] = lambda _: None
         """Called with a message if the stream ends by itself, or the worker hangs without steps."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._read = watch_addresses(lambda: (address,))
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -93,7 +97,8 @@ class Rank:
         """Begins a new stream, for which the worker's batch is empty."""
         self.close()
         self._call = self._stub.Execute()
-        self._reader = asyncio.create_task(self._read(self._call), name=f"read {self.address}")
+        reading = self._read_answers(self._call)
+        self._reader = asyncio.create_task(reading, name=f"read {self.address}")
         self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
 
     def close(self) -> None:
@@ -117,7 +122,7 @@ class Rank:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise WorkersLost(f"the worker at {self.address} went away") from error
 
-    async def _read(self, call: _ExecuteCall) -> None:
+    async def _read_answers(self, call: _ExecuteCall) -> None:
         why, reason = "it ended the stream", None
         try:
             async for response in call:
@@ -137,11 +142,19 @@ class Rank:
         while num_silent < _SILENT_CHECKS:
             self._has_answered = False
             await asyncio.sleep(IDLE_CHECK_SECONDS)
-            is_silent = not self._is_at_work and not await self._answers()
-            num_silent = num_silent + 1 if is_silent and not self._is_at_work else 0
+            asked = asyncio.get_running_loop().time()
+            if self._is_at_work or await self._answers() or self._is_at_work:
+                num_silent = 0
+            elif not self._was_starved_since(asked):
+                num_silent += 1
         self._watch = None
         self.close()
         self.on_lost(f"the worker at {self.address} was lost: it does not answer")
+
+    def _was_starved_since(self, asked: float) -> bool:
+        """Whether most of the time did not count against the worker."""
+        now = asyncio.get_running_loop().time()
+        return Silence(asked).look(self._read(now)) < (now - asked) / 2
 
     @property
     def _is_at_work(self) -> bool:

@@ -3,7 +3,7 @@
 For each class of sizes, one for each power of two, about the longest recent time is kept (a maximum
 that decays), and work may take a multiple of it: a fixed timeout that suits the slowest machine
 would notice a hang late. A class without a measured time gets the longest time allowed: its first
-step may compile or allocate.
+step may compile or allocate. Times are of work that had processors: `Silence` counts them.
 """
 
 IDLE_CHECK_SECONDS = 5.0

@@ -17,6 +17,9 @@ from math import inf
 from queue import SimpleQueue
 from typing import TypeVar
 
+from services.common.watchdog.proc import watch_self
+from services.common.watchdog.silence import Reading, Silence
+
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -140,18 +143,26 @@ async def follow_liveness(
     compute: ComputeThread,
     set_live: Callable[[bool], Awaitable[None]],
     period_seconds: float = _LIVENESS_PERIOD_SECONDS,
+    read: Callable[[float], Reading] | None = None,
 ) -> None:
     """Checks whether a step is overdue, every `period_seconds`, until cancelled. Calls
-    `set_live` with each change.
+    `set_live` with each change. `read` makes readings of the process that computes, by default of
+    this one.
 
-    A step counts as hanging if two checks in a row find it overdue: after this process was stopped,
-    a step that is nearly done gets a period to end.
+    A step counts as hanging if two checks in a row find it overdue, and it had its time while this
+    process could run: after this process was stopped, a step that is nearly done gets a period to
+    end, and on a machine that is busy it gets as much processor time as on one that is not.
     """
     before, live = None, True
+    read = read or watch_self()
     while True:
         await asyncio.sleep(period_seconds)
         overdue = compute.overdue
-        hangs = overdue is not None and overdue is before
+        if overdue is None or overdue is not before:
+            silence = None if overdue is None else Silence(overdue.began)
+            hangs = False
+        elif silence is not None:
+            hangs = silence.look(read(time.monotonic())) >= overdue.allowed_seconds
         before = overdue
         if hangs is not live:
             continue

@@ -18,6 +18,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.channel import open_channel
 from services.common.server import GrpcServer
+from services.common.watchdog.silence import ProcessTimes, Reading, ThreadTimes
 from services.scheduler.adapters import pool_client, worker_client
 from services.scheduler.adapters.alarm import Alarm
 from services.scheduler.adapters.pool_client import PoolClient
@@ -38,6 +39,8 @@ MANY = 150
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short times; a pool's machine counts as quiet."""
+    monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
     monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
 
@@ -262,6 +265,23 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
     async with asyncio.timeout(60):
         await rang.wait()
     assert loop.time() - began > 0.5
+
+
+async def test_an_alarm_waits_for_work_that_gets_no_processor() -> None:
+    """The work has a fifth of a processor: 0.2 s of it are over after a second."""
+    loop = asyncio.get_running_loop()
+    began, rang = loop.time(), asyncio.Event()
+
+    def read(now: float) -> Reading:
+        starved = ThreadTimes("R", 0.2 * (now - began), 0.0)
+        return Reading(now, watched=[ProcessTimes({1: starved})])
+
+    alarm = Alarm(rang.set, read)
+    alarm.set(0.2)
+    async with asyncio.timeout(60):
+        await rang.wait()
+    assert loop.time() - began > 0.99
+    assert alarm.excused_seconds > 0.7
 
 
 async def test_an_alarm_rings_at_the_time_that_was_set_last() -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from services.common.watchdog.silence import ProcessTimes, Reading, ThreadTimes
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 
 SECONDS = 60.0
@@ -150,4 +152,23 @@ async def test_a_worker_is_not_live_while_something_is_overdue(compute: ComputeT
         going.set()
         await running
         assert await states.get() is True
+    following.cancel()
+
+
+async def test_a_worker_that_gets_no_processor_is_live(compute: ComputeThread) -> None:
+    """Its thread has run for 50 ms after half a second, which is the time of the step."""
+    states: asyncio.Queue[bool] = asyncio.Queue()
+    began, going = time.monotonic(), threading.Event()
+
+    def read(now: float) -> Reading:
+        thread = ThreadTimes("R", 0.1 * (now - began), 0.0)
+        return Reading(now, watched=[ProcessTimes({1: thread})])
+
+    following = asyncio.create_task(follow_liveness(compute, states.put, 0.02, read))
+    running = compute.submit_wait(going.wait, 0.05)
+    async with asyncio.timeout(SECONDS):
+        assert await states.get() is False
+    assert time.monotonic() - began >= 0.5
+    going.set()
+    await running
     following.cancel()
