@@ -1,6 +1,7 @@
 """A small byte-level BPE tokenizer with a chat template, made where it is needed."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -18,7 +19,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_tokenizer(
+    directory: Path,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    special: Sequence[str] = SPECIAL,
+) -> Path:
     """Writes the files of a tokenizer of a few hundred tokens; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -26,7 +32,7 @@ def write_tokenizer(directory: Path, *, chat_template: str | None = CHAT_TEMPLAT
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -75,6 +75,7 @@ class Choice:
             tokenizer,
             sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
             skip_special_tokens=request.skip_special_tokens,
+            shown=request.shown_special_ids,
         )
         self._min_tokens = sampling.min_tokens
         self._prompt_only = request.prompt_only

@@ -32,10 +32,10 @@ class ByteDetokenizer:
     """Text of one sequence, piece by piece, for tokenizers whose tokens are byte strings."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._bytes_of = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.num_characters = 0
         """Length of the text so far."""
@@ -66,11 +66,12 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
+        # `decode` passes over all special tokens, or over none.
+        self._skip_special_tokens = skipped == tokenizer.special_ids
         self._num_given_characters = 0
         self._run = _ByteRun()
         open_ids = _open_tokens(tokenizer, prompt_token_ids[-_MAX_TOKENS_OF_CHARACTER:])
@@ -152,15 +153,20 @@ class WindowDetokenizer:
 
 
 def new_detokenizer(
-    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+    shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """A detokenizer for what follows the prompt.
+    """A detokenizer for what follows the prompt. Special tokens that are `shown` are not skipped.
 
     A prompt of token ids may end inside a character, which the output then completes.
     """
+    skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
-        return ByteDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
-    return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+        return ByteDetokenizer(tokenizer, prompt_token_ids, skipped)
+    return WindowDetokenizer(tokenizer, prompt_token_ids, skipped)
 
 
 def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:

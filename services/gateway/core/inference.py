@@ -17,6 +17,7 @@ from services.gateway.core.identity import Identity
 from services.gateway.core.lora_modules import LoraModules
 from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.parsing.output_formats import NO_FORMATS, OutputFormats
+from services.gateway.core.parsing.special_tokens import SpecialTokens
 from services.gateway.core.ports import Engine, Grammars, TextTooLong, Tokenizer
 from services.gateway.core.request import ClientRequest, to_engine_requests
 from services.gateway.core.request_check import (
@@ -63,6 +64,7 @@ class Inference:
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
         self.tokenizer = tokenizer
+        self.special_tokens = SpecialTokens(tokenizer)
         self.output_formats = output_formats
         self.default_sampling = defaults.sampling
         self.max_items = max_items

@@ -48,6 +48,8 @@ class ClientRequest:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text all the same: marks of its form."""
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False

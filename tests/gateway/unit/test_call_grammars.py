@@ -23,7 +23,7 @@ from services.gateway.adapters.grammars.tool_calls import (
 )
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
-from services.gateway.core.parsing.reasoning import ReasoningFormat
+from services.gateway.core.parsing.reasoning import PromptedReasoning, ReasoningState
 
 MARKS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
@@ -38,15 +38,15 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [CallableTool("f", SCHEMA, strict=True), CallableTool("g", {"type": "object"})]
 QWEN = REASONING_FORMATS["qwen3"]
-# The reasoning before the answer, its format, the prompt.
-REASONING: list[tuple[str, ReasoningFormat | None, str]] = [
-    ("", None, "x"),
-    ("hm</think>\n\n", QWEN, "x<think>\n"),
-    ("<think>hm</think>\n", QWEN, "x"),
-    ("", QWEN, "x"),
-    ("", QWEN, "<think>\n\n</think>\n\n"),
+# What is thought before the answer, and what is known of it by the prompt.
+REASONING: list[tuple[str, PromptedReasoning | None]] = [
+    ("", None),
+    ("hm</think>\n\n", PromptedReasoning(QWEN, ReasoningState.INSIDE)),
+    ("<think>hm</think>\n", PromptedReasoning(QWEN, ReasoningState.AHEAD)),
+    ("", PromptedReasoning(QWEN, ReasoningState.AHEAD)),
+    ("", PromptedReasoning(QWEN, ReasoningState.OVER)),
 ]
-THOUGHTS = pytest.mark.parametrize(("thought", "form", "prompt"), REASONING)
+THOUGHTS = pytest.mark.parametrize(("thought", "form"), REASONING)
 
 
 @pytest.fixture(scope="module", params=["marks are tokens", "marks are text"])
@@ -71,21 +71,21 @@ def check(
 
 @THOUGHTS
 async def test_a_forced_call_is_a_list_of_calls_of_the_tools_and_one_where_they_are_not_parallel(
-    tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str
+    tokenizer: HfTokenizer, thought: str, form: PromptedReasoning | None
 ) -> None:
     one = thought + '[{"name": "f", "parameters": {"a": 1}}]'
     two = thought + '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
     wrong = [thought + '[{"name": "h", "parameters": {}}]', thought + "[]", thought + "x"]
-    several = await forced_calls(TOOLS, tokenizer, form, prompt, parallel=True)
+    several = await forced_calls(TOOLS, tokenizer, form, parallel=True)
     check(tokenizer, several, [one, two], wrong)
-    single = await forced_calls(TOOLS, tokenizer, form, prompt, parallel=False)
+    single = await forced_calls(TOOLS, tokenizer, form, parallel=False)
     check(tokenizer, single, [one], [two, *wrong])
 
 
 @THOUGHTS
 @pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek_v3", "deepseek_v31"])
 async def test_strict_calls_have_a_tool_and_arguments_that_conform(
-    tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str, name: str
+    tokenizer: HfTokenizer, thought: str, form: PromptedReasoning | None, name: str
 ) -> None:
     envelope = TOOL_FORMATS[name].envelope
     assert envelope is not None
@@ -94,7 +94,7 @@ async def test_strict_calls_have_a_tool_and_arguments_that_conform(
         begin = envelope.begin.format(name=tool, json_name=json.dumps(tool))
         return begin + arguments + envelope.end
 
-    grammar = await strict_calls(TOOLS, envelope, tokenizer, form, prompt, parallel=True)
+    grammar = await strict_calls(TOOLS, envelope, tokenizer, form, parallel=True)
     good = ["hello", "hi " + call("f", '{"a": 1}'), call("f", '{"a": 1}') + call("g", "{}") + "ok"]
     bad = [call("f", "{}"), call("h", "{}")]
     check(tokenizer, grammar, [thought + t for t in good], [thought + t for t in bad])
@@ -102,12 +102,12 @@ async def test_strict_calls_have_a_tool_and_arguments_that_conform(
 
 @THOUGHTS
 async def test_calls_or_a_form(
-    tokenizer: HfTokenizer, thought: str, form: ReasoningFormat | None, prompt: str
+    tokenizer: HfTokenizer, thought: str, form: PromptedReasoning | None
 ) -> None:
     envelope = TOOL_FORMATS["hermes"].envelope
     assert envelope is not None
     wanted = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(SCHEMA))
-    grammar = await calls_or_form(TOOLS, envelope, wanted, tokenizer, form, prompt, parallel=True)
+    grammar = await calls_or_form(TOOLS, envelope, wanted, tokenizer, form, parallel=True)
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     good = ['{"a": 1}', call, f"{call}\n{call}"]
     bad = ["hi", "{}", call + '{"a": 1}', call.replace("1", '"1"')]
@@ -123,19 +123,18 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("thought", "form", "prompt"), REASONING[1:])
+@pytest.mark.parametrize(("thought", "form"), REASONING[1:])
 @pytest.mark.parametrize(("kind", "text", "good", "bad"), FORMS)
 async def test_a_form_begins_where_reasoning_ends(
     tokenizer: HfTokenizer,
     thought: str,
-    form: ReasoningFormat,
-    prompt: str,
+    form: PromptedReasoning,
     kind: StructuredOutputsKind,
     text: str,
     good: str,
     bad: str,
 ) -> None:
-    grammar = await after_reasoning(StructuredOutputs(kind, text), form, prompt, tokenizer)
+    grammar = await after_reasoning(StructuredOutputs(kind, text), form, tokenizer)
     check(tokenizer, grammar, [thought + good], [thought + bad])
 
 

@@ -13,6 +13,7 @@ from transformers.utils.chat_parsing import parse_response
 
 from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
 from services.gateway.core.parsing.events import ParsedMessage
+from services.gateway.core.parsing.formats.harmony import open_message
 from services.gateway.core.parsing.output_form import OutputForm
 from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 
@@ -115,15 +116,72 @@ def test_arguments_come_while_they_are_written() -> None:
     assert [getattr(event, "text", None) for event in events] == [None, '{"text": "once', " upon"]
 
 
-def test_reasoning_that_the_prompt_began_or_ended() -> None:
-    always, asked = REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["qwen3"]
-    assert asked.begins_inside("<|im_start|>assistant\n<think>\n")
-    assert not asked.begins_inside("<|im_start|>assistant\n")
-    assert always.begins_inside("<｜Assistant｜>")
-    assert not always.begins_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    form = OutputForm(reasoning=asked, begins_in_reasoning=True)
+IM = "<|im_end|>\n<|im_start|>assistant\n"
+CLOSED, OPEN = "<think>\nab\n</think>\n\n", "<think>\nab"
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "turn", "state"),
+    [
+        ("qwen3", "hi" + IM, "", "ahead"),
+        ("qwen3", "hi" + IM, "<think>\n", "inside"),
+        ("qwen3", "hi" + IM, OPEN + " and more" * 100, "inside"),
+        ("qwen3", "hi" + IM, "<think>\n\n</think>\n\n", "over"),
+        ("qwen3", "hi" + IM, CLOSED + "The ans" * 100, "over"),
+        ("qwen3", "hi" + IM, CLOSED + OPEN, "inside"),
+        ("qwen3", CLOSED + "x" + IM, "", "ahead"),
+        ("qwen3", "what does <think> mean?" + IM, "", "ahead"),
+        ("deepseek_r1", "hi<｜Assistant｜>", "", "inside"),
+        ("deepseek_r1", "hi<｜Assistant｜>", "<think>\n", "inside"),
+        ("deepseek_r1", "hi<｜Assistant｜>", CLOSED + "The ans", "over"),
+        ("deepseek_r1", CLOSED + "x<｜Assistant｜>", "", "ahead"),
+        ("deepseek_r1", "what does <think> mean?<｜Assistant｜>", "", "inside"),
+        ("mistral", "[THINK]a[/THINK]b[INST]c[/INST]", "[THINK]a", "inside"),
+        ("mistral", "[INST]c[/INST]", "[THINK]a[/THINK]b", "over"),
+        ("openai_gptoss", "hi<|end|><|start|>", "assistant", "ahead"),
+        ("openai_gptoss", "hi<|end|><|start|>", f"assistant{ANALYSIS}hm", "inside"),
+        ("openai_gptoss", "hi<|end|><|start|>", f"assistant{FINAL}The ans", "over"),
+    ],
+)
+def test_the_last_mark_of_a_prompt_says_where_its_answer_begins(
+    name: str, before: str, turn: str, state: str
+) -> None:
+    form = REASONING_FORMATS[name]
+    assert form.state_after(before + turn, turn).value == state
+
+
+def test_reasoning_that_the_prompt_began() -> None:
+    form = OutputForm(reasoning=REASONING_FORMATS["qwen3"], begins_in_reasoning=True)
     assert read(form, ["hm\n</think>\n\nyes"]) == ("yes", "hm", [])
     assert read(form, ["cut short"]) == ("", "cut short", [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        (f"<|start|>assistant{FINAL}The ans", "wer<|return|>", ("wer", "", [])),
+        (f"<|start|>assistant{FINAL}The ", " ans", (" ans", "", [])),
+        (
+            f"<|start|>assistant{ANALYSIS}a ",
+            f"b<|end|><|start|>assistant{FINAL}c",
+            ("c", "b", []),
+        ),
+        ("<|start|>assistant", f"{ANALYSIS}a<|end|><|start|>assistant{FINAL}b", ("b", "a", [])),
+        (
+            "<|start|>assistant",
+            " to=functions.f<|channel|>commentary json<|message|>{}",
+            ("", "", [("f", "{}")]),
+        ),
+    ],
+)
+def test_a_message_in_a_channel_that_the_prompt_began_goes_on(
+    prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]
+) -> None:
+    form = OutputForm(
+        tools=TOOL_FORMATS["openai"], is_harmony=True, open_message=open_message(prompt)
+    )
+    assert read(form, [text]) == read(form, text) == expected
 
 
 UNITS = ("<tool_call>", '{"name": "f", "arguments": {', "[", "<", '{"a":"\\', "[f(", " ", "<｜")

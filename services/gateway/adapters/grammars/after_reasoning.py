@@ -2,24 +2,24 @@
 
 from services.common.structured_outputs import StructuredOutputs, invalid
 from services.gateway.adapters.grammars.lark import Lark, make_lark
-from services.gateway.core.parsing.reasoning import ReasoningFormat
+from services.gateway.core.parsing.reasoning import PromptedReasoning, ReasoningState
 from services.gateway.core.ports import Tokenizer
 
 _SPACE = r"/[ \n\t]{0,4}/"
 
 
 async def after_reasoning(
-    form: StructuredOutputs, reasoning: ReasoningFormat, prompt: str, tokenizer: Tokenizer
+    form: StructuredOutputs, reasoning: PromptedReasoning, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """What an answer to this prompt conforms to, whose part after the reasoning has a form.
+    """What an answer conforms to, whose part after the reasoning has a form.
 
     vLLM starts its masks where the reasoning ends; here the grammar has a free part, which also
     keeps an answer from ending within it.
     """
-    if reasoning.is_over(prompt):
+    if reasoning.state is ReasoningState.OVER:
         return form
-    lark = await make_lark(tokenizer, [reasoning.start, reasoning.end])
-    return lark.text(f"{thought(lark, reasoning, prompt)} {wanted_rule(lark, form)}")
+    lark = await make_lark(tokenizer, reasoning_literals(reasoning))
+    return lark.text(f"{thought(lark, reasoning)} {wanted_rule(lark, form)}")
 
 
 def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
@@ -30,12 +30,17 @@ def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
         raise invalid(f"grammar: {error}") from error
 
 
-def thought(lark: Lark, reasoning: ReasoningFormat | None, prompt: str) -> str:
-    """The reasoning that comes before the answer to this prompt, as a rule; empty for none."""
-    if reasoning is None or reasoning.is_over(prompt):
+def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
+    """The literals of `thought`."""
+    return [] if reasoning is None else [reasoning.form.start, reasoning.form.end]
+
+
+def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
+    """The reasoning that comes before the answer, as a rule; empty for none."""
+    if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
-    inside = lark.rule(f"{lark.text_to(reasoning.end)} {_SPACE}")
-    if reasoning.begins_inside(prompt):
+    inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")
+    if reasoning.state is ReasoningState.INSIDE:
         return inside
-    opened = lark.literal(reasoning.start)
+    opened = lark.literal(reasoning.form.start)
     return lark.rule(f"(({_SPACE} {opened}) {inside})?")

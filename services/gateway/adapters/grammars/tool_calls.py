@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.structured_outputs import StructuredOutputs
-from services.gateway.adapters.grammars.after_reasoning import thought, wanted_rule
+from services.gateway.adapters.grammars.after_reasoning import (
+    reasoning_literals,
+    thought,
+    wanted_rule,
+)
 from services.gateway.adapters.grammars.lark import SPACE, Lark, make_lark
 from services.gateway.core.parsing.catalog import Envelope
-from services.gateway.core.parsing.reasoning import ReasoningFormat
+from services.gateway.core.parsing.reasoning import PromptedReasoning
 from services.gateway.core.ports import Tokenizer
 
 _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "deprecated"})
@@ -34,28 +38,26 @@ class CallableTool:
 async def forced_calls(
     tools: Sequence[CallableTool],
     tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    prompt: str,
+    reasoning: PromptedReasoning | None,
     *,
     parallel: bool,
 ) -> StructuredOutputs:
     """A list of calls, at least one, or exactly one where they must not be `parallel`."""
-    lark = await make_lark(tokenizer, _reasoning_literals(reasoning))
+    lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []
     for tool in tools:
         opened = lark.literal('{"name": ' + json.dumps(tool.name) + ', "parameters": ')
         calls.append(lark.rule(f'{opened} {lark.schema(bare(tool.schema))} "}}"'))
     call = lark.rule(" | ".join(calls))
     more = f'("," {SPACE} {call})*' if parallel else ""
-    return lark.text(f'{thought(lark, reasoning, prompt)} "[" {call} {more} "]"')
+    return lark.text(f'{thought(lark, reasoning)} "[" {call} {more} "]"')
 
 
 async def strict_calls(
     tools: Sequence[CallableTool],
     envelope: Envelope,
     tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    prompt: str,
+    reasoning: PromptedReasoning | None,
     *,
     parallel: bool,
 ) -> StructuredOutputs:
@@ -65,7 +67,7 @@ async def strict_calls(
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     calls = _calls(lark, tools, envelope, after=envelope.trigger)
     call = lark.rule(f"{lark.text_to(envelope.trigger)} ({calls})")
-    before = thought(lark, reasoning, prompt)
+    before = thought(lark, reasoning)
     rest = lark.text_without([envelope.trigger])
     return lark.text(f"{before} {call}{'*' if parallel else '?'} {rest}")
 
@@ -75,8 +77,7 @@ async def calls_or_form(
     envelope: Envelope,
     form: StructuredOutputs,
     tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
-    prompt: str,
+    reasoning: PromptedReasoning | None,
     *,
     parallel: bool,
 ) -> StructuredOutputs:
@@ -85,7 +86,7 @@ async def calls_or_form(
     """
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     call = lark.rule(f"({_calls(lark, tools, envelope)}) {SPACE}")
-    before = thought(lark, reasoning, prompt)
+    before = thought(lark, reasoning)
     return lark.text(f"{before} ({call}{'+' if parallel else ''} | {wanted_rule(lark, form)})")
 
 
@@ -116,11 +117,11 @@ async def _lark_of_calls(
     tools: Sequence[CallableTool],
     envelope: Envelope,
     tokenizer: Tokenizer,
-    reasoning: ReasoningFormat | None,
+    reasoning: PromptedReasoning | None,
 ) -> Lark:
     """A grammar that will have the calls of these tools, after the reasoning."""
     begins = [_begin(envelope, tool.name) for tool in tools]
-    literals = [*begins, envelope.end, *_reasoning_literals(reasoning)]
+    literals = [*begins, envelope.end, *reasoning_literals(reasoning)]
     return await make_lark(tokenizer, literals)
 
 
@@ -138,7 +139,3 @@ def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after:
 
 def _begin(envelope: Envelope, name: str) -> str:
     return envelope.begin.format(name=name, json_name=json.dumps(name))
-
-
-def _reasoning_literals(reasoning: ReasoningFormat | None) -> list[str]:
-    return [] if reasoning is None else [reasoning.start, reasoning.end]

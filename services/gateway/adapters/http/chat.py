@@ -43,7 +43,9 @@ async def chat_request(
         prompt_logprobs=body.prompt_logprobs,
     )
     request = client_request(body, request_id, (Prompt(token_ids),), sampling)
-    return await planned(request, use, text, inference)
+    last = body.messages[-1] if body.continue_final_message else None
+    last_turn = None if last is None else last.to_template("messages[-1]")
+    return await planned(request, use, text, inference, last_turn)
 
 
 def tool_use(body: ChatCompletionBody) -> ToolUse:

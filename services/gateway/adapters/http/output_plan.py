@@ -1,8 +1,9 @@
 """What the answer of a conversation is held to and read as: its tools, its form, its reasoning."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
@@ -16,7 +17,9 @@ from services.gateway.adapters.grammars.tool_calls import (
 )
 from services.gateway.adapters.http.tool_bodies import CHAT_TOOLS, ToolFields
 from services.gateway.core.inference import Inference
+from services.gateway.core.parsing.formats.harmony import HARMONY_MARKS, open_message
 from services.gateway.core.parsing.output_form import OutputForm
+from services.gateway.core.parsing.reasoning import PromptedReasoning, ReasoningState
 from services.gateway.core.request import ClientRequest
 
 NONE, AUTO, REQUIRED = "none", "auto", "required"
@@ -63,35 +66,61 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What the request to the engine says, and how its answers are read. `shows_special_tokens`:
-    the text holds special tokens, since they are marks of its format.
+    """What the request to the engine says, and how its answers are read. `marks`: of their format,
+    which may be special tokens.
     """
 
     structured_outputs: StructuredOutputs | None
     output_form: OutputForm | None
-    shows_special_tokens: bool
+    marks: tuple[str, ...]
 
 
 async def planned(
-    request: ClientRequest, use: ToolUse, prompt: str, inference: Inference
+    request: ClientRequest,
+    use: ToolUse,
+    prompt: str,
+    inference: Inference,
+    last_turn: Mapping[str, Any] | None = None,
 ) -> ClientRequest:
     """The request for an answer to a rendered prompt, with what its answers are held to and read
-    as. Raises InvalidArgument.
+    as. `last_turn` is the turn of the assistant that the answer continues. Raises InvalidArgument.
     """
     sampling = request.sampling
-    plan = await plan_output(use, sampling.structured_outputs, prompt, inference)
+    reasoning = _reasoning(request, prompt, inference, last_turn)
+    plan = await _plan(use, sampling.structured_outputs, prompt, reasoning, inference)
     if plan.structured_outputs is not sampling.structured_outputs:
         sampling = replace(sampling, structured_outputs=plan.structured_outputs)
     return replace(
         request,
         sampling=sampling,
         output_form=plan.output_form,
-        skip_special_tokens=request.skip_special_tokens and not plan.shows_special_tokens,
+        shown_special_ids=inference.special_tokens.marks(plan.marks),
     )
 
 
-async def plan_output(
-    use: ToolUse, wanted: StructuredOutputs | None, prompt: str, inference: Inference
+def _reasoning(
+    request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
+) -> PromptedReasoning | None:
+    """The reasoning of answers to a prompt. It is over in a turn that was said after thinking,
+    whether or not the template writes what was thought.
+    """
+    form = inference.output_formats.reasoning
+    if form is None:
+        return None
+    token_ids = request.prompts[0].token_ids
+    turn = inference.special_tokens.open_turn(prompt, token_ids, form.marks)
+    state = form.state_after(prompt, turn)
+    if last_turn and last_turn.get("reasoning_content") and last_turn["content"]:
+        state = ReasoningState.OVER
+    return PromptedReasoning(form, state)
+
+
+async def _plan(
+    use: ToolUse,
+    wanted: StructuredOutputs | None,
+    prompt: str,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
 ) -> OutputPlan:
     """The plan for answers to a rendered prompt, which are to have the form `wanted` where they are
     content. Raises InvalidArgument.
@@ -102,38 +131,43 @@ async def plan_output(
     """
     use.check(inference)
     formats, tokenizer = inference.output_formats, inference.tokenizer
-    reasoning = formats.reasoning
     grammar = wanted
     if use.named is not None:
         named = next(tool for tool in use.tools if tool.name == use.named)
-        grammar = await _arguments(named, inference, prompt)
+        grammar = await _arguments(named, inference, reasoning)
     elif use.choice == REQUIRED:
-        grammar = await forced_calls(use.tools, tokenizer, reasoning, prompt, parallel=use.parallel)
+        grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
     elif wanted is not None:
-        grammar = await _form(use, wanted, prompt, inference)
+        grammar = await _form(use, wanted, reasoning, inference)
     elif use.choice == AUTO and any(tool.strict for tool in use.tools):
-        grammar = await _strict(use, prompt, inference)
+        grammar = await _strict(use, reasoning, inference)
     envelope = None if formats.tools is None else formats.tools.envelope
     calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
     if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
-        return OutputPlan(grammar, None, shows_special_tokens=False)
+        return OutputPlan(grammar, None, ())
     is_harmony = formats.is_harmony and grammar is None
+    tools = formats.tools if calls_freely else None
     form = OutputForm(
-        tools=formats.tools if calls_freely else None,
+        tools=tools,
         schemas={tool.name: tool.schema for tool in use.tools} if calls_freely else {},
         is_call_list=use.is_forced and use.named is None,
         named=use.named,
-        reasoning=reasoning,
-        begins_in_reasoning=reasoning is not None and reasoning.begins_inside(prompt),
+        reasoning=formats.reasoning,
+        begins_in_reasoning=reasoning is not None and reasoning.state is ReasoningState.INSIDE,
         is_harmony=is_harmony,
+        open_message=open_message(prompt) if is_harmony else "",
         single_call=not use.parallel,
     )
-    shows = calls_freely or reasoning is not None or is_harmony
-    return OutputPlan(grammar, form, shows_special_tokens=shows)
+    marks = () if reasoning is None else reasoning.form.marks
+    marks += () if tools is None else tools.marks
+    return OutputPlan(grammar, form, marks + (HARMONY_MARKS if is_harmony else ()))
 
 
 async def _form(
-    use: ToolUse, wanted: StructuredOutputs, prompt: str, inference: Inference
+    use: ToolUse,
+    wanted: StructuredOutputs,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
 ) -> StructuredOutputs:
     """The form of content that a client demands, or calls in its place."""
     formats, tokenizer = inference.output_formats, inference.tokenizer
@@ -144,25 +178,27 @@ async def _form(
             envelope,
             wanted,
             tokenizer,
-            formats.reasoning,
-            prompt,
+            reasoning,
             parallel=use.parallel,
         )
-    if formats.reasoning is None:
+    if reasoning is None:
         return wanted
-    return await after_reasoning(wanted, formats.reasoning, prompt, tokenizer)
+    return await after_reasoning(wanted, reasoning, tokenizer)
 
 
-async def _arguments(tool: CallableTool, inference: Inference, prompt: str) -> StructuredOutputs:
+async def _arguments(
+    tool: CallableTool, inference: Inference, reasoning: PromptedReasoning | None
+) -> StructuredOutputs:
     """The arguments of one tool."""
     schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
-    reasoning = inference.output_formats.reasoning
     if reasoning is None:
         return schema
-    return await after_reasoning(schema, reasoning, prompt, inference.tokenizer)
+    return await after_reasoning(schema, reasoning, inference.tokenizer)
 
 
-async def _strict(use: ToolUse, prompt: str, inference: Inference) -> StructuredOutputs:
+async def _strict(
+    use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
+) -> StructuredOutputs:
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:
         number = next(at for at, tool in enumerate(use.tools) if tool.strict)
@@ -177,7 +213,6 @@ async def _strict(use: ToolUse, prompt: str, inference: Inference) -> Structured
         use.tools,
         formats.tools.envelope,
         inference.tokenizer,
-        formats.reasoning,
-        prompt,
+        reasoning,
         parallel=use.parallel,
     )

@@ -4,16 +4,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from services.gateway.core.parsing.formats.harmony import read_harmony
+from services.gateway.core.parsing.formats.harmony import HARMONY_MARKS, read_harmony
 from services.gateway.core.parsing.formats.headed_calls import (
+    DEEPSEEK_MARKS,
+    MISTRAL_MARKS,
     read_deepseek_v3,
     read_deepseek_v31,
     read_mistral,
 )
-from services.gateway.core.parsing.formats.json_calls import read_hermes, read_llama3_json
-from services.gateway.core.parsing.formats.pythonic import read_pythonic
+from services.gateway.core.parsing.formats.json_calls import (
+    LLAMA3_MARKS,
+    read_hermes,
+    read_llama3_json,
+)
+from services.gateway.core.parsing.formats.pythonic import PYTHONIC_MARKS, read_pythonic
 from services.gateway.core.parsing.formats.schemas import Schemas
 from services.gateway.core.parsing.formats.tagged_arguments import (
+    DSML_TAGS,
+    QWEN_TAGS,
     read_deepseek_v32,
     read_qwen_xml,
 )
@@ -40,6 +48,8 @@ class ToolFormat:
     """
 
     make: Callable[[Schemas], ReadAnswer]
+    marks: tuple[str, ...]
+    """The texts around its calls that models may have as special tokens."""
     envelope: Envelope | None = None
     id_length: int | None = None
 
@@ -63,11 +73,12 @@ def _deepseek_v32(schemas: Schemas) -> ReadAnswer:
 
 _HERMES = ToolFormat(
     _same(read_hermes),
+    ("<tool_call>", "</tool_call>"),
     Envelope("<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
 )
-_LLAMA3 = ToolFormat(_same(read_llama3_json))
-_QWEN_XML = ToolFormat(_qwen_xml)
-_PYTHONIC = ToolFormat(_same(read_pythonic))
+_LLAMA3 = ToolFormat(_same(read_llama3_json), LLAMA3_MARKS)
+_QWEN_XML = ToolFormat(_qwen_xml, QWEN_TAGS.marks)
+_PYTHONIC = ToolFormat(_same(read_pythonic), PYTHONIC_MARKS)
 _DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 TOOL_FORMATS = {
@@ -77,12 +88,16 @@ TOOL_FORMATS = {
     "llama3_json": _LLAMA3,
     "llama4_json": _LLAMA3,
     "mistral": ToolFormat(
-        _same(read_mistral), Envelope("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ""), id_length=9
+        _same(read_mistral),
+        MISTRAL_MARKS,
+        Envelope("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ""),
+        id_length=9,
     ),
     "pythonic": _PYTHONIC,
     "llama4_pythonic": _PYTHONIC,
     "deepseek_v3": ToolFormat(
         _same(read_deepseek_v3),
+        DEEPSEEK_MARKS,
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -91,14 +106,15 @@ TOOL_FORMATS = {
     ),
     "deepseek_v31": ToolFormat(
         _same(read_deepseek_v31),
+        DEEPSEEK_MARKS,
         Envelope(
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
             _DEEPSEEK_END,
         ),
     ),
-    "deepseek_v32": ToolFormat(_deepseek_v32),
-    "openai": ToolFormat(_same(read_harmony)),
+    "deepseek_v32": ToolFormat(_deepseek_v32, DSML_TAGS.marks),
+    "openai": ToolFormat(_same(read_harmony), HARMONY_MARKS),
 }
 
 _THINK = ReasoningFormat("<think>", "</think>")
@@ -109,7 +125,9 @@ REASONING_FORMATS = {
     "deepseek_v3": _THINK,
     "deepseek_r1": _ALWAYS_THINK,
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    "openai_gptoss": ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>"),
+    "openai_gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", answer="<|channel|>final<|message|>"
+    ),
 }
 HARMONY = "openai_gptoss"
 """The reasoning that is a part of its answers' format, which reads it."""

@@ -32,16 +32,20 @@ class OutputForm:
     """Whether the prompt ends inside of reasoning."""
     is_harmony: bool = False
     """Whether the answer is read by gpt-oss's channels, with `tools` or without."""
+    open_message: str = ""
+    """What the prompt has of the message in a channel that the answer goes on with."""
     single_call: bool = False
     """Whether calls after the first are dropped. Without `tools` all in channels are."""
 
     def make_parser(self) -> OutputParser:
         """The parser of one answer."""
+        reads_channels = self._reads_channels
         return FormatParser(
             self._read_answer(),
-            None if self._reads_channels else self.reasoning,
-            begins_in_reasoning=self.begins_in_reasoning,
+            None if reads_channels else self.reasoning,
+            begins_in_reasoning=self.begins_in_reasoning and not reads_channels,
             max_calls=self._max_calls,
+            before=self.open_message if reads_channels else "",
         )
 
     @property

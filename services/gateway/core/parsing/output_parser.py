@@ -42,13 +42,19 @@ class FormatParser:
         *,
         begins_in_reasoning: bool = False,
         max_calls: int | None = None,
+        before: str = "",
     ) -> None:
-        """Calls beyond `max_calls` are dropped."""
+        """Calls beyond `max_calls` are dropped. `before` is text of the prompt that decides what
+        follows it, and makes no events.
+        """
         self._reader = Reader()
         self._sink = Sink(max_calls)
         self._sink.in_reasoning = begins_in_reasoning
         self._work = self._read(read_answer, reasoning)
         next(self._work)
+        if before:
+            self.feed(before)
+            self._sink.drop_space()
 
     @property
     def in_reasoning(self) -> bool:

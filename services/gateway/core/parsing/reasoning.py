@@ -1,30 +1,63 @@
 """Reasoning before an answer, between two markers, the first of which often ends the prompt."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.sink import Sink
 
 
+class ReasoningState(Enum):
+    """The place of an answer's first character, by its prompt."""
+
+    AHEAD = "ahead"
+    """Before the reasoning, if there is some."""
+    INSIDE = "inside"
+    """Within the reasoning."""
+    OVER = "over"
+    """Behind the reasoning."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a model marks what it thinks. `is_assumed`: it thinks without being asked to, so that
-    an answer begins with reasoning unless the prompt has ended it.
+    an answer begins with reasoning unless the prompt has ended it. `answer` is a further mark, of
+    a part that is no reasoning.
     """
 
     start: str
     end: str
     is_assumed: bool = False
+    answer: str = ""
 
-    def begins_inside(self, prompt: str) -> bool:
-        """Whether what follows this prompt is reasoning from its first character on."""
-        if prompt[-256:].rstrip().endswith(self.start):
-            return True
-        return self.is_assumed and not self.is_over(prompt)
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.start, self.end, self.answer)))
 
-    def is_over(self, prompt: str) -> bool:
-        """Whether the prompt has ended it already."""
-        return prompt[-256:].rstrip().endswith(self.end)
+    def state_after(self, prompt: str, turn: str) -> ReasoningState:
+        """The state at the end of a prompt, whose last part `turn` begins the answer.
+
+        The last mark in that part decides, as in vLLM's `is_reasoning_end`. Without one, an end in
+        an earlier turn refutes that reasoning is assumed; a start that was left open there is text.
+        """
+        last = self._last_mark(turn)
+        if last is not None:
+            return ReasoningState.INSIDE if last == self.start else ReasoningState.OVER
+        if self.is_assumed and self._last_mark(prompt) in (None, self.start):
+            return ReasoningState.INSIDE
+        return ReasoningState.AHEAD
+
+    def _last_mark(self, text: str) -> str | None:
+        at, mark = max((text.rfind(mark), mark) for mark in self.marks)
+        return mark if at >= 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptedReasoning:
+    """The reasoning of answers to one prompt."""
+
+    form: ReasoningFormat
+    state: ReasoningState
 
 
 def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:

@@ -29,6 +29,10 @@ class Sink:
         events, self._events = self._events, []
         return events
 
+    def drop_space(self) -> None:
+        """Forgets white space that was held back."""
+        self._space.clear()
+
     def content(self, text: str) -> None:
         self._text(text, ContentDelta)
 
@@ -78,7 +82,7 @@ class Sink:
         self._arguments.clear()
 
     def _boundary(self) -> None:
-        self._space.clear()
+        self.drop_space()
         self._trims_start = True
 
     def _text(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:

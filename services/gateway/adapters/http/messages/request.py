@@ -52,7 +52,9 @@ async def messages_request(
         skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
         default_max_tokens=body.max_tokens,
     )
-    return await planned(request, use, text, inference)
+    last = body.messages[-1]
+    turns = list(last.to_template("messages[-1]")) if last.role == "assistant" else [None]
+    return await planned(request, use, text, inference, turns[-1])
 
 
 async def render(body: CountTokensBody, inference: Inference) -> str:

@@ -6,7 +6,9 @@ from services.gateway.core.parsing.reader import Reader, Reading
 from services.gateway.core.parsing.sink import Sink
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY_MARKS = (_CHANNEL, _MESSAGE, _START, *_ENDS, _CONSTRAIN)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
@@ -19,7 +21,7 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
         header, marker = yield from reader.text_until((_MESSAGE,))
         if not marker:
             return
-        recipient = _RECIPIENT.search(header.partition("<|constrain|>")[0])
+        recipient = _RECIPIENT.search(header.partition(_CONSTRAIN)[0])
         if recipient is not None:
             sink.call(recipient[1])
             take = sink.arguments
@@ -34,6 +36,12 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
         if marker in _ENDS:
             yield from reader.skip_space()
             yield from reader.starts_with(_START)
+
+
+def open_message(prompt: str) -> str:
+    """The beginning of the message that an answer to this prompt goes on with."""
+    _, start, message = prompt.rpartition(_START)
+    return message if start else ""
 
 
 def _is_at_end(reader: Reader) -> Reading[bool]:

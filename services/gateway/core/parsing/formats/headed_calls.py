@@ -8,6 +8,8 @@ _TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEP = "<｜tool▁sep｜>"
+MISTRAL_MARKS = (_TOOL_CALLS, _CALL_ID, _ARGS)
+DEEPSEEK_MARKS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEP)
 
 
 def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:

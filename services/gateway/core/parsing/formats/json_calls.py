@@ -8,6 +8,7 @@ from services.gateway.core.parsing.sink import Sink
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
+LLAMA3_MARKS = (_PYTHON_TAG,)
 
 
 def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:

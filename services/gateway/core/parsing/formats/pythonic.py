@@ -14,6 +14,7 @@ _NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^\"'()\[\]{}]+")
 _NAMES = {"true": True, "false": False, "null": None}
 _START, _END = "<|python_start|>", "<|python_end|>"
+PYTHONIC_MARKS = (_START, _END)
 
 
 def read_pythonic(reader: Reader, sink: Sink) -> Reading[None]:

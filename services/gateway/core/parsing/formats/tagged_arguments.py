@@ -30,6 +30,12 @@ class _Tags:
     name: Callable[[str], str]
     """The tool's name, from the text of a call's tag."""
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts around calls and values that models may have as special tokens."""
+        outer = self.outer_open, self.outer_close
+        return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
+
 
 def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     outside = (tags.outer_open, tags.outer_close, tags.call_open)
@@ -83,7 +89,7 @@ def _dsml_name(head: str) -> str:
     return found[1] if found else ""
 
 
-_QWEN = _Tags(
+QWEN_TAGS = _Tags(
     outer_open="<tool_call>",
     outer_close="</tool_call>",
     call_open="<function=",
@@ -93,7 +99,7 @@ _QWEN = _Tags(
     value=_qwen_value,
     name=str.strip,
 )
-_DSML = _Tags(
+DSML_TAGS = _Tags(
     outer_open="<｜DSML｜function_calls>",
     outer_close="</｜DSML｜function_calls>",
     call_open="<｜DSML｜invoke",
@@ -107,9 +113,9 @@ _DSML = _Tags(
 
 def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     """<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
-    yield from _read(_QWEN, schemas, reader, sink)
+    yield from _read(QWEN_TAGS, schemas, reader, sink)
 
 
 def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
     """DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
-    yield from _read(_DSML, schemas, reader, sink)
+    yield from _read(DSML_TAGS, schemas, reader, sink)

@@ -1,0 +1,40 @@
+"""Special tokens as marks of an answer's format, and as the bounds of a prompt's turns."""
+
+from collections.abc import Sequence
+
+from services.gateway.core.ports import Tokenizer
+
+
+class SpecialTokens:
+    """The special tokens of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._marks: dict[tuple[str, ...], frozenset[int]] = {}
+        """By the marks of the formats that were in use together."""
+
+    def marks(self, marks: tuple[str, ...]) -> frozenset[int]:
+        """The special tokens whose text is one of these marks, or a part of one."""
+        found = self._marks.get(marks)
+        if found is None:
+            tokenizer = self._tokenizer
+            names = ((token, tokenizer.token_bytes(token).decode()) for token in self._all)
+            found = frozenset(
+                token for token, name in names if name and any(name in mark for mark in marks)
+            )
+            self._marks[marks] = found
+        return found
+
+    def open_turn(self, prompt: str, token_ids: Sequence[int], marks: tuple[str, ...]) -> str:
+        """The text of a prompt's last turn: what follows its last special token that is no mark of
+        these. The whole prompt if there is none.
+        """
+        boundaries = self._all - self.marks(marks)
+        for at in range(len(token_ids) - 1, -1, -1):
+            if token_ids[at] in boundaries:
+                return self._tokenizer.decode(token_ids[at + 1 :], skip_special_tokens=False)
+        return prompt
+
+    @property
+    def _all(self) -> frozenset[int]:
+        return self._tokenizer.special_ids
