@@ -3,13 +3,22 @@
 from typing import Any
 
 
-def differences(golden: dict[str, Any], ours: dict[str, Any], fields: list[str]) -> list[str]:
-    """Every field of every step and request that differs; an absent field equals an empty one."""
+def differences(
+    golden: dict[str, Any], ours: dict[str, Any], fields: list[str], *, policy: str = "fcfs"
+) -> list[str]:
+    """Every field of every step and request that differs; an absent field equals an empty one.
+
+    With PRIORITY, queues are compared as sets: vLLM lists its heap, whose order among requests that
+    are not admitted next is no decision.
+    """
     found = []
+    unordered = _QUEUES if policy == "priority" else ()
     theirs, mine = ({s["step"]: s for s in record["steps"]} for record in (golden, ours))
     for step in sorted(theirs.keys() | mine.keys()):
         for name in fields:
             want, have = theirs.get(step, {}).get(name), mine.get(step, {}).get(name)
+            if name in unordered:
+                want, have = sorted(want or ()), sorted(have or ())
             if want != have and (want or have):
                 found.append(f"step {step} {name}: recorded {want}, got {have}")
     for request_id, want in golden["requests"].items():
@@ -20,6 +29,7 @@ def differences(golden: dict[str, Any], ours: dict[str, Any], fields: list[str])
     return found
 
 
+_QUEUES = ("waiting", "waiting_after", "kv_waiting", "kv_waiting_after")
 FIELDS = [
     *("added", "aborted", "rejected", "waiting", "running", "computed_before", "scheduled"),
     *("start", "new", "resumed", "cached", "blocks", "preempted", "finished_before", "update_of"),
