@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from inspect import isasyncgenfunction
@@ -14,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from services.common import errors, status
-from services.common.addresses import is_unix_address, unix_path
+from services.common.addresses import is_unix_address, split_host_port, unix_path
 from services.common.channel import KEEPALIVE_OPTIONS
 from services.common.local_server import LocalServer
 from services.common.local_stream import streams_path
@@ -203,10 +204,18 @@ def _listen(local: LocalServer, path: str) -> None:
 
 
 def _why_not(address: str) -> str:
-    """The likely reason why an address cannot be bound."""
-    if is_unix_address(address) and not Path(unix_path(address)).parent.is_dir():
-        return "there is no such directory"
-    return "it is taken, or no address of this machine"
+    """The system's reason why an address cannot be bound, which grpc only logs."""
+    try:
+        if is_unix_address(address):
+            Path(unix_path(address)).parent.lstat()
+        else:
+            host, port = split_host_port(address)
+            family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.bind(where)
+    except OSError as error:
+        return str(error.strerror)
+    return "the system does not say why"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):

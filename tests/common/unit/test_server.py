@@ -173,10 +173,23 @@ async def test_what_does_not_end_within_the_grace_is_cut_off(served: Served) -> 
 async def test_a_taken_port_is_an_error_at_once(served: Served) -> None:
     second, third = make_server(Echo()), make_server(Echo())
     address = await second.start("127.0.0.1:0")
-    with pytest.raises(Unavailable, match=f"cannot listen on {address}"):
+    with pytest.raises(Unavailable, match=f"cannot listen on {address}: Address already in use"):
         await third.start(address)
     await second.drain(0)
     assert served.server is not second
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("no-such-host!:1", "Name or service not known"),
+        ("192.0.2.1:1", "Cannot assign requested address"),
+        ("unix:/no/such/directory/s.sock", "No such file or directory"),
+    ],
+)
+async def test_an_address_that_cannot_be_bound_has_its_reason(address: str, reason: str) -> None:
+    with pytest.raises(Unavailable, match=f"cannot listen on {address}: {reason}"):
+        await make_server(Echo()).start(address)
 
 
 async def test_a_socket_in_the_file_system_is_served_too() -> None:
