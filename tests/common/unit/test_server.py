@@ -250,14 +250,6 @@ async def test_the_socket_of_a_process_that_was_killed_is_replaced(tmp_path: Pat
     await server.drain(0)
 
 
-async def test_a_socket_in_a_directory_that_is_not_there_is_an_error_that_says_so(
-    tmp_path: Path,
-) -> None:
-    address = f"unix:{tmp_path}/removed/s"
-    with pytest.raises(Unavailable, match=f"{address}: there is no such directory"):
-        await make_server(Echo()).start(address)
-
-
 async def test_further_calls_than_are_served_at_once_are_refused() -> None:
     echo = Echo()
     server = make_server(echo, max_concurrent_rpcs=1)
