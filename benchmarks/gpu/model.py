@@ -28,7 +28,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.config import read_model_config
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.model import LoadedModel
 from services.worker.models.weights import load_weights
 from services.worker.platforms.cuda import CudaPlatform
@@ -162,11 +162,11 @@ def build_runner(platform: CudaPlatform, reference: PreTrainedModel) -> ModelRun
         intermediate_size=config.intermediate_size,
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=(),
-        attention=config.attention_layers,
+        attention=attention_layers(config),
         is_static=True,
     )
     device = platform.torch_device
-    layers = config.attention_layers
+    layers = attention_layers(config)
     shape = AttentionShape(layers, BLOCK_SIZE, num_blocks, torch.bfloat16, device)
     limits = BatchLimits(
         max_num_seqs=most,

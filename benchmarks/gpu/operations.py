@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.choices import Activation
 from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.backends.device import Device
-from services.worker.backends.kernels import Activation, GatedMlp
+from services.worker.backends.kernels import GatedMlp
 from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.sampling.device_logprobs import logprobs_on_device
 from services.worker.sampling.device_sampler import sample_on_device

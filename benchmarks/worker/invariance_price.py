@@ -19,10 +19,10 @@ from benchmarks.common.arguments import make_parser
 from benchmarks.common.console import show
 from benchmarks.common.models import find_model
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
+from services.worker.backends.choices import KernelsSetting
 from services.worker.build import build_worker
 from services.worker.core.worker import StepRunner
 from services.worker.models.config import DtypeSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from services.worker.settings import WorkerSettings
 
 MODES = (False, True)

@@ -21,7 +21,7 @@ from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer, turn_of_each
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting

@@ -42,7 +42,7 @@ from benchmarks.worker.loads import (
 )
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
 from services.worker.build import build_worker
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.settings import WorkerSettings
 
 LOADS = tuple(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.logs import LogFormat, LogLevel
+from services.common.model_source.find import find_model
 from services.common.redis_url import is_redis_url
 from services.common.settings import Check, at_least, between, existing_file, setting
 
@@ -44,7 +45,10 @@ class UpSettings:
     STEPWELL_GATEWAY_TRACE_SLOW_SECONDS; `python -m services.gateway --help` lists the gateway's.
     """
 
-    model: Path = setting(doc="directory of the model, in Hugging Face format")
+    model: Path = setting(
+        doc="directory of the model, in Hugging Face format, or its name on the hub",
+        read=find_model,
+    )
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every one")
     http_port: int = setting(
         8000, doc="port of the OpenAI-compatible API; 0 for a free one", check=between(0, 65_535)
@@ -78,7 +82,9 @@ class UpSettings:
         "gateway", doc="what becomes of unknown fields of a JSON body: ignore or refuse"
     )
     served_model_name: str | None = passed_to(
-        "gateway", "worker", doc="name that clients use (default: the directory's)"
+        "gateway",
+        "worker",
+        doc="name that clients use (default: that on the hub, or the directory's)",
     )
     enable_lora: bool | None = passed_to(
         "worker", doc="serve adapters (LoRA, in PEFT's format) beside the model"

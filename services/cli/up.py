@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from services.cli.console import Console, announce
@@ -23,8 +22,13 @@ from services.cli.settings import UpSettings
 from services.cli.supervisor import Stage, StartFailed, Supervisor
 from services.common.addresses import LARGEST_PORT, join_host_port
 from services.common.logs import LogFormat
+from services.common.model_source.find import model_name
 from services.common.settings import load_settings, variable_name
 from services.common.standard_streams import drop_unwritten
+from services.common.tokenizer_files import has_tokenizer
+from services.worker.models.errors import ModelError
+from services.worker.models.pooling_config import RunnerSetting
+from services.worker.models.suitability.check import check_model
 
 _STILL_STARTING_SECONDS = 10.0
 _PROMPT = "def read_lines(path):"
@@ -42,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _up(argv: Sequence[str]) -> int:
     settings = load_settings(UpSettings, "up", argv, prog="stepwell up")
-    _check_model(settings.model)
+    _check_model(settings)
     _check_replicas(settings)
     if settings.redis_url is not None:
         require_redis(settings.redis_url)
@@ -84,14 +88,17 @@ def _up(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_model(model: Path) -> None:
-    """Raises CommandError for the most common mistakes at once; the worker checks the rest."""
-    if not model.exists():
-        raise CommandError(f"there is no directory {model}", exit_status=2)
-    if not model.is_dir():
-        raise CommandError(f"{model} is not a directory", exit_status=2)
-    if not (model / "config.json").is_file():
-        raise CommandError(f"{model} holds no config.json: it is not a model", exit_status=2)
+def _check_model(settings: UpSettings) -> None:
+    """Raises CommandError at once for a model that cannot be served, by the worker's own rules."""
+    runner = settings.runner or os.environ.get(variable_name("worker", "runner"))
+    known = [each for each in RunnerSetting if each.value == runner]
+    sizes = settings.tensor_parallel_size, settings.pipeline_parallel_size
+    try:
+        check_model(settings.model, *sizes, known[0] if known else RunnerSetting.AUTO)
+    except ModelError as error:
+        raise CommandError(str(error)) from error
+    if not has_tokenizer(settings.model):
+        raise CommandError(f"{settings.model}: there is no tokenizer.json")
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
@@ -173,7 +180,7 @@ async def _announce_ready(
             break
         waited = time.monotonic() - started
         console.note(f"still waiting for {', '.join(supervisor.not_ready())} ({waited:.0f} s)")
-    model = _of_gateway("served_model_name", settings) or settings.model.resolve().name
+    model = _of_gateway("served_model_name", settings) or model_name(settings.model)
     text = ready_text(
         addresses,
         model,

@@ -49,13 +49,17 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def run_service(
-    service: str, settings_class: type[S], serve: Callable[[S, asyncio.Event], Awaitable[None]]
+    service: str,
+    settings_class: type[S],
+    serve: Callable[[S, asyncio.Event], Awaitable[None]],
+    prepare: Callable[[S], None] = lambda _: None,
 ) -> NoReturn:
-    """Reads the settings, configures logs, and runs `serve(settings, stop)` to its end.
+    """Reads the settings, configures logs, calls `prepare(settings)` before there is an event loop,
+    and runs `serve(settings, stop)` to its end.
 
     SIGTERM and SIGINT set `stop`; `serve` then drains and returns, and the process exits with 0.
     Another signal sets it again, which ends what a service does after its drain. A
-    StepwellError that `serve` raises, at start or later, ends the process with its one sentence and
+    StepwellError that either raises, at start or later, ends the process with its one sentence and
     exit status 1, a SettingError with status 2. Once `serve` has returned, the process ends without
     taking the interpreter apart: with large libraries that takes seconds.
     """
@@ -77,6 +81,7 @@ def run_service(
 
     failure: StepwellError | SettingError | None = None
     try:
+        prepare(settings)
         uvloop.run(main())
     except* (StepwellError, SettingError) as group:
         failure = _first(group)

@@ -60,13 +60,15 @@ def setting(
     doc: str,
     check: Check | None = None,
     is_secret: bool = False,
+    read: Callable[[str], Any] | None = None,
 ) -> Any:
     """A field of a settings class. Without a default it must be given.
 
     `check` returns what is wrong with a value ("must be at least 1"), or None. A secret can be
-    read from a file.
+    read from a file. `read` makes the value of the text of a flag or variable, and raises
+    ValueError with a sentence; by default the field's type does.
     """
-    metadata = {"doc": doc, "check": check, "is_secret": is_secret}
+    metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -145,9 +147,9 @@ def parse_settings(
     for field in dataclasses.fields(cls):
         flag, variable = flag_name(field.name), variable_name(service, field.name)
         if flags[field.name] is not None:
-            values[field.name] = _convert(flags[field.name], kinds[field.name], flag)
+            values[field.name] = _value(field, flags[field.name], kinds[field.name], flag)
         elif field.name in given:
-            values[field.name] = _convert(given[field.name], kinds[field.name], variable)
+            values[field.name] = _value(field, given[field.name], kinds[field.name], variable)
         elif field.default is dataclasses.MISSING:
             raise SettingError(f"{flag} (or {variable}) must be given: {field.metadata['doc']}")
     settings = cls(**values)
@@ -269,6 +271,17 @@ def without_none(hint: Any) -> Any:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
+
+
+def _value(field: dataclasses.Field[Any], text: str | bool, kind: Any, name: str) -> Any:
+    """The value of a field by the text of a flag or variable of this name."""
+    read = field.metadata.get("read")
+    if read is None:
+        return _convert(text, kind, name)
+    try:
+        return read(text)
+    except ValueError as error:
+        raise SettingError(f"{name}: {error}") from error
 
 
 def _convert(text: str | bool, kind: Any, name: str) -> Any:

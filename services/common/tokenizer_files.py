@@ -6,6 +6,12 @@ from pathlib import Path
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Whether transformers can find a tokenizer in a directory."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return any((directory / name).is_file() for name in names)
+
+
 def tokenizer_fingerprint(directory: Path) -> bytes:
     """32 bytes that are equal where text becomes the same tokens; empty without tokenizer files.
 

@@ -10,6 +10,7 @@ from services.common.addresses import (
     is_listen_address,
     is_on_this_machine,
 )
+from services.common.model_source.find import find_model_files, model_name
 from services.common.redis_url import is_redis_url
 from services.common.service_settings import ServiceSettings, server_name
 from services.common.settings import (
@@ -50,10 +51,12 @@ class GatewaySettings(ClientSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
 
     model: Path = setting(
-        doc="model directory; its tokenizer files are read", check=existing_directory
+        doc="directory of the model, or its name on the hub; tokenizer files are read",
+        read=find_model_files,
     )
     served_model_name: str = setting(
-        "", doc="name by which clients ask for the model; empty: the directory's name"
+        "",
+        doc="name by which clients ask for the model; empty: that on the hub, or the directory's",
     )
     lora_modules: tuple[str, ...] = setting(
         (),
@@ -232,7 +235,7 @@ class GatewaySettings(ClientSettings):
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or model_name(self.model)
 
     @property
     def known_schedulers(self) -> tuple[str, ...]:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.addresses import is_connect_address, is_host_port, is_listen_address
+from services.common.model_source.find import find_model_files
 from services.common.redis_url import is_redis_url
 from services.common.service_settings import ServiceSettings, allowed_names, server_name
 from services.common.settings import (
     at_least,
     between,
-    existing_directory,
     not_empty,
     one_of,
     setting,
@@ -125,9 +125,9 @@ class SchedulerSettings(ServiceSettings):
     )
     model: Path | None = setting(
         None,
-        doc="directory of the model, whose configuration and tokenizer vllm.grpc.engine passes on; "
-        "weights are not read",
-        check=existing_directory,
+        doc="directory of the model, or its name on the hub, whose configuration and tokenizer "
+        "vllm.grpc.engine passes on; weights are not read",
+        read=find_model_files,
     )
     vllm_grpc_address: str | None = setting(
         None,

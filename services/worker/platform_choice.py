@@ -6,11 +6,11 @@ from collections.abc import Callable
 import torch
 
 from services.worker.backends.attention import CPU
-from services.worker.backends.device import DeviceSetting, UnsuitableDevice
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import DeviceSetting, KVCacheDtype
+from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.models.config import DtypeSetting
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.parallel.group import Group, select_cuda_device
 from services.worker.platforms.cpu import CpuPlatform
 from services.worker.platforms.cpu_kernels import select_kernels

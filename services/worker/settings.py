@@ -4,21 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.kv_cache_groups import MambaCacheMode
+from services.common.model_source.find import find_model, model_name
 from services.common.service_settings import ServiceSettings, allowed_names
 from services.common.settings import (
     SettingError,
     at_least,
     between,
-    existing_directory,
     setting,
     with_default,
 )
-from services.worker.backends.device import DeviceSetting
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import DeviceSetting, KernelsSetting, KVCacheDtype
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import RunnerSetting
-from services.worker.models.quantization import QuantizationSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.speculation.config import speculative_config_problem
 
 
@@ -27,13 +25,14 @@ class WorkerSettings(ServiceSettings):
     """Runs one model: weights, KV cache, attention and sampling."""
 
     model: Path = setting(
-        doc="directory of the model, in Hugging Face format", check=existing_directory
+        doc="directory of the model, in Hugging Face format, or its name on the hub",
+        read=find_model,
     )
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9003")
     internal_tls_allowed_names: tuple[str, ...] = allowed_names()
     drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 1.0)
     served_model_name: str | None = setting(
-        None, doc="name of the model (default: the directory's)"
+        None, doc="name of the model (default: that on the hub, or the directory's)"
     )
     device: DeviceSetting = setting(
         DeviceSetting.AUTO,
@@ -181,7 +180,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or model_name(self.model)
 
     @property
     def num_lora_places(self) -> int:

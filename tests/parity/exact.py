@@ -18,13 +18,12 @@ from services.worker.backends.attention import (
     PagedAttention,
     StepLayout,
 )
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.backends.lora import LoraRows
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.model import Model
-from services.worker.models.quantization import QuantizationSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from tests.worker.runner_driver import Driver, Request, build_runner
 
 BLOCK_SIZE = 4

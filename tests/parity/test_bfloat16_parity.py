@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.common.sampling import SamplingParams
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.backends.choices import KernelsSetting
 from tests.parity.models_table import rows
 from tests.tiny_models import TINY_MODELS, VOCAB_SIZE, save_tiny_model
 from tests.worker.runner_driver import Driver, Request, build_runner

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.sampling import SamplingParams
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.backends.choices import KernelsSetting
 from tests.parity.exact import BLOCK_SIZE, ExactModel, drawn
 from tests.parity.models_table import rows
 from tests.parity.oracle import embedded_prompt

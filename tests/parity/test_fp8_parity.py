@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from services.worker.backends.choices import KernelsSetting
 from services.worker.models.errors import UnsupportedModel
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.dequantized import is_projection
 from tests.lora_adapters import adapted_model
 from tests.parity.quantized_serving import (

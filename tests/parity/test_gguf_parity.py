@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.quantized import stacked
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.gguf_blocks import BLOCK_TYPES, read_blocks
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.gguf_files import Types, random_blocks, save_gguf
 from tests.lora_adapters import adapted_model
 from tests.parity.quantized_serving import (

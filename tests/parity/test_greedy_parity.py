@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from services.worker.backends.choices import KernelsSetting
 from services.worker.core.model_runner import ModelRunner
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.oracle import first_choices
 from tests.tiny_models import (
     MAX_POSITION_EMBEDDINGS,

@@ -11,10 +11,9 @@ import pytest
 import torch
 from stepwell.common.v1 import common_pb2
 
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from services.worker.settings import WorkerSettings
 from tests.parity.exact import ExactModel, drawn
 from tests.parity.scheduled import generate

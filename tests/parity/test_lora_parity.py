@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.native import lora
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
 from tests.parity.oracle import assert_served
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model

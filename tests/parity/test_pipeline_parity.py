@@ -13,11 +13,11 @@ import torch
 from stepwell.common.v1 import common_pb2
 
 from services.common.sampling import SamplingParams
+from services.worker.backends.choices import KernelsSetting
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.load import check_configuration, is_native
 from services.worker.models.pooling_config import RunnerSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.models.suitability.check import check_configuration, is_native
 from tests.parity.oracle import assert_served
 from tests.parity.scheduled import Run, generate, serve, step_of
 from tests.parity.situations import (

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from services.worker.backends.choices import KernelsSetting
 from services.worker.models.errors import UnsupportedModel
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.lora_adapters import adapted_model
 from tests.parity.quantized_serving import (
     Checkpoint,

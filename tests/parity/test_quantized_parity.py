@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from services.common.sampling import SamplingParams
-from services.worker.models.quantization import QuantizationSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.backends.choices import KernelsSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from tests.dequantized import save_dequantized
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
 from tests.parity.exact import ExactModel, drawn

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from services.worker.models.quantization import QuantizationSetting
-from services.worker.platforms.cpu_kernels import KernelsSetting
+from services.worker.backends.choices import KernelsSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from tests.dequantized import HEAD, is_projection, save_dequantized
 from tests.lora_adapters import CONFIGS, adapted_model, save_adapter
 from tests.parity.exact import ExactModel, drawn

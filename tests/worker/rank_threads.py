@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from services.cli.ports import claim_port
 from services.worker.backends.attention import CPU
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.parallel.errors import GroupBroken
 from services.worker.parallel.group import Group, Timeouts
 from services.worker.parallel.membership import Membership
-from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
+from services.worker.platforms.cpu_kernels import select_kernels
 
 T = TypeVar("T")
 

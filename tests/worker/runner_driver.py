@@ -14,10 +14,10 @@ from services.common.kv_cache_groups import MambaCacheMode
 from services.common.prompt_embeds import PromptEmbeds
 from services.common.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
+from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.backends.device import CpuDevice
 from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.kernels import Kernels
-from services.worker.backends.kv_codes import KVCacheDtype
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.core.device_tokens import DeviceTokens
@@ -41,10 +41,10 @@ from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import DtypeSetting
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions, Model
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
-from services.worker.platforms.cpu_kernels import KernelsSetting, select_kernels
+from services.worker.platforms.cpu_kernels import select_kernels
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.speculation.proposer import Proposer
 

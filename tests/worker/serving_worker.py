@@ -4,11 +4,11 @@ from stepwell.worker.v1 import worker_pb2_grpc
 
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
-from services.worker.__main__ import GRPC_SERVICE
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
 from services.worker.core.worker import Worker
+from services.worker.service import GRPC_SERVICE
 
 
 class ServingWorker:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.tokenizer_files import has_tokenizer
 from services.gateway.adapters.transformers_package import import_auto_tokenizer
 from services.gateway.core.ports import TextTooLong
 
@@ -227,7 +228,7 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
 
 def load_tokenizer(directory: Path) -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
-    if not any((directory / name).is_file() for name in _FILES):
+    if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
     # The tokenizer needs no torch; this keeps transformers from warning of its absence.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

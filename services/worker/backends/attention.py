@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.worker.backends.kv_codes import KVCacheDtype, bytes_of_head
+from services.worker.backends.choices import KVCacheDtype
+from services.worker.backends.kv_codes import bytes_of_head
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -4,7 +4,6 @@ The host runs ahead of a CUDA device: uploads and downloads are queued behind th
 running there and do not wait for it. Nothing else between two steps may wait for the device either.
 """
 
-import enum
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,14 +13,6 @@ import torch
 from services.common.errors import StepwellError
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class DeviceSetting(enum.Enum):
-    """Which device a worker computes on; auto: CUDA if that is possible, else the CPU."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class UnsuitableDevice(StepwellError):

@@ -4,7 +4,6 @@ An implementation is chosen once, when a worker starts. It packs weights and lay
 needs them. Layers call it and know nothing of devices, instruction sets or page layouts.
 """
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +16,7 @@ from services.worker.backends.attention import (
     PagedAttention,
     Rotation,
 )
+from services.worker.backends.choices import Activation
 from services.worker.backends.lora import (
     NO_DELTAS,
     Delta,
@@ -30,13 +30,6 @@ from services.worker.backends.lora import (
 from services.worker.backends.quantized import Weight
 from services.worker.backends.ranks import ALONE, Ranks, SharedRanks
 from services.worker.backends.row_sampler import RowSampler
-
-
-class Activation(enum.Enum):
-    """The activation of an MLP's gates, by its name in config.json."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
 
 
 class Linear(Protocol):

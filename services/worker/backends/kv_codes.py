@@ -5,21 +5,12 @@ largest magnitude of its elements over 127. So an element is off by at most half
 codes and scale follow from that token's head alone. vLLM has the same under the same name.
 """
 
-import enum
-
 import torch
 
 from services.worker.backends.quantized import quantized_rows
 
 _SCALE_BYTES = 4
 _VECTOR = 16
-
-
-class KVCacheDtype(enum.Enum):
-    """The form in which keys and values are cached: by default as the model computes them."""
-
-    AUTO = "auto"
-    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
 
 
 def bytes_of_head(head_dim: int) -> int:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from services.common.block_hash import HASH_VERSION
 from services.common.tokenizer_files import TOKENIZER_FILES
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.kv_groups import LayerGroup
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.json_file import read_json_object
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.tensor_info import TensorInfo
 
 WHOLE_FILE_BYTES = 64 * 2**20

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.worker.backends.attention import AttentionLayer, head_elements
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 
 _PADDED_RATHER_THAN_CUT = 1.5
 """Kinds of layers whose numbers differ by less than this factor each make one group."""

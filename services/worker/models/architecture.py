@@ -8,7 +8,7 @@ is read; the layers are built from ModelConfig, which holds their consequences.
 import enum
 from dataclasses import dataclass, replace
 
-from services.worker.backends.kernels import Activation
+from services.worker.backends.choices import Activation
 
 
 class Architecture(enum.Enum):

@@ -4,9 +4,6 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from services.worker.backends.attention import AttentionLayer
 from services.worker.models.architecture import (
     TRAITS,
     Architecture,
@@ -29,7 +26,7 @@ class DtypeSetting(enum.Enum):
     BFLOAT16 = "bfloat16"
 
 
-_DTYPES = {str(dtype)[6:]: dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +62,8 @@ class ModelConfig:
     """c: scores x of attention become c tanh(x / c); None: they stay as they are."""
     logits_softcap: float | None
     """The same of logits."""
-    checkpoint_dtype: torch.dtype | None
-    """None if config.json does not give one that models run in."""
+    checkpoint_dtype: str | None
+    """The name of a data type; None if config.json does not give one that models run in."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
     """How the checkpoint's weights are quantized; None: they are not."""
@@ -75,21 +72,6 @@ class ModelConfig:
     def traits(self) -> Traits:
         """The traits of the architecture."""
         return TRAITS[self.architecture]
-
-    @property
-    def attention_layers(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer."""
-        return tuple(
-            AttentionLayer(
-                self.num_heads,
-                self.num_kv_heads,
-                self.head_dim,
-                scale=self.attention_scale,
-                window=layer.window,
-                softcap=self.attention_softcap,
-            )
-            for layer in self.layers
-        )
 
     @property
     def num_layers(self) -> int:
@@ -143,22 +125,6 @@ def read_model_config(directory: Path) -> ModelConfig:
     return config
 
 
-def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: torch.dtype | None) -> torch.dtype:
-    """The data type to compute in.
-
-    Auto is bfloat16 for a bfloat16 checkpoint on a processor that computes in it, else float32,
-    which represents the numbers of every checkpoint exactly.
-    """
-    match setting:
-        case DtypeSetting.FLOAT32:
-            return torch.float32
-        case DtypeSetting.BFLOAT16:
-            return torch.bfloat16
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    stored_so = checkpoint_dtype is torch.bfloat16
-    return torch.bfloat16 if stored_so and has_bfloat16 else torch.float32
-
-
 def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
     """The longest sequence to serve: `asked`, or else the default.
 
@@ -197,9 +163,9 @@ def _softcaps(reader: JsonReader, traits: Traits) -> tuple[float | None, float |
     )
 
 
-def _checkpoint_dtype(reader: JsonReader) -> torch.dtype | None:
-    name = reader.raw("dtype") or reader.raw("torch_dtype")
-    return _DTYPES.get(str(name).removeprefix("torch."))
+def _checkpoint_dtype(reader: JsonReader) -> str | None:
+    name = str(reader.raw("dtype") or reader.raw("torch_dtype")).removeprefix("torch.")
+    return name if name in _DTYPES else None
 
 
 def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:

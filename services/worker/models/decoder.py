@@ -11,7 +11,7 @@ values are one matrix, as are those of gate and up.
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.attention import LayerAttention, Rotation
+from services.worker.backends.attention import AttentionLayer, LayerAttention, Rotation
 from services.worker.backends.kernels import (
     DecoderConstants,
     DecoderWeights,
@@ -21,7 +21,22 @@ from services.worker.backends.kernels import (
 from services.worker.backends.lora import NO_DELTAS, LayerDeltas, LoraRows, LoraStep
 from services.worker.models.config import ModelConfig
 from services.worker.models.model import wanted_logits
-from services.worker.models.rope import cos_sin_table
+from services.worker.models.rope_tables import cos_sin_table
+
+
+def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
+    """The attention of each layer."""
+    return tuple(
+        AttentionLayer(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            scale=config.attention_scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
+        )
+        for layer in config.layers
+    )
 
 
 class Decoder:

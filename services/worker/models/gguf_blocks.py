@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from services.worker.backends.quantized import QuantizedWeight
+from services.worker.models.suitability.gguf_tensors import BLOCK_SIZES
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -81,10 +82,10 @@ def _halves(two_bytes: Bytes) -> Floats:
 
 
 BLOCK_TYPES = {
-    "Q4_0": BlockType(32, 18, 4, _q4_0),
-    "Q8_0": BlockType(32, 34, 8, _q8_0),
-    "Q4_K": BlockType(256, 144, 4, _q4_k),
-    "Q6_K": BlockType(256, 210, 8, _q6_k),
+    "Q4_0": BlockType(*BLOCK_SIZES["Q4_0"], 4, _q4_0),
+    "Q8_0": BlockType(*BLOCK_SIZES["Q8_0"], 8, _q8_0),
+    "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
+    "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
 """By name. The codes of Q6_K have 6 bits, and are held in 8."""
 

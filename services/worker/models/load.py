@@ -2,86 +2,28 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.ranks import ALONE, Ranks
-from services.worker.models.architecture import Architecture, native_architecture
 from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import (
     read_architecture,
     read_model_config,
-    resolve_dtype,
     resolve_max_model_len,
 )
-from services.worker.models.decoder import Decoder
+from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.json_file import read_json_object
 from services.worker.models.lora_reader import LoraReader
 from services.worker.models.mlp import is_static
-from services.worker.models.model import LoadedModel, LoadOptions, log_loading
-from services.worker.models.pooling_config import RunnerSetting, read_pooling
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.rope import RopeType
-from services.worker.models.shard import Shard, check_divisible
-from services.worker.models.stage import check_stages, layers_of_stage
+from services.worker.models.shard import Shard
+from services.worker.models.stage import layers_of_stage
+from services.worker.models.suitability.check import is_native
+from services.worker.models.suitability.transformers_rules import check_decoder
 from services.worker.models.weights import Progress, load_weights
-
-
-def check_configuration(
-    directory: Path,
-    num_ranks: int = 1,
-    num_stages: int = 1,
-    runner: RunnerSetting = RunnerSetting.AUTO,
-) -> None:
-    """Raises ModelError for a wrong configuration, or one that `num_ranks` of tensor parallelism or
-    `num_stages` cannot divide, before anything is loaded. The configuration of a model without
-    native code is not checked.
-    """
-    name = read_architecture(directory)
-    if num_stages > 1 and read_pooling(directory, runner) is not None:
-        raise UnsupportedModel(
-            directory / "config.json",
-            "a model that pools is not divided into pipeline stages: pipeline_parallel_size must "
-            "be 1",
-        )
-    if is_native(name):
-        config = read_model_config(directory)
-        check_divisible(config.num_heads, config.num_kv_heads, num_ranks, directory)
-        check_stages(config.num_layers, num_stages, directory)
-    elif num_stages > 1:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"architecture {name} has no native code, and transformers' is not divided into "
-            "pipeline stages: pipeline_parallel_size must be 1",
-        )
-
-
-def is_native(name: str, *, pools: bool = False) -> bool:
-    """Whether there is native code for an architecture; where the model pools, it may be one
-    without a head, or with one for classes.
-    """
-    if pools:
-        return native_architecture(name) is not None
-    return name in {native.value for native in Architecture}
-
-
-def takes_whole_prompts(directory: Path) -> bool:
-    """Whether a model that pools is computed by transformers, a whole prompt at a time: one whose
-    tokens see later ones, and any that is neither native nor a decoder with the head of one.
-
-    Raises ModelError, also for a decoder whose layers are said to see later tokens.
-    """
-    path, name = directory / "config.json", read_architecture(directory)
-    config = read_json_object(path)
-    if config.get("use_bidirectional_attention"):
-        return True
-    if native_architecture(name) is not None:
-        if config.get("is_causal") is False:
-            raise UnsupportedModel(path, f"is_causal false: {name} sees no later tokens here")
-        return False
-    return not name.endswith("ForCausalLM")
 
 
 def load_model(
@@ -106,12 +48,8 @@ def load_model(
             directory / "config.json",
             f"quantization {options.quantization.value}: architecture {name} has no native code",
         )
-    elif find_spec("transformers") is None:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"architecture {name} has no native code, and transformers is not installed",
-        )
     else:
+        check_decoder(read_json_object(directory / "config.json"), directory / "config.json")
         # Only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.transformers_model import load_transformers_model  # noqa: PLC0415
 
@@ -160,7 +98,7 @@ def _load_natively(
         intermediate_size=config.intermediate_size,
         max_model_len=max_model_len,
         eos_token_ids=config.eos_token_ids,
-        attention=own.attention_layers,
+        attention=attention_layers(own),
         rope_length=max_model_len if config.rope.rope_type is RopeType.DYNAMIC else 0,
         is_static=all(is_static(layer.mlp) for layer in weights.layers),
         stage=None if stage.is_whole else stage,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.kernels import Activation, GatedMlp, Kernels, Linear, Mlp
+from services.worker.backends.choices import Activation
+from services.worker.backends.kernels import GatedMlp, Kernels, Linear, Mlp
 from services.worker.backends.lora import NO_DELTAS, LayerDeltas
 from services.worker.backends.torch.gating import gated
 

@@ -12,7 +12,7 @@ from services.worker.backends.attention import AttentionLayer, LayerAttention, S
 from services.worker.backends.lora import LoraRows
 from services.worker.models.config import DtypeSetting
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.stage import StageLayers
 
 if TYPE_CHECKING:
@@ -122,6 +122,22 @@ class LoadOptions:
     num_stages: int = 1
     quantization: QuantizationSetting = QuantizationSetting.AUTO
     """How weights of native models are quantized at load."""
+
+
+def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: str | None) -> torch.dtype:
+    """The data type to compute in.
+
+    Auto is bfloat16 for a bfloat16 checkpoint on a processor that computes in it, else float32,
+    which represents the numbers of every checkpoint exactly.
+    """
+    match setting:
+        case DtypeSetting.FLOAT32:
+            return torch.float32
+        case DtypeSetting.BFLOAT16:
+            return torch.bfloat16
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    stored_so = checkpoint_dtype == "bfloat16"
+    return torch.bfloat16 if stored_so and has_bfloat16 else torch.float32
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from services.worker.models.json_file import JsonReader, read_json_object
 
 MODULES_FILE = "modules.json"
 CLASSIFIER = "ForSequenceClassification"
-_GENERATOR = "ForCausalLM"
+_GENERATORS = ("ForCausalLM", "LMHeadModel")
 _MODES = {
     "pooling_mode_cls_token": PoolingType.CLS,
     "pooling_mode_lasttoken": PoolingType.LAST,
@@ -82,16 +82,21 @@ class PoolingConfig:
         return Activation.SIGMOID if self.num_labels == 1 else Activation.SOFTMAX
 
 
+def generates(architecture: str) -> bool:
+    """Whether an architecture has the head of a language model."""
+    return architecture.endswith(_GENERATORS)
+
+
 def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None:
     """How the model pools; None if it generates.
 
     By itself a model pools if the directory lists modules of sentence-transformers, or its
-    architecture does not end in ForCausalLM. Raises ModelError.
+    architecture has no head of a language model. Raises ModelError.
     """
     name = read_architecture(directory)
     modules = directory / MODULES_FILE
     if runner is RunnerSetting.AUTO:
-        pools = modules.exists() or not name.endswith(_GENERATOR)
+        pools = modules.exists() or not generates(name)
         runner = RunnerSetting.POOLING if pools else RunnerSetting.GENERATE
     if runner is RunnerSetting.GENERATE:
         return None

@@ -1,6 +1,5 @@
 """How a worker reads the weights of projections: as they are stored, or quantized at load."""
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,22 +9,12 @@ from services.worker.backends.quantized import QuantizedWeight, Weight, quantize
 from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.errors import UnsupportedModel
 from services.worker.models.gguf_blocks import BLOCK_TYPES
-from services.worker.models.quantization_config import QuantizationConfig
+from services.worker.models.quantization_config import QuantizationConfig, QuantizationSetting
 from services.worker.models.quantized_tensors import CODES, decoded, tensor_shapes
 from services.worker.models.tensor_shapes import HEAD
 
 Shapes = dict[str, tuple[int, ...]]
 _WEIGHT = ".weight"
-
-
-class QuantizationSetting(enum.Enum):
-    """Bits of the weights of projections, of those that are stored unquantized. W8A8: 8, and so are
-    their inputs, other than those of the head.
-    """
-
-    AUTO = "auto"
-    INT8 = "int8"
-    W8A8 = "w8a8"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,16 @@ KEY = "quantization_config"
 _FP8_BLOCK = 128
 
 
+class QuantizationSetting(enum.Enum):
+    """Bits of the weights of projections, of those that are stored unquantized. W8A8: 8, and so are
+    their inputs, other than those of the head.
+    """
+
+    AUTO = "auto"
+    INT8 = "int8"
+    W8A8 = "w8a8"
+
+
 class StoredFormat(enum.Enum):
     """The form of a quantized weight's tensors; see quantized_tensors.py."""
 

@@ -92,6 +92,16 @@ def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Pat
     )
 
 
+def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
+    """Raises UnsupportedModel if a stage would have no layer."""
+    if num_stages > num_layers:
+        raise UnsupportedModel(
+            directory / "config.json",
+            f"{num_layers} layers cannot be divided into {num_stages} stages: "
+            f"pipeline_parallel_size may be {num_layers} or less",
+        )
+
+
 def of_width(part: slice, width: int) -> slice:
     """The range of elements of a part whose entries have `width` elements each."""
     return slice(part.start * width, part.stop * width)

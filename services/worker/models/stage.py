@@ -11,10 +11,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
 from services.worker.models.checkpoint import Checkpoint
-from services.worker.models.errors import UnsupportedModel
+from services.worker.models.shard import check_stages
 from services.worker.models.tensor_shapes import EMBEDDING, HEAD, NORM
 
 logger = logging.getLogger(__name__)
@@ -117,16 +116,6 @@ def layers_of_stage(
     )
     layers = divide_layers(sizes, head_bytes, num_stages)[stage]
     return StageLayers(layers.start, layers.stop, num_layers)
-
-
-def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
-    """Raises UnsupportedModel if a stage would have no layer."""
-    if num_stages > num_layers:
-        raise UnsupportedModel(
-            directory / "config.json",
-            f"{num_layers} layers cannot be divided into {num_stages} stages: "
-            f"pipeline_parallel_size may be {num_layers} or less",
-        )
 
 
 def _layer_of(name: str) -> int | None:

@@ -13,30 +13,21 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.device import dtype_name
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.backends.ranks import Ranks
 from services.worker.models.checkpoint import Checkpoint
-from services.worker.models.config import (
-    check_eos_token_ids,
-    resolve_dtype,
-    resolve_max_model_len,
-)
-from services.worker.models.errors import ModelConfigError, UnsupportedModel, quantized
+from services.worker.models.config import check_eos_token_ids, resolve_max_model_len
+from services.worker.models.errors import ModelConfigError, UnsupportedModel
 from services.worker.models.json_file import JsonReader, read_json_object
-from services.worker.models.layer_config import FULL, SLIDING
-from services.worker.models.model import LoadedModel, LoadOptions, log_loading
+from services.worker.models.layer_config import SLIDING
+from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
+from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_decoder
 from services.worker.models.transformers_checkpoint import load_checkpoint, model_class, one_line
 from services.worker.models.transformers_decoder import ProbedLayers, TransformersDecoder
 from services.worker.models.transformers_division import Division
 from services.worker.models.transformers_probe import Refused
-
-_OTHER_INPUTS = ("vision_config", "audio_config")
-RECURRENT = "linear_attention"
-BOTH = "hybrid"
-"""Types of layers, besides FULL and SLIDING: recurrent, or recurrent and attending at once."""
-
-_SHIFTING_ROPES = frozenset({"dynamic", "longrope"})
 
 
 def read_transformers_config(directory: Path) -> PretrainedConfig:
@@ -45,6 +36,7 @@ def read_transformers_config(directory: Path) -> PretrainedConfig:
     Raises UnsupportedModel for what is no decoder that transformers has code for.
     """
     path = directory / "config.json"
+    raw = read_json_object(path)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -53,7 +45,8 @@ def read_transformers_config(directory: Path) -> PretrainedConfig:
         raise UnsupportedModel(
             path, f"it has no native code, and transformers does not read it: {one_line(error)}"
         ) from error
-    _check_config(config, path)
+    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    check_decoder(read | {"quantization_config": raw.get("quantization_config")}, path)
     return config
 
 
@@ -72,7 +65,7 @@ def load_transformers_model(
     path = directory / "config.json"
     check_eos_token_ids(directory, JsonReader(path, read_json_object(path)), config.vocab_size)
     max_model_len = _max_model_len(config, options, path)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
@@ -130,43 +123,6 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (int(found),)
-
-
-def _check_config(config: PretrainedConfig, path: Path) -> None:
-    names = config.architectures
-    for other in _OTHER_INPUTS:
-        if names and getattr(config, other, None) is not None:
-            raise UnsupportedModel(
-                path,
-                f"architecture {names[0]} takes more than text ({other}), and is not served; its "
-                "decoder may be, as a checkpoint of its own",
-            )
-    if not names or model_class(config) is None:
-        raise UnsupportedModel(
-            path, f"architecture {(names or ['of no name'])[0]} is no decoder that can be served"
-        )
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(path, f"architecture {names[0]} has an encoder")
-    if getattr(config, "quantization_config", None) is not None:
-        raise quantized(path, read_json_object(path).get("quantization_config"))
-    types = getattr(config, "layer_types", None) or []
-    if types and set(types) == {RECURRENT}:
-        raise UnsupportedModel(path, f"architecture {names[0]} has no layer that attends")
-    for index, name in enumerate(types):
-        if name not in (FULL, SLIDING, RECURRENT, BOTH):
-            raise UnsupportedModel(path, f"layer {index} is of type {name!r}, which has no cache")
-    for kind in _rope_types(config):
-        if kind in _SHIFTING_ROPES:
-            raise UnsupportedModel(
-                path, f"rope_type {kind!r} turns cached keys stale when a sequence grows"
-            )
-
-
-def _rope_types(config: PretrainedConfig) -> list[str]:
-    """The kinds of rotary embedding: one for all layers, or one for each type of layer."""
-    values = getattr(config, "rope_parameters", None) or {}
-    entries = [values, *(entry for entry in values.values() if isinstance(entry, dict))]
-    return [str(entry["rope_type"]) for entry in entries if entry.get("rope_type")]
 
 
 def _is_stateful(model: object) -> bool:

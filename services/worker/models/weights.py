@@ -22,7 +22,8 @@ from services.worker.models.config import ModelConfig
 from services.worker.models.layer_config import ExpertsConfig
 from services.worker.models.mlp import Experts, GroupedExperts
 from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.quantization import QuantizationSetting, WeightReader, stored_weights
+from services.worker.models.quantization import WeightReader, stored_weights
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.shard import Shard, of_width
 from services.worker.models.stage import StageLayers
 from services.worker.models.tensor_shapes import (

@@ -15,19 +15,20 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from services.common.pooling import PoolingTask
+from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import is_out_of_memory
 from services.worker.models.checkpoint import CPU, Checkpoint
-from services.worker.models.config import resolve_dtype, resolve_max_model_len
+from services.worker.models.config import resolve_max_model_len
 from services.worker.models.errors import (
     ModelConfigError,
     ModelFileError,
     ModelTensorError,
     UnsupportedModel,
-    quantized,
 )
 from services.worker.models.json_file import read_json_object
-from services.worker.models.model import LoadOptions, log_loading
+from services.worker.models.model import LoadOptions, log_loading, resolve_dtype
 from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_whole
 from services.worker.models.transformers_checkpoint import lazy_tensors, one_line
 
 
@@ -72,7 +73,7 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
     directory = checkpoint.directory
     path = directory / "config.json"
     config = _read_config(directory, path)
-    stored = config.dtype if isinstance(config.dtype, torch.dtype) else None
+    stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
     dtype = resolve_dtype(options.dtype, stored)
     name = (config.architectures or [""])[0]
     log_loading(f"{name}, whole prompts by transformers,", directory, dtype)
@@ -99,14 +100,9 @@ def _read_config(directory: Path, path: Path) -> PretrainedConfig:
         )
     except Exception as error:
         raise UnsupportedModel(path, f"transformers does not read it: {one_line(error)}") from error
-    name = (config.architectures or ["of no name"])[0]
-    if config.is_encoder_decoder:
-        raise UnsupportedModel(path, f"architecture {name} has a decoder beside its encoder")
-    for other in ("vision_config", "audio_config"):
-        if getattr(config, other, None) is not None:
-            raise UnsupportedModel(path, f"architecture {name} takes more than text ({other})")
-    if getattr(config, "quantization_config", None) is not None:
-        raise quantized(path, read_json_object(path).get("quantization_config"))
+    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    raw = read_json_object(path)
+    check_whole(read | {"quantization_config": raw.get("quantization_config")}, path)
     return config
 
 

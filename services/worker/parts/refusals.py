@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from services.common.kv_cache_groups import MambaCacheMode
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.models.config import read_architecture, read_model_config
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.load import check_configuration, is_native
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
+from services.worker.models.suitability.check import check_configuration, is_native
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.interface import Parts
 

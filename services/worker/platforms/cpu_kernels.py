@@ -1,11 +1,11 @@
 """The choice of kernels on the CPU, made once when a worker starts."""
 
-import enum
 import logging
 from collections.abc import Callable
 from pathlib import Path
 
 from services.common.errors import StepwellError
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.device import dtype_name
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import NotCompiled, load_compiled
@@ -19,14 +19,6 @@ class KernelsUnavailable(StepwellError):
     """The setting asks for compiled kernels, and there are none for this machine."""
 
     reason = "KERNELS_UNAVAILABLE"
-
-
-class KernelsSetting(enum.Enum):
-    """Which operations a worker computes with."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    TORCH = "torch"
 
 
 def select_kernels(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.common.model_source.find import find_model
 from services.worker.backends.suffix_decoding import SuffixRules
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -147,6 +148,6 @@ def _range_of(key: str) -> str:
 
 def _model(given: Mapping[str, object]) -> Path:
     model = given.get("model")
-    if not isinstance(model, str) or not Path(model).is_dir():
+    if not isinstance(model, str):
         raise ValueError(f"must have as model the directory of a draft model, not {model!r}")
-    return Path(model)
+    return find_model(model)

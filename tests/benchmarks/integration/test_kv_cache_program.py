@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.worker.kv_cache import LOADS, build, sizes, table
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.models.config import DtypeSetting
 
 NUM_STEPS = 3

@@ -1,6 +1,8 @@
 """`stepwell up` with what cannot work: one sentence, a status, nothing left running."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,11 +16,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    return directory
+def model() -> Path:
+    return ROOT / "models" / "demo"
 
 
 def up(*arguments: str | Path) -> tuple[int, str]:
@@ -39,25 +38,52 @@ def test_the_model_must_be_given() -> None:
     assert up() == (
         2,
         "stepwell up: --model (or STEPWELL_UP_MODEL) must be given: "
-        "directory of the model, in Hugging Face format\n",
+        "directory of the model, in Hugging Face format, or its name on the hub\n",
     )
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    assert up("--model", missing) == (2, f"stepwell up: there is no directory {missing}\n")
+    assert up("--model", missing) == (
+        2,
+        f"stepwell up: --model: there is no directory {missing}\n",
+    )
 
 
 def test_a_file_in_place_of_a_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    assert up("--model", file) == (2, f"stepwell up: {file} is not a directory\n")
+    assert up("--model", file) == (
+        2,
+        f"stepwell up: --model: {file} is neither a directory nor a GGUF file\n",
+    )
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     assert up("--model", tmp_path) == (
-        2,
-        f"stepwell up: {tmp_path} holds no config.json: it is not a model\n",
+        1,
+        f"stepwell up: {tmp_path}/config.json: the file is missing\n",
+    )
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
+    model: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(model, directory)
+    mamba = {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    (directory / "config.json").write_text(json.dumps(mamba))
+    assert up("--model", directory) == (
+        1,
+        f"stepwell up: {directory}/config.json: MambaForCausalLM has no layer that attends, and "
+        "has no native code here\n",
+    )
+    shutil.copy(model / "config.json", directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    assert up("--model", directory) == (
+        1,
+        f"stepwell up: {directory}: there is no tokenizer.json\n",
     )
 
 

@@ -32,7 +32,7 @@ def test_a_service_is_composed_in_the_common_shape(service: str) -> None:
     calls = [ast.unparse(node) for node in ast.walk(module) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if call.startswith("run_service(")]
     assert call.startswith("run_service(SERVICE, ")
-    assert call.endswith("Settings, serve)")
+    assert call.endswith(("Settings, serve)", "Settings, serve, prepare)"))
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "kvpool", "worker"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import Aborted
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.cached_library import CachedLibrary
 from services.worker.backends.native.compiled import (
@@ -21,7 +22,7 @@ from services.worker.backends.native.compiled import (
 )
 from services.worker.backends.native.kernels import NativeKernels
 from services.worker.backends.torch.kernels import TorchKernels
-from services.worker.platforms.cpu_kernels import KernelsSetting, KernelsUnavailable, select_kernels
+from services.worker.platforms.cpu_kernels import KernelsUnavailable, select_kernels
 
 ROOT = Path(__file__).parents[3]
 

@@ -135,4 +135,4 @@ async def test_a_model_that_is_no_directory(tmp_path: Path) -> None:
     status, lines = await outcome(await start("--model", str(tmp_path / "nothing")))
     assert status == 2
     nothing = tmp_path / "nothing"
-    assert lines == [f"stepwell worker: --model must be a directory that exists, not {nothing}"]
+    assert lines == [f"stepwell worker: --model: there is no directory {nothing}"]

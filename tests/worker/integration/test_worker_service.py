@@ -20,7 +20,6 @@ from services.common.channel import open_channel
 from services.common.protocol import own_release
 from services.common.server import GrpcServer
 from services.common.telemetry import configure_tracing
-from services.worker.__main__ import GRPC_SERVICE
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
@@ -29,6 +28,7 @@ from services.worker.core.model_runner import ModelRunner
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker
+from services.worker.service import GRPC_SERVICE
 from services.worker.settings import WorkerSettings
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 

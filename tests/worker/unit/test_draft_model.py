@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.build import build_worker
 from services.worker.core.draft_model import DraftModel
 from services.worker.core.errors import NoSpeculation

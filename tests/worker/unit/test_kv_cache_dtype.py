@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from services.common.settings import SettingError, parse_settings
-from services.worker.backends.device import DeviceSetting, UnsuitableDevice
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import DeviceSetting, KVCacheDtype
+from services.worker.backends.device import UnsuitableDevice
 from services.worker.build import build_worker
 from services.worker.core.worker import WorkerDescription
 from services.worker.models.config import DtypeSetting

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.worker.backends.attention import AttentionShape, Rotation
-from services.worker.backends.kv_codes import KVCacheDtype, bytes_of_head, coded, decoded
+from services.worker.backends.choices import KVCacheDtype
+from services.worker.backends.kv_codes import bytes_of_head, coded, decoded
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 from services.worker.backends.torch.paged_attention import TorchPagedAttention

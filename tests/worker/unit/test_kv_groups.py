@@ -8,7 +8,7 @@ import torch
 
 from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.worker.backends.attention import AttentionLayer, AttentionShape
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.kv_groups import (
     LayerGroup,
     LayerKind,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.worker.backends.attention import AttentionLayer, AttentionShape, PagedAttention
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
 from services.worker.core.kv_tier import KVTier, tier_memory
 from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad

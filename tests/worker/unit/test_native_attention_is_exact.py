@@ -12,7 +12,7 @@ from services.worker.backends.attention import (
     Rotation,
     StepLayout,
 )
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import KVCacheDtype
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.common.random_model import Shape, write_model
+from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.ranks import ALONE, Ranks
 from services.worker.backends.torch.kernels import TorchKernels
-from services.worker.platforms.cpu_kernels import KernelsSetting
 from tests.parity.exact import ExactModel, assert_same_bits
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner

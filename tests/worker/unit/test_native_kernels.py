@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.kernels import Activation
+from services.worker.backends.choices import Activation
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.linear import NativeLinear
 

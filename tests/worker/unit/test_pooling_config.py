@@ -8,8 +8,8 @@ import pytest
 
 from services.common.pooling import PoolingTask, PoolingType
 from services.worker.models.errors import ModelError
-from services.worker.models.load import takes_whole_prompts
 from services.worker.models.pooling_config import Activation, RunnerSetting, read_pooling
+from services.worker.models.suitability.check import takes_whole_prompts
 
 TRANSFORMER = {"type": "sentence_transformers.models.Transformer", "path": ""}
 POOLING = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.backends.device import DeviceSetting, UnsuitableDevice
+from services.worker.backends.choices import DeviceSetting
+from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.quantized import quantize_int8
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.build import build_worker
@@ -16,7 +17,7 @@ from services.worker.models.config import DtypeSetting, read_model_config
 from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
-from services.worker.models.quantization import QuantizationSetting
+from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.platform_choice import select_platform
 from services.worker.settings import WorkerSettings
 from tests.quantized_checkpoints import FORMATS, save_quantized

@@ -8,7 +8,8 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.worker.models.config import read_model_config
-from services.worker.models.rope import RopeType, inverse_frequencies
+from services.worker.models.rope import RopeType
+from services.worker.models.rope_tables import inverse_frequencies
 from tests.tiny_models import TINY_MODELS, edit_config
 
 STRETCHED = ["llama_llama3", "llama_linear", "llama_dynamic", "llama_yarn"]

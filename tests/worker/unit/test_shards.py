@@ -13,8 +13,8 @@ from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.models.checkpoint import Checkpoint, TensorReader, open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.load import check_configuration
 from services.worker.models.shard import Shard
+from services.worker.models.suitability.check import check_configuration
 from services.worker.models.weights import load_weights
 from tests.tiny_models import edit_config, save_tiny_model
 

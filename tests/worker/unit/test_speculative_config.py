@@ -95,7 +95,7 @@ def test_suffix_trees_that_are_set(given: dict[str, float], most: int, rules: Su
         ),
         (
             '{"num_speculative_tokens": 3, "model": "/nowhere"}',
-            "must have as model the directory of a draft model, not '/nowhere'",
+            "there is no directory /nowhere",
         ),
         (
             '{"method": "suffix", "prompt_lookup_min": 2}',

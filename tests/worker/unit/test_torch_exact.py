@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionLayer, AttentionShape, StepLayout
-from services.worker.backends.kernels import Activation
+from services.worker.backends.choices import Activation
 from services.worker.backends.torch.attend import row_multiple
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.backends.torch.packed_linear import in_tiles, rows_agree

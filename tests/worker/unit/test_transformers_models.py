@@ -28,6 +28,7 @@ from services.worker.models.config import DtypeSetting
 from services.worker.models.errors import ModelError, ModelTensorError, UnsupportedModel
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
+from services.worker.models.suitability.check import check_model
 from services.worker.models.transformers_probe import Refused
 from services.worker.models.transformers_recurrent import RecurrentLayer, RecurrentProbe
 from tests.tiny_models import VOCAB_SIZE, edit_config, save_tiny_model
@@ -58,11 +59,11 @@ LATENT = {
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
-    "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration is no decoder"),
+    "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration "),
     "nothing but states": (
         MambaConfig,
         {},
-        "architecture MambaForCausalLM has no layer that attends",
+        "MambaForCausalLM has no layer that attends",
     ),
     "no positions": (
         BloomConfig,
@@ -114,11 +115,12 @@ def save(directory: Path, config: PretrainedConfig) -> None:
 def test_what_cannot_work_is_refused(tmp_path: Path, what: str) -> None:
     config_class, changes, problem = REFUSED[what]
     save(tmp_path, config_class(**{**SHAPE, **changes}))
-    with pytest.raises(UnsupportedModel) as caught:
-        load(tmp_path)
-    assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
-    assert problem in caught.value.message
-    assert "\n" not in caught.value.message
+    for refuse in (load, check_model):
+        with pytest.raises(UnsupportedModel) as caught:
+            refuse(tmp_path)
+        assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
+        assert problem in caught.value.message
+        assert "\n" not in caught.value.message
 
 
 def test_a_loaded_model_tells_its_architecture_sizes_and_ends(tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ def test_a_tensor_that_is_missing_is_not_made_up(tmp_path: Path) -> None:
 def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     edit_config(tmp_path, architectures=["NewForCausalLM"], model_type="new")
-    with pytest.raises(UnsupportedModel, match="transformers does not read it"):
+    with pytest.raises(UnsupportedModel, match="is known neither here nor to transformers"):
         load(tmp_path)
 
 

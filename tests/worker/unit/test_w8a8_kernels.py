@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.worker.backends.kernels import Activation
+from services.worker.backends.choices import Activation
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.linear import NativeLinear
 from services.worker.backends.quantized import QuantizedWeight, quantize_int8, stacked

@@ -11,13 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.kernels import (
-    Activation,
-    DecoderConstants,
-    DecoderWeights,
-    FusedDecoder,
-    Linear,
-)
+from services.worker.backends.choices import Activation
+from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
 from services.worker.backends.lora import (
     LoraLayer,
     LoraRows,

@@ -12,8 +12,8 @@ from typing import Any, get_type_hints
 import numpy as np
 import torch
 
-from services.worker.backends.kernels import Activation, GatedMlp, LayerWeights, Linear, Mlp
-from services.worker.backends.kv_codes import KVCacheDtype
+from services.worker.backends.choices import Activation, KVCacheDtype
+from services.worker.backends.kernels import GatedMlp, LayerWeights, Linear, Mlp
 from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}

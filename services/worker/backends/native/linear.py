@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.kernels import Activation
+from services.worker.backends.choices import Activation
 from services.worker.backends.lora import Delta
 from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.library import (

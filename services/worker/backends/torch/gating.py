@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from services.worker.backends.kernels import Activation, Linear
+from services.worker.backends.choices import Activation
+from services.worker.backends.kernels import Linear
 from services.worker.backends.lora import Delta
 
 _GELU_SCALE = math.sqrt(2 / math.pi)

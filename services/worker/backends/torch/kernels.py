@@ -6,13 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from services.worker.backends.attention import AttentionShape, PagedAttention
-from services.worker.backends.kernels import (
-    Activation,
-    DecoderConstants,
-    DecoderWeights,
-    FusedDecoder,
-    Linear,
-)
+from services.worker.backends.choices import Activation
+from services.worker.backends.kernels import DecoderConstants, DecoderWeights, FusedDecoder, Linear
 from services.worker.backends.lora import (
     LoraLayer,
     LoraRows,

@@ -8,6 +8,14 @@ from services.worker.models.errors import ModelFileError, UnsupportedModel
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Formats of torch.save."""
 _OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".ot", ".npz", ".mlmodel", ".pdparams")
+_ADAPTER = "adapter_config.json"
+_OTHER_DIRECTORIES = {
+    "model_index.json": "a pipeline of diffusers, which makes images",
+    "params.json": "a checkpoint in its authors' own format; the hub has most in Hugging Face's",
+    "refs": "a folder of the hub's cache; name the model as OWNER/NAME",
+    "snapshots": "a folder of the hub's cache; name the model as OWNER/NAME",
+}
+"""What a directory without config.json is, by a file or folder in it."""
 _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
 """Beginnings of names of pickles without weights."""
 
@@ -25,12 +33,8 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
         return UnsupportedModel(
             directory, f"there are {len(gguf)} GGUF files: give the path of one, such as {gguf[0]}"
         )
-    if "adapter_config.json" in names:
-        return UnsupportedModel(
-            directory,
-            "this is an adapter: serve the model that it was made for with --enable-lora "
-            f"--lora-modules NAME={directory}",
-        )
+    if _ADAPTER in names:
+        return UnsupportedModel(directory, _about_adapters(directory))
     if shards:
         return ModelFileError(
             single, f"the file is missing, and no {index_file} names the tensors of {_list(shards)}"
@@ -42,6 +46,23 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
             directory / others[0], "weights in this format are not read, only safetensors and GGUF"
         )
     return ModelFileError(single, f"the file is missing, and so is {index_file}")
+
+
+def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
+    """The error for a directory without config.json: it names what the directory is."""
+    names = {path.name for path in directory.iterdir()}
+    if _ADAPTER in names:
+        return UnsupportedModel(directory, _about_adapters(directory))
+    what = next((what for name, what in _OTHER_DIRECTORIES.items() if name in names), None)
+    problem = "the file is missing" if what is None else f"the file is missing: this is {what}"
+    return ModelFileError(directory / "config.json", problem)
+
+
+def _about_adapters(directory: Path) -> str:
+    return (
+        "this is an adapter: serve the model that it was made for with --enable-lora "
+        f"--lora-modules NAME={directory}"
+    )
 
 
 def _about_pickles(directory: Path, pickles: list[str]) -> str:

@@ -1,0 +1,48 @@
+"""The directory of a model, by the text of a setting; and the name by which the model is served."""
+
+from pathlib import Path
+
+from services.common.model_source.errors import ModelSourceError
+from services.common.model_source.hub import (
+    fetch_snapshot,
+    find_snapshot,
+    name_of_snapshot,
+    parse_hub_name,
+)
+
+
+def find_model(text: str) -> Path:
+    """The directory of a model with its weights: `text` is the path of a directory or of a GGUF
+    file, or a name of the hub such as Qwen/Qwen3-0.6B, also with a revision behind @. Raises
+    ModelSourceError.
+    """
+    return _find(text, with_weights=True)
+
+
+def find_model_files(text: str) -> Path:
+    """The same, of a model whose weights are not read."""
+    return _find(text, with_weights=False)
+
+
+def model_name(directory: Path) -> str:
+    """The default name of a served model: its name on the hub, or that of its directory."""
+    directory = directory.absolute()
+    return name_of_snapshot(directory) or directory.resolve().name
+
+
+def _find(text: str, *, with_weights: bool) -> Path:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelSourceError(f"{path} is neither a directory nor a GGUF file")
+    name = parse_hub_name(text)
+    if name is None:
+        raise ModelSourceError(f"there is no directory {path}")
+    cached = find_snapshot(name, with_weights=with_weights)
+    if cached is not None:
+        return cached
+    # A path that is mistyped is not looked for on the hub.
+    if "/" not in name.repo or Path(name.repo).parent.exists():
+        raise ModelSourceError(f"there is no directory {path}")
+    return fetch_snapshot(name, with_weights=with_weights)

@@ -1,0 +1,124 @@
+"""The header of a GGUF file: metadata, and where each tensor is.
+
+Format: https://github.com/ggml-org/ggml, docs/gguf.md.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from services.common.model_source.errors import GgufError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
+_MOST_AXES = 4
+_FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
+"""The type of `struct` for each type of value, by number; None for strings and arrays."""
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor: its name, its shape, the number of its type, and where its bytes begin."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Metadata by key, and the tensors in the order of the file."""
+
+    metadata: dict[str, Any]
+    tensors: list[GgufTensor]
+
+
+def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
+    """Reads a header. Metadata that are arrays, such as a vocabulary, are None unless asked for.
+    Raises GgufError.
+    """
+    try:
+        with file.open("rb") as stream:
+            return _read(file, stream, with_arrays)
+    except OSError as error:
+        raise GgufError(file, f"the file cannot be read: {error.strerror}") from error
+    except (struct.error, UnicodeDecodeError, MemoryError, OverflowError) as error:
+        raise GgufError(file, "the header is not that of a GGUF file") from error
+
+
+def _read(file: Path, stream: BinaryIO, with_arrays: bool) -> GgufHeader:
+    if stream.read(4) != _MAGIC or _number(stream, "I") not in _VERSIONS:
+        raise GgufError(file, "the header is not that of a GGUF file of version 2 or 3")
+    num_tensors, num_values = _number(stream, "Q"), _number(stream, "Q")
+    metadata = {}
+    for _ in range(num_values):
+        key = _text(stream)
+        metadata[key] = _value(stream, _number(stream, "I"), with_arrays)
+    entries = [_entry(file, stream) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    base = -(-stream.tell() // alignment) * alignment
+    tensors = [
+        GgufTensor(name, shape, kind, base + offset) for name, shape, kind, offset in entries
+    ]
+    return GgufHeader(metadata, tensors)
+
+
+def _entry(file: Path, stream: BinaryIO) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type and offset of a tensor."""
+    name, num_axes = _text(stream), _number(stream, "I")
+    if num_axes > _MOST_AXES:
+        raise GgufError(file, f"tensor {name} has {num_axes} axes")
+    shape = tuple(_number(stream, "Q") for _ in range(num_axes))[::-1]
+    return name, shape, _number(stream, "I"), _number(stream, "Q")
+
+
+def _number(stream: BinaryIO, form: str) -> int:
+    return int(_unpacked(stream, form))
+
+
+def _unpacked(stream: BinaryIO, form: str) -> Any:
+    return struct.unpack(f"<{form}", stream.read(struct.calcsize(f"<{form}")))[0]
+
+
+def _text(stream: BinaryIO) -> str:
+    length = _number(stream, "Q")
+    raw = stream.read(length)
+    if len(raw) < length:
+        raise struct.error("a text is cut short")
+    return raw.decode()
+
+
+def _value(stream: BinaryIO, kind: int, with_arrays: bool) -> Any:
+    if kind == _STRING:
+        return _text(stream)
+    if kind == _ARRAY:
+        of, count = _number(stream, "I"), _number(stream, "Q")
+        if with_arrays:
+            return _items(stream, of, count)
+        _pass_over(stream, of, count)
+        return None
+    form = _FORMATS[kind] if kind < len(_FORMATS) else None
+    if form is None:
+        raise struct.error(f"values of type {kind}")
+    return _unpacked(stream, form)
+
+
+def _items(stream: BinaryIO, kind: int, count: int) -> list[Any]:
+    form = _FORMATS[kind] if kind < len(_FORMATS) else None
+    if form is None:
+        return [_value(stream, kind, True) for _ in range(count)]
+    size = struct.calcsize(f"<{form}") * count
+    return list(struct.unpack(f"<{count}{form}", stream.read(size)))
+
+
+def _pass_over(stream: BinaryIO, kind: int, count: int) -> None:
+    form = _FORMATS[kind] if kind < len(_FORMATS) else None
+    if form is not None:
+        stream.seek(struct.calcsize(f"<{form}") * count, 1)
+        return
+    for _ in range(count):
+        _value(stream, kind, False)

@@ -1,0 +1,87 @@
+"""Checks that a model directory can be served, before torch is imported and anything is loaded."""
+
+from pathlib import Path
+
+from services.worker.models.architecture import Architecture, native_architecture
+from services.worker.models.config import read_architecture, read_model_config
+from services.worker.models.errors import UnsupportedModel
+from services.worker.models.json_file import read_json_object
+from services.worker.models.pooling_config import RunnerSetting, generates, read_pooling
+from services.worker.models.shard import check_divisible, check_stages
+from services.worker.models.suitability.other_weights import no_configuration
+from services.worker.models.suitability.tensor_files import find_tensors
+from services.worker.models.suitability.transformers_rules import check_decoder, check_whole
+
+
+def check_model(
+    directory: Path,
+    num_ranks: int = 1,
+    num_stages: int = 1,
+    runner: RunnerSetting = RunnerSetting.AUTO,
+) -> None:
+    """Raises ModelError for a directory that cannot be served: as `check_configuration`, and for
+    weights whose files are missing, damaged or of another format.
+    """
+    if not (directory / "config.json").exists():
+        raise no_configuration(directory)
+    check_configuration(directory, num_ranks, num_stages, runner)
+    find_tensors(directory)
+
+
+def check_configuration(
+    directory: Path,
+    num_ranks: int = 1,
+    num_stages: int = 1,
+    runner: RunnerSetting = RunnerSetting.AUTO,
+) -> None:
+    """Raises ModelError for a wrong configuration, an architecture that is not served, or one that
+    `num_ranks` of tensor parallelism or `num_stages` cannot divide.
+    """
+    name, pooling = read_architecture(directory), read_pooling(directory, runner)
+    path = directory / "config.json"
+    if num_stages > 1 and pooling is not None:
+        raise UnsupportedModel(
+            path,
+            "a model that pools is not divided into pipeline stages: pipeline_parallel_size must "
+            "be 1",
+        )
+    if pooling is not None and takes_whole_prompts(directory):
+        check_whole(read_json_object(path), path)
+    elif is_native(name, pools=pooling is not None):
+        config = read_model_config(directory)
+        check_divisible(config.num_heads, config.num_kv_heads, num_ranks, directory)
+        check_stages(config.num_layers, num_stages, directory)
+    else:
+        check_decoder(read_json_object(path), path)
+        if num_stages > 1:
+            raise UnsupportedModel(
+                path,
+                f"architecture {name} has no native code, and transformers' is not divided into "
+                "pipeline stages: pipeline_parallel_size must be 1",
+            )
+
+
+def is_native(name: str, *, pools: bool = False) -> bool:
+    """Whether there is native code for an architecture; where the model pools, it may be one
+    without a head, or with one for classes.
+    """
+    if pools:
+        return native_architecture(name) is not None
+    return name in {native.value for native in Architecture}
+
+
+def takes_whole_prompts(directory: Path) -> bool:
+    """Whether a model that pools is computed by transformers, a whole prompt at a time: one whose
+    tokens see later ones, and any that is neither native nor a decoder with the head of one.
+
+    Raises ModelError, also for a decoder whose layers are said to see later tokens.
+    """
+    path, name = directory / "config.json", read_architecture(directory)
+    config = read_json_object(path)
+    if config.get("use_bidirectional_attention"):
+        return True
+    if native_architecture(name) is not None:
+        if config.get("is_causal") is False:
+            raise UnsupportedModel(path, f"is_causal false: {name} sees no later tokens here")
+        return False
+    return not generates(name)

@@ -1,0 +1,132 @@
+"""A worker as a gRPC service: it listens, loads its model, and serves it."""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from stepwell.worker.v1 import worker_pb2_grpc
+
+from services.common.errors import Aborted, StepwellError
+from services.common.exposition import Exposition
+from services.common.lifecycle import end_at_once
+from services.common.metrics_servicer import collect_in_thread, serve_collect
+from services.common.server import GrpcServer
+from services.common.telemetry import Tracing
+from services.common.tls_metrics import TlsCollector
+from services.common.tracing_metrics import TracingCollector
+from services.worker.adapters.compute import ComputeThread, follow_liveness
+from services.worker.adapters.group_member import GroupMember
+from services.worker.adapters.metrics import WorkerMetrics
+from services.worker.adapters.servicer import WorkerServicer
+from services.worker.build import load_worker
+from services.worker.core.worker import Worker
+from services.worker.parallel.errors import RankStopped
+from services.worker.parallel.group import Timeouts
+from services.worker.parallel.membership import find_membership
+from services.worker.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from services.common.tls import Tls
+
+SERVICE = "worker"
+GRPC_SERVICE = "stepwell.worker.v1.Worker"
+
+_CLOSE_SECONDS = 0.2
+"""With a group: time for a stream to end with the reason why the group has broken, and for a step
+that waits for another rank.
+"""
+_TOLD_SECONDS = 1.0
+"""For how long a rank, once another has stopped as it was told to, waits to be told so, too."""
+
+logger = logging.getLogger("services.worker")
+
+
+class WorkerService:
+    """Everything behind the service's port, put together. Made in a running loop."""
+
+    def __init__(
+        self, settings: WorkerSettings, tracing: Tracing, tls: "Tls | None" = None
+    ) -> None:
+        self._settings = settings
+        timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
+        self._member = GroupMember(find_membership(settings, os.environ), timeouts)
+        self._compute = ComputeThread()
+        metrics = WorkerMetrics()
+        self._servicer = WorkerServicer(self._compute, tracing, metrics)
+        self._server = GrpcServer(tls=tls, has_local_streams=True)
+        self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
+        exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
+        serve_collect(self._server, collect_in_thread(exposition.render))
+        liveness = follow_liveness(self._compute, self._server.set_live)
+        self._liveness = asyncio.create_task(liveness, name="liveness")
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Binds the port, so that an address in use fails before anything is loaded; then loads and
+        serves until `stop` is set or the group breaks.
+        """
+        address = await self._server.start(self._settings.address, self._settings.health_address)
+        worker = await self._load(stop)
+        if worker is None:
+            return
+        self._servicer.open(worker)
+        await self._server.set_ready(True)
+        logger.info("serving %s on %s", worker.description.model_name, address)
+        await _first_of(stop.wait(), self._member.broken)
+
+    async def close(self, stop: asyncio.Event) -> None:
+        """Ends streams, drains, and leaves the group; ends the process if the group has broken,
+        unless because another rank was told to stop and this one is told so, too.
+        """
+        has_broken = self._member.broken.done() and not stop.is_set()
+        reason = self._member.broken.result() if has_broken else None
+        self._servicer.close(reason)
+        await self._server.drain(_CLOSE_SECONDS if has_broken else self._settings.drain_seconds)
+        if isinstance(reason, RankStopped):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), _TOLD_SECONDS)
+        if reason is not None and not (isinstance(reason, RankStopped) and stop.is_set()):
+            end_at_once(f"stepwell worker: {reason}")
+        self._liveness.cancel()
+        self._member.leave(is_stopped=stop.is_set())
+        self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
+
+    async def _load(self, stop: asyncio.Event) -> Worker | None:
+        """The worker, loaded in the compute thread; None if `stop` was set, or the group has
+        broken, before that was done.
+        """
+        cancelled = threading.Event()
+
+        def checkpoint_reached() -> None:
+            if cancelled.is_set():
+                raise Aborted("told to stop while loading")
+
+        def load() -> Worker:
+            group = self._member.join(checkpoint_reached)
+            try:
+                return load_worker(self._settings, checkpoint_reached, group)
+            except StepwellError as error:
+                self._member.report_failed_start(error)
+                raise
+
+        loading = self._compute.submit(load)
+        await _first_of(stop.wait(), loading, self._member.broken)
+        if loading.done():
+            return loading.result()
+        cancelled.set()
+        if not self._member.broken.done():
+            await asyncio.wait({loading})
+            loading.exception()
+        return None
+
+
+async def _first_of(waiting: Coroutine[Any, Any, Any], *futures: "asyncio.Future[Any]") -> None:
+    """Returns when the coroutine or one of the futures is done; then cancels the coroutine."""
+    task = asyncio.ensure_future(waiting)
+    try:
+        await asyncio.wait({task, *futures}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
