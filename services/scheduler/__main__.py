@@ -252,11 +252,19 @@ class SchedulerService:
 
     async def _drain(self) -> None:
         """Refuses new requests, lets running ones end within the drain time, and waits for the last
-        step.
+        step. Once no step can run, as when the whole replica stops, it ends the sessions at once:
+        their gateways send the requests elsewhere.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()
-        await self._drain_servers(self._settings.drain_seconds)
+        draining = asyncio.create_task(self._drain_servers(self._settings.drain_seconds))
+        stalling = asyncio.create_task(self.parts.readiness.cannot_run_steps.wait())
+        await asyncio.wait({draining, stalling}, return_when=asyncio.FIRST_COMPLETED)
+        stalling.cancel()
+        if not draining.done():
+            logger.warning("no step can run any more: sessions are ended before their requests")
+            await self._drain_servers(0)
+        await draining
         with suppress(TimeoutError):
             async with asyncio.timeout(LAST_STEP_SECONDS), self.parts.engine.standstill():
                 logger.info("drained; no step is in flight")

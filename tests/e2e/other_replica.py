@@ -25,7 +25,7 @@ class OtherReplica:
             ],
             "scheduler": [
                 *("--address", self.address, "--kvpool", kvpool, "--workers", worker),
-                *("--redis-url", redis_url, "--drain-seconds", "0.5"),
+                *("--redis-url", redis_url, "--drain-seconds", "15"),
             ],
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}

@@ -147,7 +147,8 @@ class Inflight:
         self.was_accepted = True
         self.wait_until = None
         self.release = _nothing
-        self.losses.count()
+        if cause is not ResubmitCause.SCHEDULER_DRAINED:
+            self.losses.count()
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:

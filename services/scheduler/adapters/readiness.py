@@ -18,6 +18,8 @@ class ReplicaReadiness:
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._sessions = sessions
         self._set_ready = set_ready
+        self.cannot_run_steps = asyncio.Event()
+        """Set while pool or workers are away."""
         self._reason = ""
         self._is_draining = False
         self._is_drained = False
@@ -28,6 +30,10 @@ class ReplicaReadiness:
 
     def not_ready(self, reason: str) -> None:
         self._reason = reason
+        if reason:
+            self.cannot_run_steps.set()
+        else:
+            self.cannot_run_steps.clear()
         self._changed.set()
 
     def drain(self) -> None:

@@ -178,6 +178,20 @@ def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None:
+    services = services_of(*VARIANTS[variant], REPLICA="2")
+    for scheduler in (one for one in services.values() if role_of(one) == "scheduler"):
+        number = scheduler["labels"].get("stepwell.replica")
+        parts = [
+            name
+            for name, one in services.items()
+            if role_of(one) in ("kvpool", "worker")
+            and one["labels"].get("stepwell.replica") == number
+        ]
+        assert sorted(scheduler["depends_on"]) == sorted(parts)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_file_systems_in_memory_have_a_size(variant: str) -> None:
     for name, service in services_of(*VARIANTS[variant], REPLICA="2").items():
         assert service["tmpfs"], name

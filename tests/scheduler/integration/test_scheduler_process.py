@@ -75,6 +75,24 @@ async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
         assert isinstance(gateway.error, StepwellError)
 
 
+async def test_a_drain_without_workers_ends_the_sessions_at_once() -> None:
+    """As when a whole replica stops: its requests can go on elsewhere."""
+    worker = FakeWorker()
+    async with running_scheduler("--drain-seconds", "60", worker=worker) as running:
+        gateway = Gateway(running.stub)
+        await gateway.open()
+        await gateway.add(1, prompt(9), sampling=sampling(100))
+        await gateway.until_tokens(1, 1)
+        worker.going.clear()
+        running.scheduler.process.terminate()
+        await gateway.until(lambda: gateway.state is not None and gateway.state.draining)
+        began = time.monotonic()
+        await worker.stop()
+        await gateway.until_ended()
+        assert time.monotonic() - began < 20
+        assert await running.scheduler.wait() == 0
+
+
 async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: int) -> None:
     scheduler = await SchedulerProcess.start(
         *("--kvpool", f"127.0.0.1:{free_port}", "--workers", f"127.0.0.1:{free_port}"),
