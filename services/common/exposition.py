@@ -1,7 +1,9 @@
-"""Metrics in Prometheus' text format 0.0.4, of one process or put together from several.
+"""Metrics in Prometheus' text format 0.0.4 or in OpenMetrics, of one process or put together from
+several.
 
-It is written here and in this one format whatever a scraper asks for: in OpenMetrics and in version
-1.0.0 of the text format client libraries write `vllm_` for `vllm:` unless names may be UTF-8.
+Both are written here: in OpenMetrics, and in version 1.0.0 of the text format, client libraries
+write `vllm_` for `vllm:` unless names may be UTF-8. Between processes texts have format 0.0.4, with
+exemplars where they are wanted; `open_metrics` makes OpenMetrics of one.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -9,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _HEADER = b"# HELP "
 
 
@@ -36,15 +39,19 @@ class Exposition:
         self._service = {"service": service}
 
     def render(
-        self, labels: Mapping[str, str] | None = None, hidden_labels: Collection[str] = ()
+        self,
+        labels: Mapping[str, str] | None = None,
+        hidden_labels: Collection[str] = (),
+        *,
+        exemplars: bool = False,
     ) -> bytes:
         """The text. All series get `labels`. Series that have one of them with another value, or
-        have any of `hidden_labels`, are left out.
+        have any of `hidden_labels`, are left out. Buckets have their exemplars if these are wanted.
         """
         added = {**self._labels, **(labels or {})}
         text = [
-            *_text(self._own, added, hidden_labels),
-            *_text(self._shared, {**added, **self._service}, hidden_labels),
+            *_text(self._own, added, hidden_labels, exemplars=exemplars),
+            *_text(self._shared, {**added, **self._service}, hidden_labels, exemplars=exemplars),
         ]
         return "".join(text).encode()
 
@@ -53,6 +60,31 @@ def number_text(value: float) -> str:
     """A number as the format has it."""
     text = repr(float(value))
     return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text, text)
+
+
+def wants_open_metrics(accept: str) -> bool:
+    """Whether a scraper's header `Accept` prefers OpenMetrics to text, or has both alike."""
+    weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for offer in accept.split(","):
+        kind, *parameters = (part.strip() for part in offer.split(";"))
+        quality = next((one[2:] for one in parameters if one.startswith("q=")), "1")
+        if kind in weights and quality.replace(".", "", 1).isdigit():
+            weights[kind] = max(weights[kind], float(quality))
+    return weights["application/openmetrics-text"] >= max(weights["text/plain"], 0.001)
+
+
+def open_metrics(text: bytes) -> bytes:
+    """A text in format 0.0.4, with exemplars, as OpenMetrics has it."""
+    written = []
+    for family in (b"\n" + text).split(b"\n" + _HEADER)[1:]:
+        header, kind, samples = _parts(family)
+        if kind.endswith(b" counter"):
+            kind = kind.removesuffix(b"_total counter") + b" counter"
+            name, _, documentation = header.partition(b" ")
+            header = name.removesuffix(b"_total") + b" " + documentation
+        header = header.replace(b'"', b'\\"')
+        written.append(b"%b%b\n%b\n%b" % (_HEADER, header, kind, samples))
+    return b"".join(written) + b"# EOF\n"
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
@@ -78,7 +110,11 @@ def _parts(family: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _text(
-    collectors: Iterable[Collector], added: Mapping[str, str], hidden_labels: Collection[str]
+    collectors: Iterable[Collector],
+    added: Mapping[str, str],
+    hidden_labels: Collection[str],
+    *,
+    exemplars: bool,
 ) -> Iterator[str]:
     for collector in collectors:
         for metric in collector.collect():
@@ -87,7 +123,7 @@ def _text(
                 for sample in metric.samples
                 if not sample.name.endswith("_created")
                 and sample.labels.keys().isdisjoint(hidden_labels)
-                and (line := _line(sample, added)) is not None
+                and (line := _line(sample, added, exemplars=exemplars)) is not None
             ]
             if samples:
                 yield _head(metric)
@@ -100,13 +136,23 @@ def _head(metric: Metric) -> str:
     return f"# HELP {name} {text}\n# TYPE {name} {metric.type}\n"
 
 
-def _line(sample: Sample, added: Mapping[str, str]) -> str | None:
+def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
     """A sample with the added labels; None if it has one of them with another value."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None
-    listed = ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted(labels.items()))
-    return f"{sample.name}{f'{{{listed}}}' if listed else ''} {number_text(sample.value)}\n"
+    listed = f"{{{_listed(labels)}}}" if labels else ""
+    exemplar = _exemplar(sample.exemplar) if exemplars and sample.exemplar else ""
+    return f"{sample.name}{listed} {number_text(sample.value)}{exemplar}\n"
+
+
+def _exemplar(exemplar: Exemplar) -> str:
+    text = f" # {{{_listed(exemplar.labels)}}} {number_text(exemplar.value)}"
+    return text if exemplar.timestamp is None else f"{text} {float(exemplar.timestamp):.3f}"
+
+
+def _listed(labels: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in sorted(labels.items()))
 
 
 def _escaped(value: str) -> str:

@@ -11,15 +11,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from services.common.addresses import join_host_port, split_host_port
 from services.common.errors import Unavailable
-from services.common.exposition import CONTENT_TYPE
+from services.common.exposition import (
+    CONTENT_TYPE,
+    OPEN_METRICS_TYPE,
+    open_metrics,
+    wants_open_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
 _CONNECTION_SECONDS = 10.0
 
+Render = Callable[[bool], bytes]
+"""The metrics as text of format 0.0.4, with exemplars or without."""
+
 
 @contextmanager
-def serving_metrics(render: Callable[[], bytes], address: str | None) -> Iterator[str | None]:
+def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]:
     """Serves the text that `render` returns over HTTP on host:port, from threads, and yields the
     bound address; not at all for None. Raises Unavailable if the address cannot be bound.
     """
@@ -48,7 +56,7 @@ class _MetricsServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, host: str, port: int, render: Callable[[], bytes]) -> None:
+    def __init__(self, host: str, port: int, render: Render) -> None:
         self.render = render
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         super().__init__((host, port), _MetricsHandler)
@@ -69,9 +77,11 @@ class _MetricsHandler(BaseHTTPRequestHandler):
     server: _MetricsServer
 
     def do_GET(self) -> None:
-        body = self.server.render()
+        is_open = wants_open_metrics(self.headers.get("Accept", ""))
+        text = self.server.render(is_open)
+        body = open_metrics(text) if is_open else text
         self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Type", OPEN_METRICS_TYPE if is_open else CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -7,13 +7,14 @@ from typing import Any
 import grpc
 from stepwell.common.v1 import metrics_pb2, metrics_pb2_grpc
 
+from services.common.exposition import Exposition
 from services.common.server import GrpcServer
 
 COLLECT_TIMEOUT_SECONDS = 1.0
 """A process that takes longer is left out: a scrape must not wait for one that hangs."""
 
-Collect = Callable[[Mapping[str, str]], Awaitable[bytes]]
-"""The metrics as text, with these labels added to each series."""
+Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
+"""The metrics as text, with these labels added to each series, and with exemplars or without."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,7 +29,8 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
         self, request: metrics_pb2.CollectRequest, context: _Context
     ) -> metrics_pb2.CollectResponse:
         """See the contract."""
-        return metrics_pb2.CollectResponse(text=await self._collect(dict(request.labels)))
+        text = await self._collect(dict(request.labels), request.exemplars)
+        return metrics_pb2.CollectResponse(text=text)
 
 
 def serve_collect(server: GrpcServer, collect: Collect) -> None:
@@ -41,21 +43,24 @@ def serve_collect(server: GrpcServer, collect: Collect) -> None:
 
 
 async def collect_from(
-    channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None
+    channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
 ) -> bytes | None:
-    """The metrics of the process behind a channel, with these labels added to each series; None if
-    it does not send them in time.
+    """The metrics of the process behind a channel, with these labels added to each series, and with
+    exemplars if they are wanted; None if it does not send them in time.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
     try:
         response = await stub.Collect(
-            metrics_pb2.CollectRequest(labels=labels or {}), timeout=COLLECT_TIMEOUT_SECONDS
+            metrics_pb2.CollectRequest(labels=labels or {}, exemplars=exemplars),
+            timeout=COLLECT_TIMEOUT_SECONDS,
         )
     except grpc.aio.AioRpcError:
         return None
     return bytes(response.text)
 
 
-def collect_in_thread(render: Callable[[Mapping[str, str]], bytes]) -> Collect:
+def collect_in_thread(exposition: Exposition) -> Collect:
     """Renders in a thread, so that the event loop goes on."""
-    return lambda labels: asyncio.to_thread(render, labels)
+    return lambda labels, exemplars: asyncio.to_thread(
+        exposition.render, labels, exemplars=exemplars
+    )

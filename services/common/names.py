@@ -193,6 +193,7 @@ METRIC_REQUEST_PARAMS_MAX_TOKENS = "vllm:request_params_max_tokens"
 # Further ones of a replica: its scheduler, its pool, its workers.
 METRIC_WAITING_BY_REASON = "stepwell_num_requests_waiting_by_reason"
 METRIC_WAIT_STEPS = "stepwell_wait_steps"
+METRIC_WAIT_SECONDS = "stepwell_wait_seconds"
 METRIC_QUEUE_ESTIMATE = "stepwell_queue_estimate_seconds"
 METRIC_ENGINE_STATE = "stepwell_engine_state"
 METRIC_STEP_SECONDS = "stepwell_step_seconds"

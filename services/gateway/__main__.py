@@ -177,9 +177,9 @@ class Gateway:
             self._tasks.append(asyncio.create_task(self.parts.limit_store.run()))
         return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
 
-    def _render_metrics(self) -> bytes:
+    def _render_metrics(self, exemplars: bool) -> bytes:
         """Metrics of gateway and replicas, for a thread that is not the event loop's."""
-        collecting = self.parts.fleet_metrics.collect(shows_tenants=True)
+        collecting = self.parts.fleet_metrics.collect(shows_tenants=True, exemplars=exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)
 
     async def _start_admin(self) -> str | None:

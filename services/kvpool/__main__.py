@@ -56,7 +56,10 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, then drains. Raises Unavailable if an address is taken."""
     with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
         service = PoolService(settings, tracing, tls)
-        with serving_metrics(service.exposition.render, settings.metrics_address):
+        exposition = service.exposition
+        with serving_metrics(
+            lambda exemplars: exposition.render(exemplars=exemplars), settings.metrics_address
+        ):
             address = await service.start()
             logger.info("serving", extra={"address": address})
             await stop.wait()
@@ -93,7 +96,7 @@ class PoolService:
             own.append(DirectoryCollector(self._shared))
         self.exposition = Exposition(SERVICE, own, [TlsCollector(tls), TracingCollector(tracing)])
         """The metrics of the pools, and of what is written of them to Redis."""
-        serve_collect(self._server, collect_in_thread(self.exposition.render))
+        serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
         """Serves; returns the address that was bound. Raises Unavailable if it is taken, and

@@ -60,7 +60,7 @@ class WorkerService:
         self._server = GrpcServer(tls=tls, has_local_streams=True)
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
         exposition = Exposition(SERVICE, [metrics], [TlsCollector(tls), TracingCollector(tracing)])
-        serve_collect(self._server, collect_in_thread(exposition.render))
+        serve_collect(self._server, collect_in_thread(exposition))
         liveness = follow_liveness(self._compute, self._server.set_live)
         self._liveness = asyncio.create_task(liveness, name="liveness")
 

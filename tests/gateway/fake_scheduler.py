@@ -127,7 +127,7 @@ class FakeScheduler(
         self.address = await self._server.start(address or self.address or "127.0.0.1:0")
         return self.address
 
-    async def _collect(self, labels: Mapping[str, str]) -> bytes:
+    async def _collect(self, labels: Mapping[str, str], _exemplars: bool) -> bytes:
         assert self.metrics is not None
         added = ",".join(f'{name}="{value}"' for name, value in labels.items())
         return self.metrics.replace("{labels}", f"{{{added}}}").encode()

@@ -53,7 +53,9 @@ class Serving:
 
     async def metrics(self) -> str:
         """All metrics, those of tenants among them."""
-        return (await self.gateway.parts.fleet_metrics.collect(shows_tenants=True)).decode()
+        return (
+            await self.gateway.parts.fleet_metrics.collect(shows_tenants=True, exemplars=False)
+        ).decode()
 
     @property
     def stub(self) -> Any:

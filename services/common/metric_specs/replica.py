@@ -19,6 +19,12 @@ _SCHEDULER = (
         "Steps after which requests still waited, by the reason.",
         "reason",
     ),
+    counter(
+        names.METRIC_WAIT_SECONDS,
+        "seconds",
+        "How long requests waited, by the reason; counted when a request stops waiting.",
+        "reason",
+    ),
     gauge(
         names.METRIC_QUEUE_ESTIMATE,
         "seconds",

@@ -44,13 +44,15 @@ class FleetMetrics:
         self._collector = collector
         self._links = links
 
-    async def collect(self, *, shows_tenants: bool) -> bytes:
-        """The text. Series of a replica have its address as the label `replica`: names of engines
-        may repeat, addresses do not.
+    async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
+        """The text, with exemplars if they are wanted. Series of a replica have its address as the
+        label `replica`: names of engines may repeat, addresses do not.
         """
         hidden_labels = () if shows_tenants else ("tenant",)
         links = self._links.all()
-        texts = await asyncio.gather(*(link.metrics({"replica": link.address}) for link in links))
+        texts = await asyncio.gather(
+            *(link.metrics({"replica": link.address}, exemplars=exemplars) for link in links)
+        )
         self._collector.num_silent = texts.count(None)
-        own = await asyncio.to_thread(self._own.render, None, hidden_labels)
+        own = await asyncio.to_thread(self._own.render, None, hidden_labels, exemplars=exemplars)
         return merged((own, *(text for text in texts if text is not None)))

@@ -68,7 +68,9 @@ class Observation:
             if self._first_token_seconds is None:
                 self._first_token_seconds = now - self._started
                 self._record.first_token = int(1e9 * now)
-                self._metrics.time_to_first_token.observe(self._first_token_seconds)
+                self._metrics.time_to_first_token.observe(
+                    self._first_token_seconds, self._exemplar()
+                )
         if piece.finish_reason is not None:
             self._metrics.ended(piece.finish_reason.value)
 
@@ -92,7 +94,7 @@ class Observation:
         usage = generation.usage()
         self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
         self._metrics.cached_tokens.inc(usage.num_cached_tokens)
-        self._metrics.request_seconds.observe(seconds)
+        self._metrics.request_seconds.observe(seconds, self._exemplar())
         self._genai.completed(
             self._record.operation,
             seconds,
@@ -102,6 +104,10 @@ class Observation:
         )
         if self._tenant_id:
             self._metrics.tenants.used(self._tenant_id, usage)
+
+    def _exemplar(self) -> dict[str, str] | None:
+        """The trace by which an observation can be explained; None if it is not sampled."""
+        return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
         """Counts the waits for a place at a replica."""

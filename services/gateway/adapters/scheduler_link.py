@@ -118,9 +118,9 @@ class SchedulerLink:
         )
         return response
 
-    async def metrics(self, labels: Mapping[str, str]) -> bytes | None:
+    async def metrics(self, labels: Mapping[str, str], *, exemplars: bool) -> bytes | None:
         """The metrics of the replica, with these labels; None if they do not come in time."""
-        return await collect_from(self._channel, labels)
+        return await collect_from(self._channel, labels, exemplars=exemplars)
 
     async def activity(
         self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float

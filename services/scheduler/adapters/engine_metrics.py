@@ -114,7 +114,10 @@ class EngineCollector(Collector):
         num_deferred = num_waiting if reasons.current in _DEFERRED else num_passed_over
         theirs.add_metric(["capacity"], num_waiting - num_deferred)
         theirs.add_metric(["deferred"], num_deferred)
-        yield from (ours, steps, theirs)
+        seconds = value_family(names.METRIC_WAIT_SECONDS)
+        for name, nanos in self._counts.wait_nanos.items():
+            seconds.add_metric([name], nanos / 1e9)
+        yield from (ours, steps, seconds, theirs)
 
 
 class ClientSessionsCollector(Collector):

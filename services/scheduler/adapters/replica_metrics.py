@@ -30,15 +30,19 @@ class ReplicaMetrics:
         ]
         self._loop = asyncio.get_running_loop()
 
-    async def collect(self, labels: Mapping[str, str] | None = None) -> bytes:
-        """The text, with these labels on all series too."""
-        added = dict(labels or {})
+    async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
+        """The text, with these labels on all series too, and with exemplars if they are wanted."""
+        added = dict(labels)
         own, *others = await asyncio.gather(
-            asyncio.to_thread(self._own.render, {**self._labels, **added}),
-            *(collect_from(channel, {**theirs, **added}) for channel, theirs in self._others),
+            asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),
+            *(
+                collect_from(channel, {**theirs, **added}, exemplars=exemplars)
+                for channel, theirs in self._others
+            ),
         )
         return merged(text for text in (own, *others) if text is not None)
 
-    def render(self) -> bytes:
+    def render(self, exemplars: bool) -> bytes:
         """The same, for another thread than the loop's."""
-        return asyncio.run_coroutine_threadsafe(self.collect(), self._loop).result()
+        collecting = self.collect({}, exemplars)
+        return asyncio.run_coroutine_threadsafe(collecting, self._loop).result()

@@ -199,7 +199,8 @@ class RequestMetrics(Collector):
         else:
             times.first_token = now
             if not times.num_output_before:  # otherwise the replica before has counted them
-                self._observe[names.METRIC_TIME_TO_FIRST_TOKEN](now - times.arrived)
+                first_token = self._histograms[names.METRIC_TIME_TO_FIRST_TOKEN]
+                first_token.observe_traced(now - times.arrived, _trace_id(request))
                 self._num_prompt_tokens += request.num_prompt_tokens
                 num_cached = _num_cached(request)
                 self._num_cached_tokens += num_cached
@@ -213,8 +214,11 @@ class RequestMetrics(Collector):
             return
         observe = self._observe
         scheduled, first, last = times.scheduled, times.first_token, times.last_token
-        observe[names.METRIC_E2E_REQUEST_LATENCY](self._monotonic() - times.arrived)
-        observe[names.METRIC_REQUEST_QUEUE_TIME](scheduled - times.queued)
+        trace_id, histograms = _trace_id(request), self._histograms
+        e2e = histograms[names.METRIC_E2E_REQUEST_LATENCY]
+        e2e.observe_traced(self._monotonic() - times.arrived, trace_id)
+        queue = histograms[names.METRIC_REQUEST_QUEUE_TIME]
+        queue.observe_traced(scheduled - times.queued, trace_id)
         num_generated = request.num_output_tokens - times.num_output_before
         if first is not None:
             observe[names.METRIC_REQUEST_PREFILL_TIME](first - scheduled)
@@ -236,6 +240,11 @@ class RequestMetrics(Collector):
 def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
     """Drafts that the step had room for and that the workers did not propose."""
     return sum(map(len, plan.draft_token_ids.values())) - sum(update.num_draft_tokens)
+
+
+def _trace_id(request: Request) -> str:
+    """The trace of a request that is sampled; empty if it is not."""
+    return request.traceparent[3:35]
 
 
 def _num_cached(request: Request) -> int:

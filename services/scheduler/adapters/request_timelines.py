@@ -4,6 +4,7 @@ A step costs what changes in it: chunks of prompts, admissions, ends. Requests t
 looked at; they take differences of sums over steps when their phase ends.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,8 +20,9 @@ from services.scheduler.core.output import (
     Preemption,
     PreemptionCause,
     SchedulerOutput,
+    WaitReason,
 )
-from services.scheduler.core.phase_parts import Chunk, ReasonStart
+from services.scheduler.core.phase_parts import Chunk, ReasonStart, Wait
 from services.scheduler.core.request import Request
 from services.scheduler.core.timeline import (
     Interruption,
@@ -61,7 +63,9 @@ class StepRecord:
 class RequestTimelines:
     """Timelines of requests that have not ended."""
 
-    def __init__(self, reasons: WaitReasons) -> None:
+    def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
+        """Waits that have ended are added to `wait_nanos`, by their reason."""
+        self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
         self._ends = PhaseEnds(self.sums, reasons)
@@ -298,7 +302,14 @@ class RequestTimelines:
             self._prefilling.pop(tracked.request, None)
         elif tracked.waiting is not None:
             own = self._own_waits.forget(tracked.request, now)
+        phase = tracked.timeline.current
         self._ends.fill_in(tracked, end, now, own)
+        if tracked.waiting is not None:
+            for wait in phase.parts:
+                if isinstance(wait, Wait):
+                    self._wait_nanos.update(wait.reasons)
+        elif end < now:
+            self._wait_nanos[WaitReason.PAUSED.value] += now - end
         tracked.waiting = None
 
     def _end_of_phase(self, tracked: Tracked, now: int) -> int:

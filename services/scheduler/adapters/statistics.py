@@ -1,6 +1,6 @@
 """The replica's numbers at the time of a request for them, by the RPC GetStats."""
 
-from collections import deque
+from collections import Counter, deque
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -17,6 +17,10 @@ _STATES = ProtoEnum(EngineState, scheduler_pb2.EngineState, "ENGINE_STATE_")
 WAIT_REASONS = ProtoEnum(WaitReason, scheduler_pb2.WaitReason, "WAIT_REASON_")
 
 RECENT_STEPS = 100
+_REASONS = (
+    *(reason.value for reason in WaitReason),
+    *(names.WAIT_NEXT_STEP, names.WAIT_LOST_STEP, names.WAIT_HASHING),
+)
 _SHARE_OF_NEWEST = 0.1
 """Weight of the newest prompt in the mean length."""
 
@@ -34,6 +38,8 @@ class StepCounts:
         self.num_lost_tokens = 0
         """Tokens that were computed and given up by preemptions."""
         self.wait_reasons = WaitReasons()
+        self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
+        """How long requests waited, by the reason."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
         self.step_costs = StepCosts()

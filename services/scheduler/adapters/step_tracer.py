@@ -47,7 +47,7 @@ class StepTracer:
         self._candidates = candidates
         self._end_execution = end_execution
         self._unix_nanos = unix_nanos
-        self._timelines = RequestTimelines(counts.wait_reasons)
+        self._timelines = RequestTimelines(counts.wait_reasons, counts.wait_nanos)
         self._sampled_steps = SampledSteps()
         self._traces = RequestTraces(tracing, self._sampled_steps.link)
         self._begun: StepRecord | None = None

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterable
 
+import pytest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from services.common.exposition import Exposition, merged
+from services.common import names
+from services.common.exposition import Exposition, merged, open_metrics, wants_open_metrics
+from services.common.histogram import Histogram
+from services.common.metric_specs import histogram_family
 
 
 class These(Collector):
@@ -108,3 +113,52 @@ def test_a_metric_that_another_version_has_with_another_type_is_left_out() -> No
     assert merged([old, new]) == (
         b"# HELP x It.\n# TYPE x counter\nx 1\n# HELP y It.\n# TYPE y gauge\ny 2\ny 4\n"
     )
+
+
+def timed(*traces: str) -> bytes:
+    """The text of a histogram and a counter; each observation is one of the traces."""
+    histogram = Histogram(names.METRIC_E2E_REQUEST_LATENCY)
+    for number, trace_id in enumerate(traces):
+        histogram.observe_traced(0.1 + number, trace_id)
+    family = histogram_family(names.METRIC_E2E_REQUEST_LATENCY)
+    histogram.add_to(family)
+    counter = CounterMetricFamily("vllm:tokens", 'Tokens "that" came.', labels=("kind",))
+    counter.add_metric(['" # {trace_id="'], 3)
+    return Exposition("gateway", [These(family, counter)]).render(exemplars=True)
+
+
+def test_openmetrics_has_the_traces_of_buckets_and_reads_as_the_standard_asks() -> None:
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    text = open_metrics(timed(trace_id, "")).decode()
+    found = {}
+    for family in openmetrics.text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                found[sample.labels["le"]] = sample.exemplar
+    ((bound, exemplar),) = found.items()
+    assert exemplar.labels == {"trace_id": trace_id}
+    assert exemplar.value == 0.1 <= float(bound)
+    assert "# TYPE vllm:tokens counter\n" in text
+    assert "vllm:tokens_total{" in text
+
+
+def test_a_text_without_exemplars_has_none() -> None:
+    plain = Exposition("gateway", [These(gauge("a", {}, 1))]).render()
+    assert b"# {" not in plain
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_open"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/plain", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.4", True),
+        ("application/openmetrics-text;q=0.3, text/plain;q=0.7", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;q=x", False),
+    ],
+)
+def test_openmetrics_is_written_for_scrapers_that_prefer_it(accept: str, is_open: bool) -> None:
+    assert wants_open_metrics(accept) is is_open

@@ -19,7 +19,7 @@ from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.channel import MAX_MESSAGE_BYTES, open_channel
 from services.common.errors import ResourceExhausted, Unavailable
-from services.common.exposition import Exposition
+from services.common.exposition import CONTENT_TYPE, OPEN_METRICS_TYPE, Exposition
 from services.common.local_stream import streams_path
 from services.common.metrics import serving_metrics
 from services.common.server import LIVENESS, READINESS, GrpcServer
@@ -288,8 +288,8 @@ class OneGauge(Collector):
         return [GaugeMetricFamily(self._name, "The answer.", value=42)]
 
 
-def rendered(name: str = "stepwell_answer") -> bytes:
-    return Exposition("test", [OneGauge(name)]).render()
+def rendered(exemplars: bool) -> bytes:
+    return Exposition("test", [OneGauge("vllm:answer")]).render(exemplars=exemplars)
 
 
 # What Prometheus 2.42 and 3 ask for.
@@ -305,20 +305,23 @@ ACCEPT = {
 def test_a_scraper_that_would_rather_have_openmetrics_gets_vllms_names(
     version: str, free_port: int
 ) -> None:
-    with serving_metrics(lambda: rendered("vllm:answer"), f"127.0.0.1:{free_port}"):
+    with serving_metrics(rendered, f"127.0.0.1:{free_port}"):
         response = httpx.get(
             f"http://127.0.0.1:{free_port}/metrics", headers={"Accept": ACCEPT[version]}
         )
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response.headers["content-type"] == OPEN_METRICS_TYPE
     assert response.text.startswith(
         "# HELP vllm:answer The answer.\n# TYPE vllm:answer gauge\nvllm:answer 42.0\n"
     )
+    assert response.text.endswith("# EOF\n")
 
 
 def test_metrics_are_served_while_the_block_lasts(free_port: int) -> None:
     url = f"http://127.0.0.1:{free_port}/metrics"
     with serving_metrics(rendered, f"127.0.0.1:{free_port}"):
-        assert "stepwell_answer 42.0" in httpx.get(url).text
+        response = httpx.get(url)
+        assert "vllm:answer 42.0" in response.text
+        assert response.headers["content-type"] == CONTENT_TYPE
         with (
             pytest.raises(Unavailable, match=f"cannot serve metrics on 127.0.0.1:{free_port}"),
             serving_metrics(rendered, f"127.0.0.1:{free_port}"),
@@ -344,7 +347,7 @@ def test_only_what_is_wrong_with_metrics_is_logged(
     asked, answering = threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
-    def render() -> bytes:
+    def render(_exemplars: bool) -> bytes:
         threads.append(threading.current_thread())
         asked.set()
         assert answering.wait(SECONDS)

@@ -417,3 +417,19 @@ async def test_the_limits_of_a_tenant_are_a_wait_of_their_own(model: Path, tmp_p
         assert_adds_up(trace)
         assert trace.root.attributes["stepwell.tenant"] == "acme"
         assert trace.only("gateway.wait").attributes["stepwell.wait_reason"] == "limits"
+
+
+async def test_a_sampled_request_is_the_exemplar_of_its_bucket(model: Path) -> None:
+    async with serving(model, FakeScheduler(), tracing=Tracer().tracing) as served:
+        for traceparent in (PARENT, UNSAMPLED.replace(TRACE, "1" * 32)):
+            headers = {"traceparent": traceparent}
+            body = {"prompt": "hello", "max_tokens": 1}
+            await served.http.post("/v1/completions", json=body, headers=headers)
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        text = (await served.http.get("/metrics", headers=accept)).text
+    exemplars = [line for line in text.splitlines() if " # {" in line]
+    assert {line.partition("_bucket{")[0] for line in exemplars} == {
+        "stepwell_gateway_time_to_first_token_seconds",
+        "stepwell_gateway_request_seconds",
+    }
+    assert all(f'trace_id="{TRACE}"' in line for line in exemplars)

@@ -98,3 +98,19 @@ async def test_of_many_preemptions_the_parts_are_kept_though_phases_are_merged()
         story.tracer.resumed()
     parts = {one.name: one.seconds for one in await parts_of(story, request)}
     assert parts == {"pause": 100, "prefill": 1, "decode": 199}
+
+
+async def test_waits_are_counted_by_their_reason_when_they_end() -> None:
+    story = TracedStory(max_num_seqs=1)
+    story.arrive("a", prompt(6), max_tokens=2)
+    story.arrive("b", prompt(6, 500), max_tokens=3)
+    await story.watched_step()
+    assert story.counts.wait_nanos.total() == 0
+    await story.watched_step()
+    await story.watched_step()
+    assert story.counts.wait_nanos["max_seqs"] == 2 * SECOND
+    story.tracer.paused()
+    story.wait(10)
+    story.tracer.resumed()
+    await story.to_the_end()
+    assert +story.counts.wait_nanos == {"max_seqs": 2 * SECOND, "paused": 10 * SECOND}

@@ -9,7 +9,12 @@ import grpc
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from services.common.exposition import CONTENT_TYPE
+from services.common.exposition import (
+    CONTENT_TYPE,
+    OPEN_METRICS_TYPE,
+    open_metrics,
+    wants_open_metrics,
+)
 from services.gateway.adapters.activity.document import stats_document
 from services.gateway.adapters.fleet_metrics import FleetMetrics
 from services.gateway.adapters.scheduler_link import SchedulerLink
@@ -101,11 +106,16 @@ class ServerRoutes:
         """How many requests are being served here."""
         return JSONResponse({"server_load": self._gate.inside})
 
-    async def metrics(self, _request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Prometheus metrics, of this gateway and of every replica. No key is asked for: where
         clients have keys, series of tenants are left out.
         """
-        text = await self._metrics.collect(shows_tenants=not self._are_keys_needed)
+        is_open = wants_open_metrics(request.headers.get("accept", ""))
+        text = await self._metrics.collect(
+            shows_tenants=not self._are_keys_needed, exemplars=is_open
+        )
+        if is_open:
+            return Response(open_metrics(text), media_type=OPEN_METRICS_TYPE)
         return Response(text, media_type=CONTENT_TYPE)
 
     def _model_card(self, name: str) -> dict[str, Any]:
