@@ -13,3 +13,6 @@ PoolId = NewType("PoolId", str)
 
 NULL_BLOCK = BlockId(0)
 """Is never allocated. Fills entries of a block table that are not read."""
+
+MAX_GENERATION = 2**62
+"""Above all generations of a pool: microseconds since 1970 reach it in 146,000 years."""

@@ -1,7 +1,7 @@
 """A worker without a model: the whole of stepwell.worker.v1 over gRPC, and faults on demand."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -25,6 +25,9 @@ FULL = common_pb2.KVCacheGroup(
     attention_type=common_pb2.ATTENTION_TYPE_FULL, block_size=BLOCK_SIZE, num_layers=2
 )
 
+Spoil = Callable[
+    [worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse], Sequence[worker_pb2.ExecuteResponse]
+]
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -77,6 +80,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
         """A token of a new request that ends the stream."""
+        self.spoil: Spoil = lambda _, answer: [answer]
+        """Makes what is answered of a step and its answer."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing
@@ -143,7 +148,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 raise InternalError("the step failed")
             response = self._run(model, step)
             await self.going.wait()
-            yield response
+            for answer in self.spoil(step, response):
+                yield answer
 
     def _run(
         self, model: PagedModel, step: worker_pb2.ExecuteRequest

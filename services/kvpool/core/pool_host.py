@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.common.ids import PoolId
+from services.common.ids import MAX_GENERATION, PoolId
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.events import Event, EventBatch
 from services.kvpool.core.kv_pool import KVPool
@@ -13,9 +13,6 @@ from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import EventSink
 
 Answer = TypeVar("Answer")
-
-MAX_GENERATION = 2**62
-"""Microseconds since 1970 reach it in 146,000 years."""
 
 
 @dataclass(slots=True)

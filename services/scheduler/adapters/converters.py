@@ -12,6 +12,7 @@ from services.common.pool_operations import BlockTables
 from services.common.pooling_proto import pooling_to_proto
 from services.common.prompt_embeds_proto import prompt_embeds_to_proto
 from services.common.sampling_proto import sampling_to_proto
+from services.scheduler.adapters.answer_check import ExpectedAnswer
 from services.scheduler.adapters.tier_loads import add_tier_fields
 from services.scheduler.core.kv_connector import NO_RESULTS, KVTransferResults
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
@@ -68,14 +69,17 @@ def model_runner_output_from_proto(
     response: worker_pb2.ExecuteResponse,
     kv_transfers: KVTransferResults = NO_RESULTS,
     num_speculative_tokens: int = 0,
+    expected: ExpectedAnswer | None = None,
 ) -> ModelRunnerOutput:
     """The output of a step, and what all ranks have transferred by then. Each request that it
     sampled gets `num_speculative_tokens` drafts, which the workers propose in its next step.
-    Raises ValueError for bytes that are no array, or arrays that should be parallel and are not.
+    Raises ValueError for bytes that are no array, for arrays that should be parallel and are not,
+    and for an answer that contradicts the `expected` one.
     """
     num_tokens = unpack_token_ids(response.num_tokens)
+    token_ids = unpack_token_ids(response.token_ids)
     output = ModelRunnerOutput(
-        _sampled(unpack_token_ids(response.token_ids), num_tokens),
+        _sampled(token_ids, num_tokens),
         num_draft_tokens=unpack_token_ids(response.num_draft_tokens),
         execute_nanos=response.execute_nanos,
         slack_seconds=response.slack_nanos / 1e9 if response.HasField("slack_nanos") else None,
@@ -93,6 +97,8 @@ def model_runner_output_from_proto(
         _take_refused(output, response)
     if response.pooled:
         output.pooled = {item.index: item.values for item in response.pooled}
+    if expected is not None:
+        expected.check(output, num_tokens, token_ids)
     return output
 
 

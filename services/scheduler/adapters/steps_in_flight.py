@@ -8,29 +8,44 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.watchdog.proc import watch_addresses
 from services.scheduler.adapters.alarm import Alarm
+from services.scheduler.adapters.answer_check import (
+    LONGEST_NANOS,
+    ExpectedAnswer,
+    ModelFacts,
+    RequestsWithLogprobs,
+    WrongAnswer,
+)
 from services.scheduler.adapters.converters import model_runner_output_from_proto
 from services.scheduler.adapters.tier_loads import EndedLoads
 from services.scheduler.core.deadlines import Deadlines
-from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import WorkersLost
 
 
 class SentStep:
     """A step that was sent. `output` resolves when every rank has answered, with the answer of the
     last one in rank order: it is of the last pipeline stage, and those of the others there are
-    equal. It fails if a rank is lost or late.
+    equal. It fails if a rank is lost or late, or answers something else.
     """
 
     __slots__ = (
-        *("_missing", "_other_nanos", "_response", "_slack_nanos", "_steps"),
-        *("allowed_seconds", "number", "output", "size"),
+        *("_expected", "_generation", "_missing", "_other_nanos", "_response", "_slack_nanos"),
+        *("_steps", "_tokens", "allowed_seconds", "number", "output", "size"),
     )
 
     def __init__(
-        self, steps: "StepsInFlight", number: int, size: int, allowed_seconds: float
+        self,
+        steps: "StepsInFlight",
+        generation: int,
+        number: int,
+        size: int,
+        allowed_seconds: float,
+        expected: ExpectedAnswer,
     ) -> None:
         self.number = number
         self.size = size
+        self._generation = generation
+        self._expected = expected
         self.allowed_seconds = allowed_seconds
         self.output: asyncio.Future[ModelRunnerOutput] = steps.loop.create_future()
         self._steps = steps
@@ -40,9 +55,28 @@ class SentStep:
         """Time in which the other ranks than the last one computed, together."""
         self._slack_nanos: int | None = None
         """The least of other ranks."""
+        self._tokens: tuple[bytes, bytes] | None = None
+        """What another rank of the last stage sampled."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Notes the answer of a rank."""
+        """Notes the answer of a rank. Raises WrongAnswer if it is of another step, or contradicts
+        this one.
+        """
+        try:
+            self._take(rank, response)
+        except ValueError as error:
+            raise WrongAnswer(f"its answer to step {self.number} is wrong: {error}") from error
+
+    def _take(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        answered = response.generation, response.step
+        if answered != (self._generation, self.number):
+            generation, step = answered
+            raise WrongAnswer(f"it is of step {step} in generation {generation}")
+        times = response.queue_nanos, response.execute_nanos, abs(response.slack_nanos)
+        if max(times) > LONGEST_NANOS:
+            raise WrongAnswer("times of more than a day")
+        if len(self._steps.ranks) > 1:
+            self._compare(rank, response)
         self._missing.discard(rank)
         if rank == self._steps.ranks[-1]:
             self._response = response
@@ -50,7 +84,7 @@ class SentStep:
             self._other_nanos += response.execute_nanos
             self._note_slack(response)
         if response.ended_tier_loads:
-            self._steps.ended_loads.note(response)
+            self._steps.ended_loads.note(rank, response)
         if not self._missing:
             self._steps.done(self)
             if self._response is not None and not self.output.done():  # it may be cancelled
@@ -87,13 +121,25 @@ class SentStep:
         if (num_stages := self._steps.num_stages) > 1:
             whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
             response.execute_nanos = whole * num_stages // num_ranks
-        try:
-            transfers = self._steps.ended_loads.take()
-            num_speculative = self._steps.num_speculative_tokens
-            output = model_runner_output_from_proto(response, transfers, num_speculative)
-            self.output.set_result(output)
-        except ValueError as error:  # bytes that are not an array
-            self.output.set_exception(error)
+        transfers = self._steps.ended_loads.take()
+        num_speculative = self._steps.num_speculative_tokens
+        self.output.set_result(
+            model_runner_output_from_proto(response, transfers, num_speculative, self._expected)
+        )
+
+    def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        """Raises WrongAnswer unless all ranks that sample have sampled the same tokens, and no
+        other one has any.
+        """
+        ranks = self._steps.ranks
+        tokens = response.num_tokens, response.token_ids
+        if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:
+            if response.token_ids:
+                raise WrongAnswer("token_ids: tokens of a stage that does not sample")
+        elif self._tokens is None:
+            self._tokens = tokens
+        elif self._tokens != tokens:
+            raise WrongAnswer("token_ids: not what another rank sampled")
 
 
 class StepsInFlight:
@@ -106,7 +152,9 @@ class StepsInFlight:
         self.ranks = tuple(ranks)
         self.num_stages = 1
         self.num_speculative_tokens = 0
+        self.model = ModelFacts()
         self.ended_loads = EndedLoads(len(self.ranks))
+        self._with_logprobs = RequestsWithLogprobs()
         self._deadlines = deadlines
         self._steps: deque[SentStep] = deque()
         self._alarm = Alarm(self._overdue, watch_addresses(self._late_ranks))
@@ -120,9 +168,12 @@ class StepsInFlight:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def add(self, number: int, size: int, allowed_seconds: float) -> SentStep:
-        """Adds a step of `size` tokens, which is about to be sent."""
-        step = SentStep(self, number, size, allowed_seconds)
+    def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
+        """Adds a step, which is about to be sent."""
+        expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
+        if plan.kv_connector_metadata is not None:
+            self.ended_loads.begin(plan.kv_connector_metadata)
+        step = SentStep(self, generation, plan.step, plan.num_tokens, allowed_seconds, expected)
         self._steps.append(step)
         if len(self._steps) == 1:
             self._begin_oldest(self.loop.time())

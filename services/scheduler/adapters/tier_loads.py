@@ -39,19 +39,34 @@ class EndedLoads:
     """Collects the reports of all ranks. A block is invalid if it is on one of them."""
 
     num_ranks: int
-    _num_reports: dict[int, int] = field(default_factory=dict)
+    _blocks: dict[int, frozenset[int]] = field(default_factory=dict)
+    """The blocks of each load that is under way."""
+    _reported: dict[int, set[str]] = field(default_factory=dict)
+    """The ranks that have reported its end."""
     _invalid: dict[int, set[int]] = field(default_factory=dict)
     _ended: list[int] = field(default_factory=list)
 
-    def note(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Takes in what one rank reports with a step."""
+    def begin(self, metadata: KVConnectorMetadata) -> None:
+        """Notes the loads that begin with a step."""
+        for load in metadata.loads:
+            self._blocks[load.request] = frozenset(one.block for one in load.blocks)
+
+    def note(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        """Takes in what one rank reports with a step. Raises ValueError for what is not under way,
+        or was reported before.
+        """
         for load in response.ended_tier_loads:
-            request = load.request
-            count = self._num_reports[request] = self._num_reports.get(request, 0) + 1
-            invalid = self._invalid.setdefault(request, set())
-            invalid.update(unpack_token_ids(load.invalid_block_ids))
-            if count == self.num_ranks:
-                del self._num_reports[request]
+            request, blocks = load.request, self._blocks.get(load.request)
+            reported = self._reported.setdefault(request, set())
+            if blocks is None or rank in reported:
+                raise ValueError(f"ended_tier_loads: no load of request {request} is under way")
+            found = unpack_token_ids(load.invalid_block_ids)
+            if not blocks.issuperset(found):
+                raise ValueError("ended_tier_loads.invalid_block_ids: blocks of no load")
+            reported.add(rank)
+            self._invalid.setdefault(request, set()).update(found)
+            if len(reported) == self.num_ranks:
+                del self._reported[request], self._blocks[request]
                 self._ended.append(request)
 
     def take(self) -> KVTransferResults:
@@ -67,6 +82,7 @@ class EndedLoads:
 
     def forget(self) -> None:
         """A new generation begins, in which no load is under way."""
-        self._num_reports.clear()
+        self._blocks.clear()
+        self._reported.clear()
         self._invalid.clear()
         self._ended.clear()

@@ -13,12 +13,14 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common.adapter import Adapter
 from services.common.adapter_proto import adapter_to_proto
 from services.common.errors import StepwellError, Unavailable
+from services.common.pooling_proto import pooler_from_proto
 from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
 from services.common.watchdog.proc import watch_addresses
 from services.common.watchdog.silence import Silence
+from services.scheduler.adapters.answer_check import ModelFacts, WrongAnswer
 from services.scheduler.adapters.converters import (
     last_token_ids,
     num_stages,
@@ -60,6 +62,7 @@ class Rank:
         self._has_answered = False
         """Whether a step was answered since this was set to False."""
         self._unanswered: deque[SentStep] = deque()
+        self._why_lost = f"the worker at {address} has no stream"
 
     async def describe(self) -> worker_pb2.DescribeResponse:
         """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
@@ -115,7 +118,7 @@ class Rank:
     async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
         """Sends a step. Raises WorkersLost when the stream has ended."""
         if self._call is None:
-            raise WorkersLost(f"the worker at {self.address} has no stream")
+            raise WorkersLost(self._why_lost)
         self._unanswered.append(step)
         try:
             await self._call.write(request)
@@ -127,15 +130,24 @@ class Rank:
         try:
             async for response in call:
                 self._has_answered = True
-                if self._unanswered:
-                    self._unanswered.popleft().answered(self.address, response)
+                self._take(response)
         except grpc.aio.AioRpcError as error:
             failure = from_peer("it", error)
             why, reason = failure.message, failure.error_reason
+        except WrongAnswer as error:
+            why = str(error)
+            call.cancel()
         self._call = None
-        message = f"the worker at {self.address} was lost: {why}"
+        message = self._why_lost = f"the worker at {self.address} was lost: {why}"
         self._fail(message, reason)
         self.on_lost(message)
+
+    def _take(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Raises WrongAnswer unless it is the answer to the oldest step."""
+        if not self._unanswered:
+            raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
+        self._unanswered[0].answered(self.address, response)
+        self._unanswered.popleft()
 
     async def _watch_idle(self) -> None:
         num_silent = 0
@@ -198,6 +210,7 @@ class WorkerGroup:
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         self._steps.num_stages = num_stages(ranks[0])
         self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
+        self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
             # A new process may compile or allocate in the first steps of each size.
@@ -219,8 +232,10 @@ class WorkerGroup:
         for rank in self._ranks:
             rank.open()
         self._steps.ended_loads.forget()
-        request = worker_pb2.ExecuteRequest(generation=generation, owner=self._owner)
-        await (await self._send(request, 0, self._deadlines.ceiling_seconds))
+        plan = SchedulerOutput(0)
+        request = scheduler_output_to_proto(plan, generation, "")
+        request.owner.CopyFrom(self._owner)
+        await (await self._send(request, plan, self._deadlines.ceiling_seconds))
         self._is_open = True
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
@@ -254,13 +269,13 @@ class WorkerGroup:
         request = scheduler_output_to_proto(plan, self._generation, traceparent)
         if self._steps.num_stages > 1:
             request.last_token_ids = last_token_ids(plan)
-        return await self._send(request, plan.num_tokens, self._deadlines.seconds(plan.num_tokens))
+        return await self._send(request, plan, self._deadlines.seconds(plan.num_tokens))
 
     async def _send(
-        self, request: worker_pb2.ExecuteRequest, num_tokens: int, allowed_seconds: float
+        self, request: worker_pb2.ExecuteRequest, plan: SchedulerOutput, allowed_seconds: float
     ) -> asyncio.Future[ModelRunnerOutput]:
         request.timeout_millis = math.ceil(1000 * allowed_seconds)
-        step = self._steps.add(request.step, num_tokens, allowed_seconds)
+        step = self._steps.add(self._generation, plan, allowed_seconds)
         for rank in self._ranks:
             try:
                 await rank.submit(request, step)

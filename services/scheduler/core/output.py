@@ -115,6 +115,8 @@ class SchedulerOutput:
     """New blocks of requests that ran before."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
+    prefill_chunks: set[Request] = field(default_factory=set)
+    """Requests of which tokens are left to compute before one can be sampled."""
     new: list[Request] = field(default_factory=list)
     """Admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)

@@ -94,6 +94,8 @@ class RunningPlanner:
         entering: dict[Request, int] = {}
         for request, num_computed in builder.off_fast_path.items():
             request.is_prefill_chunk = num_computed < len(request.token_ids)
+            if request.is_prefill_chunk:
+                builder.plan.prefill_chunks.add(request)
             if self._has_drafts:
                 request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
             if num_drafts:

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import fields
+from zlib import crc32
 
 import numpy as np
 from stepwell.common.v1 import common_pb2
@@ -35,7 +36,7 @@ _NO_INTS = no_ints()
 _NO_INTS.flags.writeable = False
 
 
-def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
+def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = False) -> StepInput:
     """The step. Raises InvalidStep when a packed array is not one."""
     return StepInput(
         generation=message.generation,
@@ -56,6 +57,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest) -> StepInput:
         if message.HasField("tier_stores")
         else None,
         tier_loads=tuple(map(_tier_load, message.tier_loads)),
+        digest=crc32(message.SerializeToString()) if with_digest else 0,
     )
 
 
@@ -153,6 +155,9 @@ def _tier_load(message: worker_pb2.TierLoad) -> TierLoad:
 
 def _tier_blocks(message: worker_pb2.TierBlocks, field: str) -> TierBlocks:
     keys = message.keys
+    if len(keys) % KEY_BYTES:
+        problem = f"{len(keys)} bytes are no keys of {KEY_BYTES}"
+        raise InvalidStep(f"{field}.keys: {problem}", field=f"{field}.keys")
     return TierBlocks(
         _array(message.block_ids, f"{field}.block_ids"),
         _array(message.tier_block_ids, f"{field}.tier_block_ids"),

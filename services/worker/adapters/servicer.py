@@ -1,6 +1,7 @@
 """The worker's contract over a runner."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
+from services.common.ids import MAX_GENERATION
 from services.common.lease import Lease
 from services.common.lease_proto import holder_from_proto
 from services.common.protocol import require_same_protocol
@@ -27,10 +29,14 @@ from services.worker.adapters.converters import (
 )
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
+from services.worker.core.errors import InvalidStep
 from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
+from services.worker.core.step_order import StepOrder
 from services.worker.core.worker import StepRunner, Worker
+
+logger = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 4
 """Steps of a stream that are read before the oldest is answered."""
@@ -119,13 +125,19 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             self._begin_generation(first.generation)
             await self._run_steps(worker, first, request_iterator, context.write)
+        except InvalidArgument as refusal:
+            logger.warning("the stream of steps ends: %s", refusal.message)
+            raise
         finally:
             self._lease.release(holder)
 
     def _begin_generation(self, generation: int) -> None:
         """Ends the stream before. Raises Aborted if that is of a newer generation: a stream may be
-        late, such as when this process did not run while it and a newer one were opened.
+        late, such as when this process did not run while it and a newer one were opened. Raises
+        InvalidStep for what is no generation.
         """
+        if not 0 < generation < MAX_GENERATION:
+            raise InvalidStep(f"generation: {generation} is none", field="generation")
         if generation < self._seen_generation:
             raise Aborted(
                 f"generation {generation} is over: generation {self._seen_generation} has begun"
@@ -144,7 +156,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         description = worker.description
         tracer = StepTracer(self._tracing, description.rank, description.pipeline_stage)
         self._metrics.stream_opened()
-        stream = self._stream = _StepStream(worker.runner, self._compute, tracer, self._metrics)
+        has_other_ranks = description.world_size > 1
+        stream = self._stream = _StepStream(
+            worker.runner, self._compute, tracer, self._metrics, has_other_ranks=has_other_ranks
+        )
         try:
             await stream.run(first, others, write)
         finally:
@@ -195,13 +210,17 @@ class _StepStream:
         compute: ComputeThread,
         tracer: StepTracer,
         metrics: WorkerMetrics,
+        *,
+        has_other_ranks: bool,
     ) -> None:
         self._runner = runner
+        self._has_other_ranks = has_other_ranks
         self._compute = compute
         self._tracer = tracer
         self._metrics = metrics
         self._closed = False
         self._error: StepwellError | None = None
+        self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
         self._last_ended_nanos: int | None = None
         """When the step before the oldest one ended; None if there was none."""
@@ -264,7 +283,8 @@ class _StepStream:
 
     def _submit(self, message: worker_pb2.ExecuteRequest) -> _PendingStep:
         arrived = time.perf_counter_ns()
-        step = step_from_proto(message)
+        self._order.follow(message.generation, message.step, is_empty=not message.rows)
+        step = step_from_proto(message, with_digest=self._has_other_ranks)
         pending = _PendingStep(message, step, arrived, arrived)
         pending.begun = self._compute.submit(
             lambda: self._begin(pending), _allowed_seconds(message), self._changed.set

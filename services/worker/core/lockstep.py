@@ -6,6 +6,9 @@ steps that they are about to run. A rank with an older generation drops its step
 wait until it has one of the newest. A newer generation is a greater number even if a clock was set
 back: workers report the last generation that they received, and a pool begins none below it.
 
+With the numbers they exchange digests of the messages. If one rank was sent another message, all
+refuse the step, since none could go on without the others.
+
 At regular intervals a digest of a step's input and output is exchanged too, some steps later, when
 no device computes it any more. Sums over ranks are the same bits on each rank, and so must be
 everything computed from them. If digests differ, memory or a kernel is faulty, and no later token
@@ -21,6 +24,7 @@ import torch
 
 from services.common.errors import Aborted, InvalidArgument
 from services.worker.backends.ranks import Ranks
+from services.worker.core.errors import InvalidStep
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
@@ -57,7 +61,8 @@ class Lockstep:
     def run(self, step: StepInput, begin: Callable[[StepInput], _Output]) -> _Output:
         """Calls `begin(step)` when all ranks are about to run the step.
 
-        Raises Aborted for a step of an older generation, and GroupBroken if the ranks cannot go on.
+        Raises Aborted for a step of an older generation, InvalidStep on every rank if they were
+        sent different steps, and GroupBroken if the ranks cannot go on.
         """
         try:
             self._agree_on(step)
@@ -88,21 +93,21 @@ class Lockstep:
             self._generation = step.generation
             self._begun.extend([None] * _LAG)
         due = self._begun[0]
-        own = [step.generation, step.step, 0 if due is None else due.digest()]
+        own = [step.generation, step.step, step.digest, 0 if due is None else due.digest()]
         while True:
             exchanged = self._ranks.exchange(own)
-            newest = max(generation for generation, _, _ in exchanged)
+            newest = max(generation for generation, *_ in exchanged)
             if step.generation < newest:
                 self._generation = None
                 raise Aborted(f"step {step.step} is of a generation that is over")
-            if all(generation == newest for generation, _, _ in exchanged):
+            if all(generation == newest for generation, *_ in exchanged):
                 break
-        if len({number for _, number, _ in exchanged}) > 1:
-            raise GroupBroken(f"the ranks are at different steps: {[x[1] for x in exchanged]}")
-        if due is not None and len({digest for _, _, digest in exchanged}) > 1:
+        if len({(number, sent) for _, number, sent, _ in exchanged}) > 1:
+            raise InvalidStep(f"step {step.step}: another rank was sent another step")
+        if due is not None and len({digest for *_, digest in exchanged}) > 1:
             raise GroupBroken(
                 f"the ranks computed different results in step {due.step.step}: "
-                f"{[f'{digest:x}' for _, _, digest in exchanged]}"
+                f"{[f'{digest:x}' for *_, digest in exchanged]}"
             )
 
 

@@ -46,6 +46,11 @@ class LoraAdapters:
             )
         self._loaded[digest] = adapter
 
+    def lacks_any(self, step: StepInput) -> bool:
+        """Whether a request that enters in a step has an adapter that is not loaded."""
+        wanted = {one.adapter_digest for one in step.new_requests if one.adapter_digest}
+        return not self._loaded.keys() >= wanted
+
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
         """The adapters of the requests that enter in a step, by row. Raises InvalidStep for one
         that is not loaded.

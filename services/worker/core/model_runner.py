@@ -40,6 +40,11 @@ from services.worker.core.step_sampler import StepSampler
 from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
+_WITHOUT_ADAPTER = -1
+"""In place of the digest of a step for which this rank lacks an adapter: no rank begins it if
+another has the adapter.
+"""
+
 
 class ModelRunner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
@@ -132,9 +137,11 @@ class ModelRunner:
         begin = self._begin if self._stage is None else self._begin_stage
         if self.tier is not None:
             begin = partial(self._begin_with, self.tier, begin)
-        if self._lockstep is not None:
-            return self._lockstep.run(step, begin)
-        return begin(step)
+        if self._lockstep is None:
+            return begin(step)
+        if self._adapters is not None and self._adapters.lacks_any(step):
+            step.digest = _WITHOUT_ADAPTER
+        return self._lockstep.run(step, begin)
 
     def _begin_with(
         self,

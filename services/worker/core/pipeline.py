@@ -7,10 +7,10 @@ stages. Only the last stage samples, and the scheduler sends the token on with t
 request: until it has the token it plans no such step. This is vLLM's pipeline parallelism; GPipe
 (Huang et al.) has the name.
 
-Hidden states follow a header: generation, number and tokens of their step. When streams end, one
-stage may have received a step that another did not. A stage drops hidden states of an older
-generation than its step, and gives its step up for those of a newer one, which the scheduler sends
-to all stages as soon as it has begun.
+Hidden states follow a header: generation, number, digest and tokens of their step. When streams
+end, one stage may have received a step that another did not. A stage drops hidden states of an
+older generation than its step, and gives its step up for those of a newer one, which the scheduler
+sends to all stages as soon as it has begun. It refuses a step that the stage before was not sent.
 """
 
 import time
@@ -22,11 +22,11 @@ import torch
 from services.common.errors import Aborted
 from services.worker.backends.attention import LayerAttention
 from services.worker.backends.lora import LoraRows
+from services.worker.core.errors import InvalidStep
 from services.worker.core.step import StepInput
 from services.worker.models.model import Model
-from services.worker.parallel.errors import GroupBroken
 
-_HEADER_LENGTH = 3
+_HEADER_LENGTH = 4
 
 
 class Link(Protocol):
@@ -41,10 +41,11 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Generation and number of a step, and the tokens whose hidden states follow."""
+    """Generation, number and digest of a step, and the tokens whose hidden states follow."""
 
     generation: int
     step: int
+    digest: int
     num_tokens: int
 
 
@@ -81,7 +82,7 @@ class PipelineStage:
 
     def receive(self, num_tokens: int) -> torch.Tensor:
         """The hidden states [num_tokens, hidden_size] that the stage before computed in this step.
-        Raises Aborted if a newer generation has begun, and GroupBroken if that is no such step.
+        Raises Aborted if a newer generation has begun, and InvalidStep if that is no such step.
         """
         began = time.perf_counter_ns()
         hidden = self._receive(num_tokens)
@@ -106,10 +107,10 @@ class PipelineStage:
                 self._link.receive(hidden)
             if header.generation == step.generation:
                 break
-        if (header.step, header.num_tokens) != (step.step, num_tokens):
-            raise GroupBroken(
-                f"the stages are at different steps: {num_tokens} tokens of step {step.step} here, "
-                f"{header.num_tokens} of step {header.step} in the stage before"
+        if header != _Header(step.generation, step.step, step.digest, num_tokens):
+            raise InvalidStep(
+                f"step {step.step}: the stage before was sent another step: {header.num_tokens} "
+                f"tokens of step {header.step}, not {num_tokens}"
             )
         return hidden
 
@@ -120,7 +121,8 @@ class PipelineStage:
 
     def _send_header(self, num_tokens: int) -> None:
         step = self._current
-        self._link.send(torch.tensor([step.generation, step.step, num_tokens]))
+        numbers = [step.generation, step.step, step.digest, num_tokens]
+        self._link.send(torch.tensor(numbers))
 
     @property
     def _current(self) -> StepInput:

@@ -117,6 +117,8 @@ class StepInput:
     """The last scheduled token of each request, for pipeline stages that do not sample."""
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
+    digest: int = 0
+    """Of the message, below 2^32, where ranks compare what they were sent."""
 
     def copy(self) -> "StepInput":
         """A step of the same fields. `dataclasses.replace` takes several times as long."""

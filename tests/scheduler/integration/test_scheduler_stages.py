@@ -5,8 +5,13 @@ import asyncio
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.ids import RequestKey
+from services.common.sampling import SamplingParams
+from services.scheduler.adapters.answer_check import ModelFacts
 from services.scheduler.adapters.steps_in_flight import StepsInFlight
 from services.scheduler.core.deadlines import Deadlines
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
@@ -66,6 +71,8 @@ async def test_without_stages_no_token_is_sent_twice() -> None:
 async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of_them() -> None:
     def response(token_ids: list[int], nanos: int) -> worker_pb2.ExecuteResponse:
         return worker_pb2.ExecuteResponse(
+            generation=3,
+            step=1,
             num_tokens=pack_token_ids([len(token_ids)]),
             token_ids=pack_token_ids(token_ids),
             execute_nanos=nanos,
@@ -74,7 +81,9 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
     # Two stages of two ranks each; one of the first stage answers last.
     steps = StepsInFlight("abcd", Deadlines(1, 10))
     steps.num_stages = 2
-    step = steps.add(1, 1, 10)
+    steps.model = ModelFacts(vocab_size=10)
+    request = Request("r", RequestKey(1), [1], 1, SamplingParams())
+    step = steps.add(3, SchedulerOutput(1, [request], [1], [0]), 10)
     for rank, nanos in {"b": 7, "c": 3, "d": 3}.items():
         step.answered(rank, response([5] if rank in "cd" else [], nanos))
         assert not step.output.done()
@@ -86,9 +95,10 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
 async def test_a_step_came_as_early_as_it_did_to_the_rank_that_had_it_last() -> None:
     def slack_of(**slacks: int | None) -> float | None:
         steps = StepsInFlight("abc", Deadlines(1, 10))
-        step = steps.add(1, 1, 10)
+        step = steps.add(3, SchedulerOutput(1), 10)
         for rank, slack in slacks.items():
-            step.answered(rank, worker_pb2.ExecuteResponse(slack_nanos=slack))
+            response = worker_pb2.ExecuteResponse(generation=3, step=1, slack_nanos=slack)
+            step.answered(rank, response)
         output: float | None = step.output.result().slack_seconds
         return output
 

@@ -363,6 +363,8 @@ BAD_STEPS = {
     "removed_rows: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
         generation=1, step=2, removed_rows=b"abc"
     ),
+    "step 1: step: it comes after step 1": step(1, (0, 1, 20)),
+    "step 2: generation: 2 in a stream of 1": step(2, (0, 1, 20), generation=2),
     "drafts of row 0 do not follow its 21 tokens": step(
         2, (0, 2, 19), num_draft_tokens=packed(1), draft_token_ids=packed(5)
     ),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from services.common.errors import Aborted, InvalidArgument
+from services.worker.core.errors import InvalidStep
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken, RankLost, RankStopped
@@ -56,6 +57,19 @@ def test_a_step_that_is_refused_everywhere_breaks_nothing() -> None:
         with pytest.raises(InvalidArgument):
             own.run(step(1, 0), refuse)
         own.run(step(1, 1), answering(5))
+        return thread.broken.done()
+
+    assert on_ranks(2, work) == [False, False]
+
+
+@pytest.mark.parametrize("field", ["step", "digest"])
+def test_a_step_that_is_another_one_on_some_rank_is_refused_on_all(field: str) -> None:
+    def work(thread: RankThread) -> bool:
+        own, sent = lockstep(thread), step(1, 0)
+        setattr(sent, field, thread.ranks.rank)
+        with pytest.raises(InvalidStep, match="another rank was sent another step"):
+            own.run(sent, answering(5))
+        own.run(step(2, 0), answering(5))
         return thread.broken.done()
 
     assert on_ranks(2, work) == [False, False]

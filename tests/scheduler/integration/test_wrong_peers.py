@@ -1,0 +1,118 @@
+"""Peers that answer wrongly: each wrong answer is a new generation, and never a token."""
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.block_hash import pack_token_ids, unpack_token_ids
+from tests.scheduler.fake_worker import FakeWorker, Spoil
+from tests.scheduler.paged_model import continuation
+from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.story import prompt
+
+Answer = worker_pb2.ExecuteResponse
+Request = worker_pb2.ExecuteRequest
+
+PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
+POISON = 777
+MANY = 120
+
+
+class Spoiler:
+    """Spoils one answer of each kind, every tenth one."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self.kinds: list[Spoil] = [
+            lambda _, answer: [answer, answer],
+            lambda _, answer: [changed(answer, step=answer.step - 1)],
+            lambda _, answer: [changed(answer, generation=answer.generation - 1)],
+            lambda _, answer: [changed(answer, token_ids=answer.token_ids + pack_token_ids([5]))],
+            lambda _, answer: [changed(answer, token_ids=answer.token_ids[:-1])],
+            lambda _, answer: [changed(answer, token_ids=pack_token_ids([200_000]))],
+            self._stale,
+            self._late,
+        ]
+        self._num_answers = 0
+        self._old = Answer()
+        worker.spoil = self
+
+    def __call__(self, step: Request, answer: Answer) -> Sequence[Answer]:
+        self._num_answers += 1
+        if self.kinds and step.rows and self._num_answers % 10 == 0:
+            return self.kinds.pop(0)(step, answer)
+        self._old = answer
+        return [answer]
+
+    def _stale(self, _step: Request, _answer: Answer) -> Sequence[Answer]:
+        return [self._old]
+
+    def _late(self, _step: Request, answer: Answer) -> Sequence[Answer]:
+        """After the next one, if there is one before the stream ends."""
+        self.kinds.append(lambda _, after: [after, answer])
+        self._num_answers = 9
+        return []
+
+
+def changed(answer: Answer, **fields: object) -> Answer:
+    copy = Answer()
+    copy.CopyFrom(answer)
+    for name, value in fields.items():
+        setattr(copy, name, value)
+    return copy
+
+
+async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    worker = FakeWorker(num_blocks=200)
+    spoiler = Spoiler(worker)
+    num_kinds = len(spoiler.kinds)
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for handle, token_ids in PROMPTS.items():
+            await gateway.add(handle, token_ids, sampling=sampling(MANY))
+        await gateway.finish(*PROMPTS)
+        for handle, token_ids in PROMPTS.items():
+            assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+        await replica.until_idle()
+    assert not spoiler.kinds
+    logged = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(logged) == num_kinds, logged
+    assert all("it answered step" in line or "is wrong: " in line for line in logged)
+
+
+async def test_a_request_of_which_answers_are_always_wrong_is_found() -> None:
+    worker = FakeWorker(num_blocks=200)
+
+    def spoil(step: Request, answer: Answer) -> Sequence[Answer]:
+        is_in = any(POISON in unpack_token_ids(new.token_ids) for new in step.new_requests)
+        return [changed(answer, num_tokens=b"")] if is_in else [answer]
+
+    worker.spoil = spoil
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        for handle, token_ids in PROMPTS.items():
+            await gateway.add(handle, token_ids, sampling=sampling(MANY))
+        await gateway.add(9, [*prompt(5, 600), POISON], sampling=sampling(MANY))
+        await gateway.finish(*PROMPTS, 9)
+        for handle, token_ids in PROMPTS.items():
+            assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+        finished = gateway.heard[9].finished
+        assert finished is not None
+        assert finished.reason == common_pb2.FINISH_REASON_STEP_FAILED
+        await replica.until_idle()
+
+
+async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reason() -> None:
+    worker = FakeWorker()
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(MANY))
+        await gateway.until_tokens(1, 3)
+        worker.spoil = lambda _, answer: [changed(answer, step=answer.step + 1)]
+        await replica.until(lambda stats: "is wrong: it is of step" in stats.state_reason)
+        num_steps = len(worker.steps)
+        await replica.until(lambda _: len(worker.steps) >= num_steps + 2)
+        await gateway.until(lambda: gateway.state is not None and bool(gateway.state.reason))
+        worker.spoil = lambda _, answer: [answer]
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
+        await replica.until_idle()
