@@ -109,6 +109,9 @@ class UpSettings:
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "
         "generation_config.json",
     )
+    chat_template_content_format: str | None = passed_to(
+        "gateway", doc="how the chat template gets the content of a turn: auto, string or openai"
+    )
     reasoning_parser: str | None = passed_to(
         "gateway", doc="how the model marks its reasoning, such as qwen3 or deepseek_r1"
     )

@@ -73,7 +73,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tls_of(settings) as internal_tls,
         tls_of(settings, PUBLIC_TLS) as tls,
     ):
-        tokenizer = load_tokenizer(settings.model)
+        tokenizer = load_tokenizer(settings.model, settings.chat_template_content_format)
         gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
         addresses = await gateway.start()
         # What was loaded stays: a full collection that walks through it would hold up the event

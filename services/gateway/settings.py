@@ -76,6 +76,12 @@ class GatewaySettings(ClientSettings):
         "generation_config.json; vllm, no file; or a directory with such a file, whose "
         "max_new_tokens bounds every answer",
     )
+    chat_template_content_format: str = setting(
+        "auto",
+        doc="how the chat template gets the content of a turn: string, a text; openai, a list of "
+        "parts; auto: parts if it has a loop over them",
+        check=one_of(("auto", "string", "openai")),
+    )
     reasoning_parser: str = setting(
         "",
         doc="how the model marks its reasoning, which answers of chats have apart: "

@@ -14,6 +14,11 @@ from jinja2 import TemplateError
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.tokenizer_files import has_tokenizer
+from services.gateway.adapters.chat_content import (
+    Messages,
+    render_content,
+    texts_of,
+)
 from services.gateway.adapters.transformers_package import import_auto_tokenizer
 from services.gateway.core.ports import TextTooLong
 
@@ -39,8 +44,10 @@ class HfTokenizer:
     training that wrote the file, and would silently change what a client sent.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, content_format: str = "auto") -> None:
+        """`content_format` is the form in which its chat template gets the content of turns."""
         self._tokenizer = tokenizer
+        self._content_format = content_format
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -140,10 +147,12 @@ class HfTokenizer:
                 "this model has no chat template; use completions instead", field="messages"
             )
 
-        def work() -> str:
+        given_tools = list(tools) or None
+
+        def render(written: Messages) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
+                list(written),
+                tools=given_tools,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -151,7 +160,12 @@ class HfTokenizer:
             )
             return text
 
-        size = sum(_CHARACTERS_OF_MESSAGE + len(message["content"]) for message in messages)
+        def work() -> str:
+            template = self._tokenizer.get_chat_template(tools=given_tools)
+            return render_content(render, messages, template, self._content_format)
+
+        texts = [text for message in messages for text in texts_of(message["content"])]
+        size = _CHARACTERS_OF_MESSAGE * len(messages) + sum(map(len, texts))
         if variables or tools:  # they may be anything that the template goes through
             size += _INLINE_CHARACTERS
         try:
@@ -226,7 +240,7 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
     )
 
 
-def load_tokenizer(directory: Path) -> HfTokenizer:
+def load_tokenizer(directory: Path, content_format: str = "auto") -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
@@ -245,7 +259,7 @@ def load_tokenizer(directory: Path) -> HfTokenizer:
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
-    return HfTokenizer(tokenizer)
+    return HfTokenizer(tokenizer, content_format)
 
 
 def _damaged_file(directory: Path) -> Path:

@@ -239,7 +239,8 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """A conversation as the model's chat template writes it.
+        """A conversation as the model's chat template writes it. The content of a message is a
+        text, or a list of the texts of its parts.
 
         Raises InvalidArgument when the template does not take it.
         """

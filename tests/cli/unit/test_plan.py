@@ -32,6 +32,7 @@ EVERYTHING = {
     "max_lora_rank": 32,
     "max_cpu_loras": 3,
     "generation_config": "vllm",
+    "chat_template_content_format": "openai",
     "reasoning_parser": "qwen3",
     "tool_call_parser": "hermes",
     "enable_auto_tool_choice": True,

@@ -183,12 +183,12 @@ async def test_a_conversation_is_rendered_and_counted(
             ],
         },
     ]
-    system = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind", **cached}]
+    system = [{"type": "text", "text": "be"}, {"type": "text", "text": "kind", **cached}]
     ask: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": [tool()]}
     counted = await client.messages.count_tokens(**ask, system=system)
-    answer = await client.messages.create(**ask, system="be kind", max_tokens=5)
+    answer = await client.messages.create(**ask, system="be\nkind", max_tokens=5)
     text = (
-        "[get_weather]system:be kind;user:hi;assistant:<hm>so(c1 f a=1)(c2 g);tool:7#c1;"
+        "[get_weather]system:be\nkind;user:h\ni;assistant:<hm>so(c1 f a=1)(c2 g);tool:7#c1;"
         "tool:x#c2;user:go on;A:"
     )
     assert served_prompts(hermes) == [text]

@@ -1,6 +1,7 @@
 """Conversations that clients send back: what this server writes, and what packages add to it."""
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,11 +17,16 @@ from services.gateway.adapters.http.responses.items import turns_of
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
 
+def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The turns as templates get them that take texts."""
+    return [{**turn, "content": "\n".join(turn["content"])} for turn in turns]
+
+
 def chat(*turns: dict[str, Any]) -> list[dict[str, Any]]:
     raw = json.dumps({"messages": turns}).encode()
     body, ignored = parse_body(raw, ChatCompletionBody, ignores_unknown=False)
     assert ignored == ()
-    return [turn.to_template(f"messages[{at}]") for at, turn in enumerate(body.messages)]
+    return joined(turn.to_template(f"messages[{at}]") for at, turn in enumerate(body.messages))
 
 
 def responses(*items: dict[str, Any]) -> list[dict[str, Any]]:
@@ -28,14 +34,16 @@ def responses(*items: dict[str, Any]) -> list[dict[str, Any]]:
     body, ignored = parse_body(raw, ResponsesBody, ignores_unknown=False)
     assert ignored == ()
     assert not isinstance(body.input, str)
-    return turns_of(body.input)
+    return joined(turns_of(body.input))
 
 
 def messages(*turns: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     raw = json.dumps({"messages": turns, "max_tokens": 1, **fields}).encode()
     body, ignored = parse_body(raw, MessagesBody, ignores_unknown=False)
     assert ignored == ()
-    return [made for at, turn in enumerate(body.messages) for made in turn.to_template(f"{at}")]
+    return joined(
+        made for at, turn in enumerate(body.messages) for made in turn.to_template(f"{at}")
+    )
 
 
 def called(arguments: object, **added: Any) -> dict[str, Any]:

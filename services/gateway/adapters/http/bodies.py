@@ -24,7 +24,7 @@ from services.gateway.adapters.http.formats import (
     StructuredOutputsBody,
     TextFormat,
 )
-from services.gateway.adapters.http.parts import TextOrParts, said, thought
+from services.gateway.adapters.http.parts import TextOrParts, read, said, thought
 from services.gateway.adapters.http.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.core.request import ChatRole
 
@@ -177,7 +177,7 @@ class ChatMessage(HistoryBody):
         """The turn as chat templates take it: without content, that is an empty text. Raises
         InvalidArgument, which says `where`, for calls that are not the assistant's.
         """
-        turn: dict[str, Any] = {"role": self.role, "content": self._text()}
+        turn: dict[str, Any] = {"role": self.role, "content": self._texts()}
         if self.tool_calls:
             if self.role != "assistant":
                 field = f"{where}.tool_calls"
@@ -194,10 +194,9 @@ class ChatMessage(HistoryBody):
             turn["reasoning_content"] = thoughts
         return turn
 
-    def _text(self) -> str:
-        """Only the assistant thinks: of others, what is marked as a thought is text, too."""
-        text = said(self.content) or self.refusal or ""
-        return text if self.role == "assistant" else text + thought(self.content)
+    def _texts(self) -> list[str]:
+        texts = said(self.content) if self.role == "assistant" else read(self.content)
+        return texts if any(texts) or not self.refusal else [self.refusal]
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

@@ -110,7 +110,7 @@ def _reasoning(
     token_ids = request.prompts[0].token_ids
     turn = inference.special_tokens.open_turn(prompt, token_ids, form.marks)
     state = form.state_after(prompt, turn)
-    if last_turn and last_turn.get("reasoning_content") and last_turn["content"]:
+    if last_turn and last_turn.get("reasoning_content") and any(last_turn["content"]):
         state = ReasoningState.OVER
     return PromptedReasoning(form, state)
 

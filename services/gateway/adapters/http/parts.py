@@ -62,11 +62,22 @@ TextOrParts = Annotated[
 ]
 
 
-def said(content: str | Sequence[TextPart] | None) -> str:
-    """The text of a content, without thoughts."""
+def said(content: str | Sequence[TextPart] | None) -> list[str]:
+    """The texts of a content's parts, without thoughts."""
+    return _texts(content, without=THOUGHTS)
+
+
+def read(content: str | Sequence[TextPart] | None) -> list[str]:
+    """The texts of a content's parts. Only the assistant thinks: of others, what is marked as a
+    thought is text, too.
+    """
+    return _texts(content, without=frozenset())
+
+
+def _texts(content: str | Sequence[TextPart] | None, without: frozenset[str]) -> list[str]:
     if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(part.text for part in content if part.type not in THOUGHTS)
+        return [] if content is None else [content]
+    return [part.text for part in content if part.type not in without]
 
 
 def thought(content: str | Sequence[TextPart] | None) -> str:

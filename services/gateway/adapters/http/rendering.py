@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.errors import InvalidArgument
+from services.gateway.adapters.chat_content import holds
 from services.gateway.core.ports import Tokenizer
 
 Turns = Sequence[Mapping[str, Any]]
@@ -31,7 +32,7 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
                 raise
             errors.append(error)
             continue
-        if all(_holds(prompt, text) for text in texts):
+        if all(holds(prompt, text) for text in texts):
             return prompt
         prompts.append(prompt)
     if not prompts:
@@ -76,10 +77,3 @@ def _with_arguments(
         for call in turn["tool_calls"]
     ]
     return {**turn, "tool_calls": calls}
-
-
-def _holds(prompt: str, text: str) -> bool:
-    """Whether a prompt has a text, as it is or as JSON writes it."""
-    bare = text.strip()
-    written = (bare, json.dumps(bare, ensure_ascii=False)[1:-1], json.dumps(bare)[1:-1])
-    return any(form in prompt for form in written)

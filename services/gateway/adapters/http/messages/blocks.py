@@ -65,6 +65,10 @@ _ResultBlock = Annotated[
 ]
 
 
+def _result_text(block: TextPart | ToolReferenceBlock) -> str:
+    return block.text if isinstance(block, TextPart) else block.tool_name
+
+
 class ToolResultBlock(HistoryBody):
     """What a tool gave. Chat templates have no place for `is_error`: the content says it."""
 
@@ -85,12 +89,9 @@ class ToolResultBlock(HistoryBody):
 
     def to_template(self) -> dict[str, Any]:
         """The result as a turn of chat templates."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = "".join(
-                block.text if isinstance(block, TextPart) else block.tool_name for block in content
-            )
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
+        blocks = self.content or ""
+        texts = [blocks] if isinstance(blocks, str) else [_result_text(one) for one in blocks]
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": texts}
 
 
 Block = TextPart | ToolUseBlock | ToolResultBlock | RedactedThinkingBlock
@@ -141,7 +142,7 @@ class AnthropicMessage(HistoryBody):
         InvalidArgument, which says `where`, for blocks that another role has.
         """
         if not self.content or isinstance(self.content, str):
-            yield {"role": self.role, "content": self.content or ""}
+            yield {"role": self.role, "content": [self.content or ""]}
             return
         self._check(self.content, where)
         if self.role == "assistant":
@@ -153,11 +154,11 @@ class AnthropicMessage(HistoryBody):
                 texts.append(block.text)
             elif isinstance(block, ToolResultBlock):
                 if texts:
-                    yield {"role": self.role, "content": "".join(texts)}
+                    yield {"role": self.role, "content": texts}
                     texts = []
                 yield block.to_template()
         if texts:
-            yield {"role": self.role, "content": "".join(texts)}
+            yield {"role": self.role, "content": texts}
 
     def _check(self, blocks: Sequence[Block], where: str) -> None:
         for number, block in enumerate(blocks):

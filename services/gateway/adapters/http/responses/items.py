@@ -9,6 +9,7 @@ from services.gateway.adapters.http.parts import (
     Arguments,
     TextOrParts,
     called_arguments,
+    read,
     said,
     thought,
 )
@@ -23,10 +24,11 @@ class MessageItem(HistoryBody):
 
     def to_template(self) -> dict[str, Any]:
         """A turn. What is marked as a thought is the assistant's, and of others text, too."""
-        turn = {"role": self.role, "content": said(self.content)}
+        if self.role != "assistant":
+            return {"role": self.role, "content": read(self.content)}
+        turn: dict[str, Any] = {"role": self.role, "content": said(self.content)}
         if thoughts := thought(self.content):
-            key = "reasoning_content" if self.role == "assistant" else "content"
-            turn[key] = turn.get(key, "") + thoughts
+            turn["reasoning_content"] = thoughts
         return turn
 
 
@@ -42,7 +44,7 @@ class FunctionCallItem(HistoryBody):
         """A turn of the assistant."""
         function = {"name": self.name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
 class FunctionCallOutputItem(HistoryBody):
@@ -54,8 +56,7 @@ class FunctionCallOutputItem(HistoryBody):
 
     def to_template(self) -> dict[str, Any]:
         """A turn of the tool."""
-        text = said(self.output) + thought(self.output)
-        return {"role": "tool", "tool_call_id": self.call_id, "content": text}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
 
 
 class ReasoningItem(HistoryBody):
@@ -70,8 +71,7 @@ class ReasoningItem(HistoryBody):
     def to_template(self) -> dict[str, Any]:
         """A turn of the assistant that says nothing."""
         parts = self.content or self.summary
-        thoughts = said(parts) + thought(parts)
-        return {"role": "assistant", "content": "", "reasoning_content": thoughts}
+        return {"role": "assistant", "content": [], "reasoning_content": "".join(read(parts))}
 
 
 def _kind(value: Any) -> str | None:
@@ -117,7 +117,7 @@ def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
 
 def _stage(turn: dict[str, Any]) -> int:
     """How far a turn of the assistant is: it thinks, speaks, calls."""
-    return 2 if "tool_calls" in turn else 1 if turn["content"] else 0
+    return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
 
 
 def _extend(last: dict[str, Any], turn: dict[str, Any]) -> None:

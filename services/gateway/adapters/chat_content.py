@@ -1,0 +1,153 @@
+"""The content of turns as a chat template takes it: as a text, or as a list of parts."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+
+Messages = Sequence[Mapping[str, Any]]
+_FIRST_TURN = frozenset({"system", "developer"})
+"""Roles whose turn some templates take as a text, though they take other turns as parts."""
+
+
+def render_content(
+    render: Callable[[Messages], str], messages: Messages, template: str, form: str
+) -> str:
+    """The prompt that `render` makes of messages. Their content is a text, or a list of texts.
+
+    `form` is string, openai or auto. As in vLLM, texts are joined with a line feed where the
+    template takes a text, and a template takes parts if it iterates over them. A prompt that lacks
+    the last turn's text, or has a list as Python writes it, is tried again in the other forms; if
+    none is whole the first one counts. Raises what `render` raises in the first form.
+    """
+    first, *others = _forms(messages, template, form)
+    error: Exception | None = None
+    prompt = ""
+    try:
+        prompt = render(first)
+        if not others or _is_whole(prompt, messages):
+            return prompt
+    except Exception as raised:
+        error = raised
+    for other in others:
+        try:
+            second = render(other)
+        except Exception:  # a template may raise anything about a form it was not written for
+            continue
+        if _is_whole(second, messages):
+            return second
+    if error is not None:
+        raise error
+    return prompt
+
+
+def holds(prompt: str, text: str) -> bool:
+    """Whether a prompt has a text, as it is or as JSON writes it."""
+    bare = text.strip()
+    if bare in prompt:
+        return True
+    escaped = json.dumps(bare)[1:-1], json.dumps(bare, ensure_ascii=False)[1:-1]
+    return any(written in prompt for written in escaped)
+
+
+def texts_of(content: str | Sequence[str]) -> list[str]:
+    """The texts of a turn's content."""
+    return [content] if isinstance(content, str) else list(content)
+
+
+def _forms(messages: Messages, template: str, form: str) -> Iterator[Messages]:
+    """The messages in the forms to try, the likeliest first."""
+    if form == "string":
+        yield _written(messages, _joined)
+    elif form == "openai":
+        yield _written(messages, _parts)
+    elif iterates_over_content(template):
+        yield _written(messages, _parts)
+        if messages[0]["role"] in _FIRST_TURN:
+            yield [*_written(messages[:1], _joined), *_written(messages[1:], _parts)]
+        yield _written(messages, _joined)
+    else:
+        yield _written(messages, _joined)
+        yield _written(messages, _parts)
+        yield _written(messages, lambda texts: _parts([_joined(texts)]))
+
+
+def _written(messages: Messages, write: Callable[[list[str]], object]) -> Messages:
+    return [{**turn, "content": write(texts_of(turn["content"]))} for turn in messages]
+
+
+def _joined(texts: list[str]) -> str:
+    return "\n".join(texts)
+
+
+def _parts(texts: list[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _is_whole(prompt: str, messages: Messages) -> bool:
+    if not all(holds(prompt, text) for text in texts_of(messages[-1]["content"])):
+        return False
+    return not any(str(_parts(texts_of(turn["content"]))) in prompt for turn in messages)
+
+
+@lru_cache(16)
+def iterates_over_content(template: str) -> bool:
+    """Whether a chat template has a loop over the content of a turn, which a loop over `messages`,
+    or over a name that was set to them, gave a name: vLLM's `_detect_content_format`.
+    """
+    # Takes a tenth of a second; without a template none is needed.
+    from transformers.utils.chat_template_utils import (  # noqa: PLC0415
+        _compile_jinja_template,
+    )
+
+    try:
+        root = _compile_jinja_template(template).environment.parse(template)
+    except TemplateError:
+        return False
+    turns = {
+        loop.target.name
+        for name in _names_of(root, "messages")
+        for loop in root.find_all(nodes.For)
+        if isinstance(loop.target, nodes.Name) and _is_name(_bare(loop.iter), name)
+    }
+    return any(_is_content(_bare(loop.iter), turns) for loop in root.find_all(nodes.For))
+
+
+def _names_of(root: nodes.Template, name: str) -> set[str]:
+    """A name, and those that the template sets to its value or parts of it."""
+    names, found = {name}, {name}
+    while found:
+        found = {
+            assigned.target.name
+            for assigned in root.find_all(nodes.Assign)
+            if isinstance(assigned.target, nodes.Name)
+            and any(_is_name(_bare(assigned.node), known) for known in found)
+        } - names
+        names |= found
+    return names
+
+
+def _bare(node: nodes.Node | None) -> nodes.Node | None:
+    """What is filtered, tested or sliced."""
+    while True:
+        is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        if not is_slice and not isinstance(node, nodes.Filter | nodes.Test):
+            return node
+        node = node.node  # type: ignore[union-attr]
+
+
+def _is_name(node: nodes.Node | None, name: str) -> bool:
+    return isinstance(node, nodes.Name) and node.name == name
+
+
+def _is_content(node: nodes.Node | None, turns: set[str]) -> bool:
+    """Whether a node is the content of a turn of one of these names."""
+    if isinstance(node, nodes.Getattr):
+        key: object = node.attr
+    elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        key = node.arg.value
+    else:
+        return False
+    return key == "content" and any(_is_name(node.node, name) for name in turns)
