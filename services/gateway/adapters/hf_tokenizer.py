@@ -75,16 +75,16 @@ class HfTokenizer:
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
         def work() -> list[list[int]]:
-            for text in texts:
+            for number, text in enumerate(texts):
                 if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
-                    self._count(text, max_tokens)
+                    self._count(text, number, max_tokens)
             # Without offsets, and without holding the interpreter's lock while it works.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
-            for encoding in encodings:
+            for number, encoding in enumerate(encodings):
                 if len(encoding) > max_tokens:
-                    raise TextTooLong(len(encoding), is_exact=True)
+                    raise TextTooLong(len(encoding), number, is_exact=True)
             return [encoding.ids for encoding in encodings]
 
         return await self._off_loop(sum(map(len, texts)), work)
@@ -93,18 +93,18 @@ class HfTokenizer:
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
         def work() -> list[tuple[list[int], int]]:
-            for text in (text for pair in pairs for text in pair):
+            for number, text in ((at, text) for at, pair in enumerate(pairs) for text in pair):
                 if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
-                    self._count(text, max_tokens)
+                    self._count(text, number, max_tokens)
             encodings = self._backend.encode_batch(list(pairs), add_special_tokens=True)
-            for encoding in encodings:
+            for number, encoding in enumerate(encodings):
                 if len(encoding) > max_tokens:
-                    raise TextTooLong(len(encoding), is_exact=True)
+                    raise TextTooLong(len(encoding), number, is_exact=True)
             return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
 
         return await self._off_loop(sum(len(a) + len(b) for a, b in pairs), work)
 
-    def _count(self, text: str, max_tokens: int) -> None:
+    def _count(self, text: str, number: int, max_tokens: int) -> None:
         """Raises TextTooLong for a text whose tokens are far too many to be made at once.
 
         A token takes some hundred bytes while it is made. Pieces of the text have about as many
@@ -116,7 +116,7 @@ class HfTokenizer:
             [encoding] = self._backend.encode_batch_fast([piece], add_special_tokens=False)
             num_tokens += len(encoding)
             if num_tokens > 2 * max_tokens:
-                raise TextTooLong(max_tokens, is_exact=False)
+                raise TextTooLong(max_tokens, number, is_exact=False)
 
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool

@@ -2,10 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from services.common.errors import InvalidArgument, NotFound, OutOfRange
+from services.common.errors import InvalidArgument, NotFound, OutOfRange, StepwellError
 from services.common.pooling import Pooler, PoolingTask
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
 from services.common.trace_headers import UNTRACED, TraceHeaders
@@ -24,6 +24,7 @@ from services.gateway.core.request_check import (
     OTHER_RUNNER,
     check_prompt,
     check_request,
+    of_prompt,
     prompt_too_long,
 )
 from services.gateway.core.sampling_defaults import SamplingDefaults
@@ -31,6 +32,8 @@ from services.gateway.core.tenant import ANYONE, Tenant
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Tokens of prompts that are checked in one turn of the event loop."""
+_MAX_NAMES = 8
+"""Models that an error names."""
 _ANSWERS_AT_A_TIME = 32
 """Answers of a request above which the event loop turns between two pieces of work for them."""
 
@@ -86,11 +89,18 @@ class Inference:
             return
         if name and name != self.model_name:
             raise NotFound(
-                f"there is no model {name[:100]!r} here; this server has {self.model_name!r}",
+                f"there is no model {name[:100]!r} here; this server has {self._names_for(tenant)}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )
         tenant.check_model(self.model_name)
+
+    def _names_for(self, tenant: Tenant) -> str:
+        """The models that a tenant may use, as far as a sentence goes."""
+        names = [self.model_name, *(adapter.name for adapter in self.adapters)]
+        allowed = [repr(name) for name in names if tenant.may_use(name)]
+        more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
+        return (", ".join(allowed[:_MAX_NAMES]) or "none that this key may use") + more
 
     def limits(self) -> ModelLimits:
         """The limits of a request. Raises Unavailable before the first replica is ready.
@@ -159,8 +169,11 @@ class Inference:
         request = in_session(self._defaults.bounded(request))
         check_request(request, limits)
         num_checked = 0
-        for prompt in request.prompts:
-            check_prompt(prompt, request.sampling, limits)
+        for number, prompt in enumerate(request.prompts):
+            try:
+                check_prompt(prompt, request.sampling, limits)
+            except StepwellError as error:
+                raise of_prompt(error, number, len(request.prompts)) from error
             num_checked += len(prompt.token_ids)
             if num_checked > _TOKENS_CHECKED_AT_A_TIME:
                 await asyncio.sleep(0)
@@ -249,29 +262,30 @@ class Inference:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of prompts. Raises OutOfRange for one that cannot fit."""
         limits = self.limits()
-        self._check_lengths(map(len, texts), limits)
+        self._check_lengths([*map(len, texts)], limits)
         try:
             return await self.tokenizer.encode(
                 texts, add_special_tokens=add_special_tokens, max_tokens=limits.capacity
             )
         except TextTooLong as error:
-            raise _too_long(error, limits) from error
+            raise _too_long(error, limits, len(texts)) from error
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
         """See Tokenizer. Raises OutOfRange for a pair that cannot fit."""
         limits = self.limits()
-        self._check_lengths((len(first) + len(second) for first, second in pairs), limits)
+        self._check_lengths([len(first) + len(second) for first, second in pairs], limits)
         try:
             return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
         except TextTooLong as error:
-            raise _too_long(error, limits) from error
+            raise _too_long(error, limits, len(pairs)) from error
 
-    def _check_lengths(self, lengths: Iterable[int], limits: ModelLimits) -> None:
+    def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
         """Raises OutOfRange for a text with more characters than fit as tokens."""
         longest = limits.capacity * self.tokenizer.max_token_bytes
-        for length in lengths:
+        for number, length in enumerate(lengths):
             if length > longest:
-                raise prompt_too_long(f"{length} characters", limits)
+                error = prompt_too_long(f"{length} characters", limits)
+                raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of any text. Raises OutOfRange for more of them than one answer holds."""
@@ -321,9 +335,10 @@ class Inference:
         return tuple(sequences)
 
 
-def _too_long(error: TextTooLong, limits: ModelLimits) -> OutOfRange:
+def _too_long(error: TextTooLong, limits: ModelLimits, num_texts: int) -> StepwellError:
     about = "" if error.is_exact else "more than "
-    return prompt_too_long(f"{about}{error.num_tokens} tokens", limits)
+    refusal = prompt_too_long(f"{about}{error.num_tokens} tokens", limits)
+    return of_prompt(refusal, error.number, num_texts)
 
 
 def _width(num_logprobs: int | None) -> int:

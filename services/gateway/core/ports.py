@@ -184,11 +184,12 @@ class Grammars(Protocol):
 
 
 class TextTooLong(Exception):
-    """A text has `num_tokens` tokens, or more where that is not exact."""
+    """The text at `number` has `num_tokens` tokens, or more where that is not exact."""
 
-    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+    def __init__(self, num_tokens: int, number: int, *, is_exact: bool) -> None:
         super().__init__(num_tokens)
         self.num_tokens = num_tokens
+        self.number = number
         self.is_exact = is_exact
 
 

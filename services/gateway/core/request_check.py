@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from services.common.errors import InvalidArgument, OutOfRange
+from services.common.errors import InvalidArgument, OutOfRange, StepwellError
 from services.common.pooling import PoolingTask
 from services.common.sampling import MAX_INT32, SamplingParams
 from services.common.sampling_limits import check_sampling, check_token_ids
@@ -90,6 +90,15 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
             f"min_tokens is {sampling.min_tokens}, but at most {room} can be generated",
             field="min_tokens",
         )
+
+
+def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
+    """The error about a prompt, which says the prompt's number where there are several."""
+    if error.field != "prompt" or num_prompts == 1:
+        return error
+    name = f"prompt[{number}]"
+    message = re.sub(r"\bprompt\b", name, error.message, count=1)
+    return type(error)(message, field=name, reason=error.error_reason)
 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:

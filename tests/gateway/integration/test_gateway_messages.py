@@ -335,7 +335,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()] * 2}, "tools[1].name"),
     ({"tools": [tool("no spaces")]}, "tools[0].name"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
-    ({"tools": [tool(defer_loading=True)]}, "tools[0].defer_loading"),
     ({"tools": [tool(input_schema={"anyOf": 1})], "tool_choice": {"type": "any"}}, "tools"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "tool"}}, "tool_choice"),
@@ -362,13 +361,15 @@ async def test_what_is_wrong_is_named(hermes: Serving) -> None:
     assert hermes.scheduler.adds == []
 
 
-async def test_thinking_needs_a_server_that_tells_it_apart(served: Serving) -> None:
-    async with served.anthropic() as client:
-        on, off = {"type": "enabled", "budget_tokens": 2000}, {"type": "disabled"}
-        with pytest.raises(anthropic.BadRequestError, match=r"thinking .* --reasoning-parser"):
-            await client.messages.create(**BASE | {"max_tokens": 5}, thinking=on)
-        high: Any = {"effort": "high"}
-        await client.messages.create(**BASE | {"max_tokens": 5}, thinking=off, output_config=high)
+async def test_templates_read_how_much_to_think_without_a_reasoning_parser(calling: Path) -> None:
+    async with serving(calling, FakeScheduler()) as served, served.anthropic() as client:
+        on, low = {"type": "enabled", "budget_tokens": 2000}, {"effort": "low"}
+        ask = BASE | {"max_tokens": 5}
+        await client.messages.create(**ask, thinking=on, output_config=low)
+        await client.messages.count_tokens(
+            model=ask["model"], messages=ask["messages"], thinking=on, output_config=low
+        )
+        assert served_prompts(served) == ["user:hi;!~lowA:"]
 
 
 async def test_errors_are_those_that_the_client_knows(model: Path) -> None:

@@ -103,7 +103,7 @@ CHATS: dict[str, Handling] = {
     "max_completion_tokens": honoured({"max_tokens": None, "max_completion_tokens": 2}),
     "max_tokens": honoured({"max_tokens": 2}),
     "metadata": no_effect({"a": "b"}),
-    "modalities": no_effect(["text"], refused=(["text", "audio"],)),
+    "modalities": no_effect(["text"], [], refused=(["text", "audio"],)),
     "moderation": refused({"model": "omni-moderation-latest"}),
     "n": honoured({"n": 2}),
     "parallel_tool_calls": honoured({**REQUIRED, "parallel_tool_calls": False}),
@@ -114,7 +114,7 @@ CHATS: dict[str, Handling] = {
         {}, {"mode": "implicit"}, refused=({"mode": "explicit"}, {"ttl": "30m"})
     ),
     "prompt_cache_retention": no_effect("in_memory", refused=("24h",)),
-    "reasoning_effort": no_effect("none", refused=("low", "high")),
+    "reasoning_effort": no_effect("none", "low", "max", refused=("huge",)),
     "response_format": honoured(
         {"response_format": {"type": "json_object"}},
         {

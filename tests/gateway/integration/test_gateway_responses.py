@@ -271,10 +271,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),
-    ({"store": True}, "store"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
-    ({"stream": False, "stream_options": {}}, "stream_options"),
 ]
 
 
@@ -287,10 +285,12 @@ async def test_what_is_wrong_is_named(hermes: Serving) -> None:
     assert hermes.scheduler.adds == []
 
 
-async def test_reasoning_needs_a_server_that_tells_it_apart(served: Serving) -> None:
-    body = BASE | {"reasoning": {"effort": "low"}}
+async def test_effort_and_what_is_stored_are_served_without_a_parser(served: Serving) -> None:
+    body = BASE | {"reasoning": {"effort": "low"}, "store": True, "max_output_tokens": 2}
     response = await served.http.post(PATH, json=body)
-    assert response.json()["error"]["param"] == "reasoning.effort"
+    assert response.headers["x-stepwell-ignored-fields"] == "store"
+    assert response.json()["reasoning"]["effort"] == "low"
+    assert response.json()["store"] is False
 
 
 def test_every_field_of_the_client_is_known() -> None:

@@ -200,6 +200,39 @@ async def test_strict_tools_hold_free_calls_and_one_call_is_all_that_is_wanted(
     assert wanted(hermes).kind == common_pb2.STRUCTURED_OUTPUTS_KIND_GRAMMAR
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_strict_tools_are_served_without_the_guarantee_where_calls_cannot_be_held(
+    calling: Path, *, stream: bool
+) -> None:
+    settings = {"tool_call_parser": "qwen3_coder", "enable_auto_tool_choice": True}
+    function = tool(strict=True)["function"]
+    asked: dict[str, tuple[dict[str, Any], str]] = {
+        "/v1/chat/completions": (
+            {"messages": ASK, "tools": [tool(), tool("g", strict=True)]},
+            "tools.function.strict",
+        ),
+        "/v1/responses": (
+            {"input": "hi", "tools": [{"type": "function", **function}]},
+            "tools.strict",
+        ),
+        "/v1/messages": (
+            {
+                "messages": ASK,
+                "max_tokens": 9,
+                "tools": [{"name": "f", "input_schema": {}, "strict": True}],
+            },
+            "tools.strict",
+        ),
+    }
+    async with serving(calling, FakeScheduler(), **settings) as served:
+        served.scheduler.answer = served.tokens("yes")
+        for path, (body, name) in asked.items():
+            response = await served.http.post(path, json={**body, "stream": stream})
+            assert response.status_code == 200, response.text
+            assert response.headers["x-stepwell-ignored-fields"] == name
+            assert not served.scheduler.adds[-1].sampling.HasField("structured_outputs")
+
+
 def _deep(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):

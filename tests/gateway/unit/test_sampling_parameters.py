@@ -16,6 +16,7 @@ from services.common.sampling_proto import sampling_from_proto, sampling_to_prot
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.http.bodies import ChatCompletionBody, CompletionBody, SamplingBody
 from services.gateway.adapters.http.sampling import sampling_from_body
+from services.gateway.adapters.http.vllm_fields import UnservedSamplingFields
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "sampling.md"
 NAMES = {field.name for field in fields(SamplingParams)}
@@ -107,6 +108,7 @@ def test_request_bodies_have_the_fields_of_the_dataclass() -> None:
     shared = set(SamplingBody.model_fields)
     for body in (CompletionBody, ChatCompletionBody):
         assert set(body.model_fields) >= CLIENT_FIELDS
+    shared -= UnservedSamplingFields.model_fields.keys()
     assert shared | {"logprobs"} == CLIENT_FIELDS | OTHER_FIELDS
 
 

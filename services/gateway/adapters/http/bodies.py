@@ -26,12 +26,19 @@ from services.gateway.adapters.http.formats import (
 )
 from services.gateway.adapters.http.parts import TextOrParts, read, said, thought
 from services.gateway.adapters.http.tool_bodies import ToolCalls, ToolChoice, Tools
+from services.gateway.adapters.http.vllm_fields import (
+    UnservedChatFields,
+    UnservedPoolingFields,
+    UnservedPromptFields,
+    UnservedSamplingFields,
+    UnservedTemplateFields,
+)
 from services.gateway.core.request import ChatRole
 
 _NO_FUNCTIONS = "functions have become tools"
 _NO_SEARCH = "the web is not searched"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model is to reason."""
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
@@ -52,7 +59,7 @@ class RepetitionDetectionBody(Body):
     min_count: Int = 0
 
 
-class SamplingBody(Body):
+class SamplingBody(UnservedSamplingFields):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -202,7 +209,7 @@ class ChatMessage(HistoryBody):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatTemplateBody(Body):
+class ChatTemplateBody(UnservedTemplateFields):
     """How a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
@@ -211,7 +218,7 @@ class ChatTemplateBody(Body):
     tools: Tools | None = None
 
 
-class ChatCompletionBody(SamplingBody, ChatTemplateBody):
+class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -223,7 +230,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
     include_reasoning: bool | None = None
     functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
     function_call: Annotated[Any, Only("none", why=_NO_FUNCTIONS)] = None
-    modalities: Annotated[Any, Only(["text"], why="only text is generated")] = None
+    modalities: Annotated[Any, Only([], ["text"], why="only text is generated")] = None
     audio: Annotated[Any, Only(why="only text is generated")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
     reasoning_effort: Effort | None = None
@@ -242,7 +249,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody):
         return renamed(super().in_client_words(error), names)
 
 
-class PooledBody(Body):
+class PooledBody(UnservedPoolingFields):
     """What embeddings and scores share."""
 
     model: str | None = None
@@ -285,23 +292,28 @@ class ScoreBody(PooledBody):
     text_2: TextOrTexts
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
+        """Prompts are numbered through both texts, so that a number would mislead."""
+        if error.field is not None and error.field.startswith("prompt["):
+            message = error.message.replace(error.field, "text_2", 1)
+            return type(error)(message, field="text_2", reason=error.error_reason)
         return renamed(error, {"prompt": "text_2"})
 
 
 def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
     """The error, whose field is called by another of these names; unchanged if it is of none."""
-    name = names.get(error.field or "")
+    own, bracket, number = (error.field or "").partition("[")
+    name = names.get(own)
     if name is None:
         return error
     return type(error)(
-        re.sub(rf"\b{error.field}\b", name, error.message, count=1),
-        field=name,
+        re.sub(rf"\b{own}\b", name, error.message, count=1),
+        field=name + bracket + number,
         reason=error.error_reason,
         retry_after_seconds=error.retry_after_seconds,
     )
 
 
-class TokenizeBody(ChatTemplateBody):
+class TokenizeBody(ChatTemplateBody, UnservedPromptFields):
     """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})

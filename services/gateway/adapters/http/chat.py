@@ -51,7 +51,9 @@ async def chat_request(
 def tool_use(body: ChatCompletionBody) -> ToolUse:
     """What the model may call. Raises InvalidArgument for tools that contradict one another."""
     tools = body.tools or []
-    choice = body.tool_choice or (AUTO if tools else NONE)
+    choice = body.tool_choice or AUTO
+    if choice == AUTO and not tools:
+        choice = NONE
     return ToolUse(
         tools=[tool.callable for tool in tools],
         choice=choice if isinstance(choice, str) else NONE,
@@ -80,23 +82,15 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
         tools=[tool.to_template() for tool in body.tools or ()],
         add_generation_prompt=not continues and body.add_generation_prompt is not False,
         continue_final_message=continues,
-        variables={**effort_variables(effort, inference), **(body.chat_template_kwargs or {})},
+        variables={**effort_variables(effort), **(body.chat_template_kwargs or {})},
     )
 
 
-def effort_variables(effort: Effort | None, inference: Inference) -> dict[str, Any]:
-    """What templates read of how much a model is to reason, as vLLM passes it. Raises
-    InvalidArgument where reasoning is not told apart.
-    """
-    if inference.output_formats.reasoning is not None and effort is not None:
-        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    if effort in (None, "none"):
+def effort_variables(effort: Effort | None) -> dict[str, Any]:
+    """What templates read of how much a model is to reason, as vLLM passes it."""
+    if effort is None:
         return {}
-    raise InvalidArgument(
-        "reasoning_effort is not supported by a server without --reasoning-parser",
-        field="reasoning_effort",
-        reason="UNSUPPORTED_PARAMETER",
-    )
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _max_tokens(body: ChatCompletionBody) -> int | None:

@@ -13,6 +13,7 @@ from services.gateway.adapters.http.json_pieces import listed
 from services.gateway.adapters.http.logprobs import completion_logprobs, echoed_logprobs
 from services.gateway.adapters.http.sampling import (
     check_stream_options,
+    check_texts,
     client_request,
     sampling_from_body,
 )
@@ -102,8 +103,7 @@ def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
 async def _text_prompts(
     texts: list[str], body: CompletionBody, inference: Inference
 ) -> tuple[Prompt, ...]:
-    if not all(texts):
-        raise InvalidArgument("prompt must not be empty", field="prompt")
+    check_texts(texts, "prompt")
     with_special = body.add_special_tokens is not False
     token_ids = await inference.encode(texts, add_special_tokens=with_special)
     if not body.echo:

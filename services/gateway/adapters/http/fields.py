@@ -6,21 +6,42 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     GetCoreSchemaHandler,
     Tag,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _INT64 = 2**63
 """Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed."""
-Int = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
+
+
+def _as_integer(value: Any) -> Any:
+    """JSON Schema takes 16.0 for an integer, too."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return validate(value)
+    except ValidationError:
+        if not isinstance(value, list) or float not in map(type, value):
+            raise
+        return validate([_as_integer(item) for item in value])
+
+
+Int = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_as_integer)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 # Lists end at their first wrong item: a body could hold a million.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_as_integers)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
 
@@ -113,9 +134,36 @@ class Only:
         return {"enum": [None, *self._values], "description": f"Other values: {self._why}."}
 
     def _check(self, value: Any) -> None:
-        if value is None or any(type(value) is type(v) and value == v for v in self._values):
-            return
-        raise PydanticCustomError("not_supported", "{why}", {"why": self._why})
+        if not _is_one_of(value, self._values):
+            raise PydanticCustomError("not_supported", "{why}", {"why": self._why})
+
+
+class Without:
+    """For a field that is accepted and not served, as the answer loses nothing but time or a
+    guarantee: with another value than null and `values` the answer's header has its `name`.
+    """
+
+    def __init__(self, name: str, *values: Any) -> None:
+        self._name = name
+        self._values = values
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.with_info_after_validator_function(self._note, handler(source))
+
+    def _note(self, value: Any, info: ValidationInfo) -> None:
+        if isinstance(info.context, list) and not _is_one_of(value, self._values):
+            info.context.append(self._name)
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is null or one of these; 1.0 is 1, and true is not."""
+    return value is None or any(_kind(value) is _kind(v) and value == v for v in values)
+
+
+def _kind(value: Any) -> type:
+    return float if type(value) is int else type(value)
 
 
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]

@@ -16,10 +16,11 @@ from services.common.structured_outputs import (
     invalid,
 )
 from services.gateway.adapters.grammars.structural_tags import structural_tag
-from services.gateway.adapters.http.fields import Body, Texts, by_type, given
+from services.gateway.adapters.http.fields import Body, Only, Texts, by_type, given, text_or_object
 from services.gateway.core.ports import Tokenizer
 
 ANY_OBJECT = '{"type": "object"}'
+_NO_CHOICE = "JSON is written as its schema allows"
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -77,17 +78,32 @@ ResponseFormat = Annotated[
 ]
 
 
+TextOrObject = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(
+        text_or_object,
+        custom_error_type="alternative",
+        custom_error_message="must be a string or an object",
+    ),
+]
+
+
 class StructuredOutputsBody(Body):
     """Exactly one form that an answer has, as vLLM's clients write it."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given(name) for name in _FORMS]})
 
-    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_: TextOrObject | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Texts | None = None
     grammar: str | None = None
-    json_object: Literal[True] | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    structural_tag: TextOrObject | None = None
+    # vLLM's, of how JSON is written.
+    disable_any_whitespace: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
+    disable_additional_properties: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
+    disable_fallback: Annotated[Any, Only(False, why="there is one backend")] = None
+    whitespace_pattern: Annotated[Any, Only(why=_NO_CHOICE)] = None
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
@@ -96,7 +112,7 @@ class StructuredOutputsBody(Body):
             self.regex,
             self.choice,
             self.grammar,
-            self.json_object,
+            self.json_object or None,
             self.structural_tag,
         )
         if sum(form is not None for form in forms) != 1:

@@ -132,6 +132,7 @@ async def _plan(
     use.check(inference)
     formats, tokenizer = inference.output_formats, inference.tokenizer
     grammar = wanted
+    unserved: tuple[str, ...] = ()
     if use.named is not None:
         named = next(tool for tool in use.tools if tool.name == use.named)
         grammar = await _arguments(named, inference, reasoning)
@@ -141,6 +142,8 @@ async def _plan(
         grammar = await _form(use, wanted, reasoning, inference)
     elif use.choice == AUTO and any(tool.strict for tool in use.tools):
         grammar = await _strict(use, reasoning, inference)
+        if grammar is None:
+            unserved = (use.fields.strict.replace("[{}]", ""),)
     envelope = None if formats.tools is None else formats.tools.envelope
     calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
     if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
@@ -157,6 +160,7 @@ async def _plan(
         is_harmony=is_harmony,
         open_message=open_message(prompt) if is_harmony else "",
         single_call=not use.parallel,
+        unserved_fields=unserved,
     )
     marks = () if reasoning is None else reasoning.form.marks
     marks += () if tools is None else tools.marks
@@ -198,17 +202,11 @@ async def _arguments(
 
 async def _strict(
     use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
-) -> StructuredOutputs:
+) -> StructuredOutputs | None:
+    """What holds strict calls to their schemas; None: calls of this format are not held to any."""
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:
-        number = next(at for at, tool in enumerate(use.tools) if tool.strict)
-        field = use.fields.strict.format(number)
-        raise InvalidArgument(
-            f"{field}: calls that the model chooses to make are held to schemas by the tool call "
-            f"parsers hermes, mistral, deepseek_v3 and deepseek_v31, not by "
-            f"{formats.tool_call_parser}; with tool_choice required they are by all",
-            field=field,
-        )
+        return None
     return await strict_calls(
         use.tools,
         formats.tools.envelope,

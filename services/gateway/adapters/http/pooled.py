@@ -11,6 +11,7 @@ from services.common.sampling import SamplingParams
 from services.gateway.adapters.http.bodies import EmbeddingBody, PooledBody, ScoreBody, renamed
 from services.gateway.adapters.http.dialect import usage_body
 from services.gateway.adapters.http.json_pieces import LongList
+from services.gateway.adapters.http.sampling import check_texts
 from services.gateway.core.generation import Answer, Usage
 from services.gateway.core.inference import Inference
 from services.gateway.core.ports import Tokenizer
@@ -31,8 +32,7 @@ async def embedding_request(
     inference.check_num_choices(len(inputs), 1)
     if isinstance(inputs[0], str):
         texts = cast(list[str], inputs)
-        if not all(texts):
-            raise InvalidArgument("prompt must not be empty", field="prompt")
+        check_texts(texts, "prompt")
         with_special = body.add_special_tokens is not False
         token_ids = await inference.encode(texts, add_special_tokens=with_special)
     else:
@@ -46,8 +46,9 @@ async def score_request(body: ScoreBody, inference: Inference, request_id: str) 
     pooler = inference.check_pools()
     first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
     for name, texts in (("text_1", first), ("text_2", second)):
-        if not texts or not all(texts):
+        if not texts:
             raise InvalidArgument(f"{name} must not be empty", field=name)
+        check_texts(texts, name)
     if len(first) not in (1, len(second)):
         raise InvalidArgument(
             f"text_1 holds {len(first)} texts and text_2 {len(second)}: give one, or as many",

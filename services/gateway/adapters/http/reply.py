@@ -123,6 +123,8 @@ class GenerationReply:
         async with until(exchange.deadline):
             record.enter(Part.TOKENIZE)
             request = await exchange.to_request()
+            if request.output_form is not None:
+                record.ignored_fields += request.output_form.unserved_fields
             record.enter(Part.PREPARE)
             generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
             if not is_stream:

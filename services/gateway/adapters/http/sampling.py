@@ -1,13 +1,17 @@
 """The fields of a body that both APIs have, as the core's request and sampling parameters."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
-from services.gateway.adapters.http.bodies import RepetitionDetectionBody, SamplingBody
+from services.gateway.adapters.http.bodies import (
+    RepetitionDetectionBody,
+    SamplingBody,
+    StreamOptions,
+)
 from services.gateway.adapters.http.formats import wanted_form
 from services.gateway.core.inference import Inference
 from services.gateway.core.request import ClientRequest, Prompt
@@ -76,9 +80,17 @@ def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def check_texts(texts: Sequence[str], field: str) -> None:
+    """Raises InvalidArgument for an empty text, with its number where there are several."""
+    if "" in texts:
+        name = field if len(texts) == 1 else f"{field}[{texts.index('')}]"
+        raise InvalidArgument(f"{name} must not be empty", field=name)
+
+
 def check_stream_options(body: SamplingBody) -> None:
     """Raises InvalidArgument for options of a stream where there is none."""
-    if body.stream_options is not None and not body.stream:
+    options = body.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidArgument(
             "stream_options may only be given with stream=true", field="stream_options"
         )

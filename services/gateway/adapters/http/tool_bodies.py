@@ -10,11 +10,15 @@ from pydantic import Discriminator, Field, Tag
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.grammars.tool_calls import CallableTool
-from services.gateway.adapters.http.fields import Body, HistoryBody, text_or_object
+from services.gateway.adapters.http.fields import Body, HistoryBody, Without, text_or_object
 from services.gateway.adapters.http.parts import Arguments, called_arguments
 
 MAX_TOOLS = 512
 TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
+
+
+DEFERRED = Without("tools.defer_loading", False)
+"""Of a tool that the model is to see when it searches for it: it sees all tools."""
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -31,6 +35,7 @@ class FunctionBody(HistoryBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[Any, DEFERRED] = None
 
     @property
     def schema_(self) -> dict[str, Any]:
@@ -43,6 +48,7 @@ class ToolBody(HistoryBody):
 
     type: Literal["function"]
     function: FunctionBody
+    defer_loading: Annotated[Any, DEFERRED] = None
 
     @property
     def callable(self) -> CallableTool:
@@ -50,8 +56,9 @@ class ToolBody(HistoryBody):
         return CallableTool(function.name, function.schema_, bool(function.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it; `strict` is the server's business."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        """The tool as chat templates take it."""
+        shown = {"name", "description", "parameters"}
+        function = self.function.model_dump(exclude_none=True, include=shown)
         return {"type": "function", "function": function}
 
 

@@ -37,6 +37,9 @@ class OutputForm:
     single_call: bool = False
     """Whether calls after the first are dropped. Without `tools` all in channels are."""
 
+    unserved_fields: tuple[str, ...] = ()
+    """Fields of the request that ask for a form to which answers are not held."""
+
     def make_parser(self) -> OutputParser:
         """The parser of one answer."""
         reads_channels = self._reads_channels

@@ -8,10 +8,23 @@ from pydantic_core import PydanticCustomError
 from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.bodies import renamed
-from services.gateway.adapters.http.fields import Body, HistoryBody, Ignored, Int, Only, Texts
+from services.gateway.adapters.http.fields import (
+    Body,
+    HistoryBody,
+    Ignored,
+    Int,
+    Only,
+    Texts,
+    Without,
+)
 from services.gateway.adapters.http.messages.blocks import AnthropicMessage
 from services.gateway.adapters.http.parts import TextOrParts
-from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
+from services.gateway.adapters.http.tool_bodies import (
+    DEFERRED,
+    MAX_TOOLS,
+    TOOL_NAME,
+    arguments_schema,
+)
 from services.gateway.core.request_check import CONTEXT_LENGTH_EXCEEDED
 
 SESSION_HEADER = "X-Claude-Code-Session-Id"
@@ -30,8 +43,8 @@ class AnthropicTool(HistoryBody):
     input_schema: dict[str, Any]
     strict: bool | None = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
-    defer_loading: Annotated[Any, Only(False, why="the model sees all tools")] = None
-    input_examples: Annotated[Any, Only([], why="write examples into description")] = None
+    defer_loading: Annotated[Any, DEFERRED] = None
+    input_examples: Annotated[Any, Without("tools.input_examples", [])] = None
 
     @property
     def callable(self) -> CallableTool:
@@ -97,7 +110,7 @@ class CountTokensBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     # What changes nothing here.
     cache_control: Ignored = None
-    context_management: Annotated[Any, Only({"edits": []}, why="prompts are not edited")] = None
+    context_management: Annotated[Any, Without("context_management", {}, {"edits": []})] = None
     mcp_servers: Annotated[Any, Only([], why="tools are called by the client")] = None
     speed: Annotated[Any, Only("standard", why=_ONE_TIER)] = None
     user_profile_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
@@ -129,7 +142,7 @@ class Metadata(Body):
 class MessagesBody(CountTokensBody):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
+    max_tokens: Annotated[Int, Field(ge=1)]
     stop_sequences: Texts | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -147,6 +160,8 @@ class MessagesBody(CountTokensBody):
     # What changes nothing here.
     metadata: Metadata | None = None
     container: Annotated[Any, Only(why="no code is run")] = None
-    diagnostics: Annotated[Any, Only(why="cache misses are not explained; /traces has them")] = None
+    diagnostics: Annotated[Any, Without("diagnostics")] = None
+    kv_transfer_params: Annotated[Any, Only({}, why="the server decides where they are")] = None
+    output_format: Annotated[Any, Only(why="send output_config.format")] = None
     inference_geo: Annotated[Any, Only(why=_ONE_PLACE)] = None
     service_tier: Annotated[Any, Only("auto", "standard_only", why=_ONE_TIER)] = None

@@ -18,7 +18,6 @@ from services.gateway.core.request import ClientRequest, Prompt
 _TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
 _CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
 _SAMPLED = ("temperature", "top_k", "top_p", "seed")
-_DEFAULT_EFFORT = "high"
 
 
 async def messages_request(
@@ -75,7 +74,7 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
         tools=[tool.to_template() for tool in tools],
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        variables={**_thinking(body, inference), **(body.chat_template_kwargs or {})},
+        variables={**_thinking(body), **(body.chat_template_kwargs or {})},
     )
 
 
@@ -97,28 +96,14 @@ def _tool_use(body: MessagesBody) -> ToolUse:
     )
 
 
-def _thinking(body: CountTokensBody, inference: Inference) -> dict[str, Any]:
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
     """What templates read of whether and how much the model is to think."""
     effort = None if body.output_config is None else body.output_config.effort
     thinking = "adaptive" if body.thinking is None else body.thinking.type
-    if inference.output_formats.reasoning is None:
-        if thinking == "enabled":
-            raise _needs_reasoning("thinking")
-        if effort not in (None, _DEFAULT_EFFORT):
-            raise _needs_reasoning("output_config.effort")
-        return {}
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if thinking != "adaptive":
         variables["enable_thinking"] = thinking == "enabled"
     return variables
-
-
-def _needs_reasoning(field: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{field} is not supported by a server without --reasoning-parser",
-        field=field,
-        reason="UNSUPPORTED_PARAMETER",
-    )
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
@@ -13,18 +14,35 @@ from services.gateway.adapters.http.fields import (
     Ignored,
     Int,
     Only,
+    Texts,
+    Without,
     by_type,
     text_or_list,
     text_or_object,
 )
 from services.gateway.adapters.http.formats import JsonObjectFormat, JsonSchema, TextFormat
 from services.gateway.adapters.http.responses.items import AnyItem
-from services.gateway.adapters.http.tool_bodies import MAX_TOOLS, TOOL_NAME, arguments_schema
+from services.gateway.adapters.http.tool_bodies import (
+    DEFERRED,
+    MAX_TOOLS,
+    TOOL_NAME,
+    arguments_schema,
+)
+from services.gateway.adapters.http.vllm_fields import UnservedResponsesFields
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+_NO_LOGPROBS = "ask completions for log-probabilities"
 _NOT_ASYNC = "a call is answered before the next response"
 _NO_FILES = "only text is read"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
+
+
+def _includable(names: list[str]) -> list[str]:
+    """What a response is to include: reasoning is in it, and other names are of OpenAI's tools."""
+    if _LOGPROBS in names:
+        raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})
+    return names
 
 
 class ResponsesTool(HistoryBody):
@@ -35,7 +53,7 @@ class ResponsesTool(HistoryBody):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Annotated[Any, Only(False, why="the model sees all tools")] = None
+    defer_loading: Annotated[Any, DEFERRED] = None
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
     output_schema: Annotated[Any, Only(why="what tools give is not checked")] = None
@@ -111,7 +129,7 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
 
-class ResponsesBody(Body):
+class ResponsesBody(UnservedResponsesFields):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -151,13 +169,11 @@ class ResponsesBody(Body):
     user: str | None = None
     max_tool_calls: Int | None = None
     background: Annotated[Any, Only(False, why="responses are made at once")] = None
-    context_management: Annotated[Any, Only([], why="conversations are not compacted")] = None
+    context_management: Annotated[Any, Without("context_management", [])] = None
     conversation: Annotated[Any, Only(why=_NOT_KEPT)] = None
     previous_response_id: Annotated[Any, Only(why=_NOT_KEPT)] = None
-    store: Annotated[Any, Only(False, why="nothing is stored")] = None
-    include: Annotated[
-        Any, Only([], ["reasoning.encrypted_content"], why="reasoning is in the answer as it is")
-    ] = None
+    store: Annotated[Any, Without("store", False)] = None
+    include: Annotated[Texts, AfterValidator(_includable)] | None = None
     access_programs: Annotated[Any, Only(why="there are no such programs")] = None
     image: Annotated[Any, Only(why=_NO_FILES)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None
@@ -165,7 +181,7 @@ class ResponsesBody(Body):
     prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
     prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
-    top_logprobs: Annotated[Any, Only(0, why="ask completions for log-probabilities")] = None
+    top_logprobs: Annotated[Any, Only(0, why=_NO_LOGPROBS)] = None
     truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:

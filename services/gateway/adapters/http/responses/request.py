@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.http.chat import effort_variables
 from services.gateway.adapters.http.formats import ANY_OBJECT, JsonObjectFormat
@@ -24,10 +23,6 @@ async def responses_request(
     body: ResponsesBody, inference: Inference, request_id: str
 ) -> ClientRequest:
     """The request that a body asks for. Raises InvalidArgument for contradictions."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidArgument(
-            "stream_options may only be given with stream=true", field="stream_options"
-        )
     use = _tool_use(body)
     use.check(inference)
     text = await _render(body, inference)
@@ -65,7 +60,7 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
         tools=[tool.to_template() for tool in tools],
         add_generation_prompt=True,
         continue_final_message=False,
-        variables={**effort_variables(effort, inference), **(body.chat_template_kwargs or {})},
+        variables={**effort_variables(effort), **(body.chat_template_kwargs or {})},
     )
 
 
