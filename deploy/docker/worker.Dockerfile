@@ -65,12 +65,13 @@ FROM python AS service
 LABEL org.opencontainers.image.title="Stepwell worker" \
       org.opencontainers.image.description="Runs a model for Stepwell" \
       org.opencontainers.image.licenses="Apache-2.0"
-ENV PYTHONPATH=/site HOME=/tmp STEPWELL_WORKER_ADDRESS=0.0.0.0:9003
+ENV PYTHONPATH=/site HOME=/tmp STEPWELL_WORKER_ADDRESS=0.0.0.0:9003 \
+    STEPWELL_WORKER_HEALTH_FILE=/tmp/health
+COPY deploy/docker/probe.sh /
 WORKDIR /
 EXPOSE 9003
 # Loading a large model takes minutes, during which a failing probe does not count.
-HEALTHCHECK --interval=5s --timeout=10s --start-period=600s --retries=3 \
-    CMD ["python3", "-m", "services.common.probe", "worker"]
+HEALTHCHECK --interval=5s --timeout=60s --start-period=600s --retries=3 CMD ["sh", "/probe.sh"]
 ENTRYPOINT ["python3", "-m", "services.worker"]
 
 FROM service AS cuda

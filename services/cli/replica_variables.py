@@ -13,14 +13,15 @@ _METRICS_SERVICES = ("scheduler", "kvpool")
 _OF_ONE_REPLICA = {
     "scheduler": (
         "health_address",
+        "health_file",
         "advertise_address",
         "step_log",
         "vllm_grpc_address",
         "kv_events_endpoint",
         "kv_events_replay_endpoint",
     ),
-    "kvpool": ("health_address",),
-    "worker": ("health_address",),
+    "kvpool": ("health_address", "health_file"),
+    "worker": ("health_address", "health_file"),
 }
 """Settings by service that name a file or an address of one process."""
 

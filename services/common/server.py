@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common import errors, status
 from services.common.addresses import is_unix_address, split_host_port, unix_path
 from services.common.channel import KEEPALIVE_OPTIONS
+from services.common.health_file import HealthFile
 from services.common.local_server import LocalServer
 from services.common.local_stream import streams_path
 from services.common.message_limits import MAX_MESSAGE_BYTES
@@ -86,6 +87,8 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._health_server: grpc.aio.Server | None = None
         self._names: list[str] = []
+        self._health_file: HealthFile | None = None
+        self._beating: asyncio.Task[None] | None = None
         self._draining = False
         self._stopping: asyncio.Task[None] | None = None
 
@@ -96,15 +99,22 @@ class GrpcServer:
         if self._local is not None:
             register(servicer, _StreamHandlers(self._local, self._tls))
 
-    async def start(self, address: str, health_address: str | None = None) -> str:
+    async def start(
+        self, address: str, health_address: str | None = None, health_file: Path | None = None
+    ) -> str:
         """Binds and serves, live but not ready until `set_ready`; returns the bound address.
 
         `address` is host:port, with port 0 for a free one, or unix:PATH. At `health_address`
-        nothing but health is served, without TLS. Raises Unavailable.
+        nothing but health is served, without TLS, and `health_file` says the same: see
+        `HealthFile`. Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
         )
+        if health_file is not None:
+            self._health_file = HealthFile(health_file)
+            self._health_file.write()
+            self._beating = asyncio.create_task(self._health_file.run(), name="health file")
         await self.set_live(True)
         await self.set_ready(False)
         port = _bind(self._server, address, self._tls)
@@ -122,11 +132,15 @@ class GrpcServer:
 
     async def set_ready(self, ready: bool) -> None:
         """Sets readiness. Not ready once `drain` has begun, for any `ready`."""
+        if self._health_file is not None:
+            self._health_file.set_ready(ready and not self._draining)
         for name in (READINESS, *self._names):
             await self._health.set(name, _status(ready and not self._draining))
 
     async def set_live(self, live: bool) -> None:
         """Sets liveness; a supervisor replaces a process that is not live."""
+        if self._health_file is not None:
+            self._health_file.set_live(live)
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
@@ -146,6 +160,8 @@ class GrpcServer:
         await self.end_calls(grace_seconds)
         if self._health_server is not None:
             await self._health_server.stop(0)
+        if self._beating is not None:
+            self._beating.cancel()
 
     async def _stop(self, grace_seconds: float) -> None:
         if self._local is None:

@@ -25,6 +25,11 @@ class ServiceSettings:
         "unix:PATH (default: only at the address of gRPC)",
         check=is_listen_address,
     )
+    health_file: Path | None = setting(
+        None,
+        doc="file that is written every second with the service's health, for probes that cost "
+        "nothing, such as deploy/docker/probe.sh (default: none)",
+    )
     internal_tls_cert_file: Path | None = setting(
         None,
         doc="certificate chain (PEM) that this service shows to the other services. With it, key "

@@ -104,7 +104,8 @@ class PoolService:
         """
         if self._shared is not None:
             await self._shared.require_usable()
-        address = await self._server.start(self._settings.address, self._settings.health_address)
+        own = self._settings
+        address = await self._server.start(own.address, own.health_address, own.health_file)
         await self._server.set_ready(True)
         return address
 

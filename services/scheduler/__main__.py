@@ -219,7 +219,8 @@ class SchedulerService:
         """Runs the engine and its server until `stop`, then drains. A defect in the engine ends
         both.
         """
-        address = await self._server.start(self._settings.address, self._settings.health_address)
+        own = self._settings
+        address = await self._server.start(own.address, own.health_address, own.health_file)
         try:
             await self._ecosystem.start()
             async with asyncio.TaskGroup() as tasks:

@@ -68,7 +68,8 @@ class WorkerService:
         """Binds the port, so that an address in use fails before anything is loaded; then loads and
         serves until `stop` is set or the group breaks.
         """
-        address = await self._server.start(self._settings.address, self._settings.health_address)
+        own = self._settings
+        address = await self._server.start(own.address, own.health_address, own.health_file)
         worker = await self._load(stop)
         if worker is None:
             return

@@ -22,6 +22,7 @@ from tests.deploy.dockerfiles import (
     stages_of,
 )
 
+PROBE = ROOT / "deploy" / "docker" / "probe.sh"
 _BINARIES = Path(sys.executable).parent
 
 
@@ -56,10 +57,19 @@ def test_an_image_starts_its_service_and_asks_for_its_health(image: str) -> None
     (entrypoint,) = instructions_of(image, "ENTRYPOINT")
     assert json.loads(entrypoint) == ["python3", "-m", f"services.{service}"]
     (health,) = instructions_of(image, "HEALTHCHECK")
-    probe = ["python3", "-m", "services.common.probe", service]
-    assert json.loads(health.partition("CMD ")[2]) == probe
-    # The probe and other containers find the service where it says that it listens.
-    assert environment_of(image)[f"STEPWELL_{service.upper()}_ADDRESS"].startswith("0.0.0.0:")
+    assert json.loads(health.partition("CMD ")[2]) == ["sh", "/probe.sh"]
+    assert "deploy/docker/probe.sh /" in instructions_of(image, "COPY")
+    environ, prefix = environment_of(image), f"STEPWELL_{service.upper()}_"
+    assert f"file=${{1:-{environ[prefix + 'HEALTH_FILE']}}}" in PROBE.read_text()
+    # Other containers find the service where it says that it listens.
+    assert environ[f"{prefix}ADDRESS"].startswith("0.0.0.0:")
+
+
+@pytest.mark.parametrize("image", TARGETS)
+def test_a_probe_that_gets_no_processor_is_not_followed_by_another(image: str) -> None:
+    """The engine runs one at a time, unless it gives up on one that it has started."""
+    (health,) = instructions_of(image, "HEALTHCHECK")
+    assert "--timeout=60s" in health
 
 
 @pytest.mark.parametrize("image", TARGETS)
