@@ -23,6 +23,7 @@ SETTINGS = {
 }
 VARIANTS = {
     "compose": ("compose.yaml",),
+    "two gateways": ("compose.yaml", "two-gateways.yaml"),
     "small": ("small.yaml",),
     "replica": ("replica.yaml",),
     "gpu": ("compose.yaml", "gpu.yaml"),
@@ -146,8 +147,8 @@ def aliases(services: dict[str, dict[str, Any]]) -> set[str]:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> None:
     services = services_of(*VARIANTS[variant], REPLICA="2")
-    for service in services.values():
-        if role_of(service) == "gateway":
+    for name, service in services.items():
+        if name == "gateway":
             settings = settings_of(service)
             inside = {int(port.rpartition(":")[2]) for port in service["ports"]}
             addresses = (settings.address, settings.http_address)
@@ -200,20 +201,30 @@ def test_file_systems_in_memory_have_a_size(variant: str) -> None:
 
 def test_prometheus_asks_where_metrics_are_served() -> None:
     config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
-    services = services_of("compose.yaml")
+    services = services_of("compose.yaml", "two-gateways.yaml")
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
-    (found,) = jobs["stepwell-replica"]["dns_sd_configs"]
-    served = environment_of("scheduler")["STEPWELL_SCHEDULER_METRICS_ADDRESS"]
-    assert found["port"] == split_host_port(served)[1]
-    schedulers = {name for name, one in services.items() if role_of(one) == "scheduler"}
-    named = {n for n, one in services.items() if {*found["names"]} & aliases({n: one})}
-    assert named == schedulers
-    served = environment_of("gateway")["STEPWELL_GATEWAY_METRICS_ADDRESS"]
-    port = split_host_port(served)[1]
-    assert jobs["stepwell-gateway"]["static_configs"] == [{"targets": [f"gateway:{port}"]}]
+    for job, role in (("stepwell-replica", "scheduler"), ("stepwell-gateway", "gateway")):
+        (found,) = jobs[job]["dns_sd_configs"]
+        served = environment_of(role)[f"{env_prefix(role)}METRICS_ADDRESS"]
+        assert found["port"] == split_host_port(served)[1]
+        wanted = {name for name, one in services.items() if role_of(one) == role}
+        named = {n for n, one in services.items() if {*found["names"]} & aliases({n: one})}
+        assert named == wanted
     exporter = yaml.safe_load((ROOT / "deploy/otel/collector.yaml").read_text())["exporters"]
     port = split_host_port(exporter["prometheus"]["endpoint"])[1]
     assert jobs["otel-collector"]["static_configs"] == [{"targets": [f"otel-collector:{port}"]}]
+
+
+def test_the_proxy_knows_every_gateway() -> None:
+    services = services_of("compose.yaml", "two-gateways.yaml")
+    gateways = {name for name, one in services.items() if role_of(one) == "gateway"}
+    text = (ROOT / "deploy/haproxy/haproxy.cfg").read_text()
+    backends = re.findall(r"^backend (\w+)$(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(backends) == 4
+    for name, lines in backends:
+        port = 8000 if name.endswith("http") else 9000
+        servers = re.findall(r"^    server (\S+) (\S+)", lines, re.MULTILINE)
+        assert servers == [(one, f"{one}:{port}") for one in sorted(gateways)], name
 
 
 def test_the_collector_uses_what_it_configures() -> None:
