@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import httpx
 
-from tests.gateway.serving import DEADLINE_SECONDS, serving
+from tests.gateway.serving import DEADLINE_SECONDS, serving, until
 from tests.slowness import slowness
 
 
@@ -44,6 +44,23 @@ async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Pa
                     await served.channel.wait_for_state_change(state)
                     state = served.channel.get_state()
             assert not drained.done()
+        await drained
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_first_request_that_comes_during_a_drain_gets_an_answer(model: Path) -> None:
+    """A proxy connects as soon as its client does; the request comes later."""
+    async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
+        url = httpx.URL(served.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        with served.gateway.gate.enter():  # a request that runs
+            drained = asyncio.create_task(served.gateway.drain())
+            await until(lambda: not served.gateway.gate.is_open)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = (await asyncio.wait_for(reader.read(), DEADLINE_SECONDS / 2)).lower()
+            assert answer.startswith(b"http/1.1 503")
+            assert b"connection: close" in answer
         await drained
         writer.close()
         await writer.wait_closed()

@@ -190,6 +190,8 @@ class GuardedConnection(SlicedProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
+        if self._connections.are_ending:
+            cycle.keep_alive = False
         state = cycle.scope["state"]
         state[ARRIVED] = time.perf_counter_ns()
         if self._is_refused_at_once(cycle):

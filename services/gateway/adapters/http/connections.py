@@ -54,6 +54,8 @@ class Connections:
         self.limits = limits
         self._on_reader_timeout = on_reader_timeout
         self.quick_refusals = quick_refusals
+        self.are_ending = False
+        """Whether each connection ends with its next answer."""
         self.refusals = RefusalLog()
         self.starts = Starts()
         self.refused_turns = Turns()

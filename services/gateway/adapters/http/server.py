@@ -45,6 +45,14 @@ class _Server(uvicorn.Server):
         self.should_exit = True
         self._asked.set()
 
+    def end_idle(self) -> None:
+        """Ends each connection whose requests were answered, and any other one with its answer. One
+        without a request so far stays open.
+        """
+        for connection in list(self.server_state.connections):
+            if getattr(connection, "cycle", None) is not None:
+                connection.shutdown()
+
     async def main_loop(self) -> None:
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
@@ -52,14 +60,15 @@ class _Server(uvicorn.Server):
                     await self._asked.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no new connections, and waits for the open ones unless `force_exit` is set."""
+        """Takes no new connections, and waits for the open ones unless `force_exit` is set. A first
+        request that is on its way is answered.
+        """
         for server in self.servers:
             server.close()
         for listener in sockets or ():
             listener.close()
+        self.end_idle()
         state = self.server_state
-        for connection in list(state.connections):
-            connection.shutdown()
         while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110
             await asyncio.sleep(_CLOSED_POLL_SECONDS)
         for server in self.servers:
@@ -106,11 +115,11 @@ class HttpServer:
         return bound
 
     def end_idle(self) -> None:
-        """Ends each connection that has no request, and any other one with its answer, so that
-        clients connect elsewhere if they can. New ones are still taken.
+        """Ends each connection whose requests were answered, and any other one with its next
+        answer, so that clients connect elsewhere if they can. New ones are still taken.
         """
-        for connection in list(self._server.server_state.connections):
-            connection.shutdown()
+        self.connections.are_ending = True
+        self._server.end_idle()
 
     async def stop(self, grace_seconds: float) -> None:
         """Takes no new connections, gives running exchanges the grace, then cuts them off."""
