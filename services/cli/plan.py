@@ -11,7 +11,7 @@ from services.cli.child import ChildSpec
 from services.cli.health import until_ready, until_silent
 from services.cli.replica_variables import metrics_of
 from services.cli.run_directory import ensure_directory
-from services.cli.settings import EVERY_SERVICE, UpSettings, settings_of
+from services.cli.settings import UpSettings, settings_of
 from services.cli.supervisor import Stage
 from services.common.addresses import join_host_port
 from services.common.settings import as_text, env_prefix, variable_name
@@ -99,7 +99,7 @@ class _Specs:
         self._settings = settings
         self._addresses = addresses
         self._environ = environ
-        self._keeps_traces = _keeps_traces(settings, environ)
+        self._keeps_traces = settings.trace_sample_ratio != 0
         if self._keeps_traces:
             self._environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
 
@@ -111,7 +111,7 @@ class _Specs:
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
         if self._keeps_traces:
-            given = _kept_traces(service, self._addresses, self._environ) | given
+            given |= _kept_traces(service, given, self._addresses, self._environ)
         lingers = self._keeps_traces and service == "gateway"
         return ChildSpec(
             name=name,
@@ -179,26 +179,31 @@ class _Wiring:
         }
 
 
-def _keeps_traces(settings: UpSettings, environ: Mapping[str, str]) -> bool:
-    """Whether the gateway keeps traces: where no service has a collector, and traces are wanted."""
-    if settings.otlp_endpoint or settings.trace_sample_ratio == 0:
-        return False
-    names = (env_prefix(service) + "OTLP_ENDPOINT" for service in EVERY_SERVICE)
-    return not any(environ.get(name) for name in names)
-
-
-def _kept_traces(service: str, addresses: Addresses, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Where a service's spans go. Unless a ratio is given, a few requests a minute are traced, and
-    no step but for them.
+def _kept_traces(
+    service: str, given: Mapping[str, Any], addresses: Addresses, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Where a service's spans go besides a collector. Where there is none, and unless ratios are
+    given, a few requests a minute are traced, and their steps.
     """
     if service == "gateway":
         return {
             "trace_address": addresses.socket("traces"),
             "trace_linger_seconds": _GATEWAY_LINGER_SECONDS,
         }
-    has_ratio = env_prefix(service) + "TRACE_SAMPLE_RATIO" in environ
-    ratio = {} if has_ratio else {"trace_sample_ratio": 0.0}
-    return {"otlp_endpoint": addresses.socket("traces"), **ratio}
+    prefix = env_prefix(service)
+    collector = given.get("otlp_endpoint") or environ.get(f"{prefix}OTLP_ENDPOINT")
+    to_gateway = addresses.socket("traces")
+    if collector:
+        return {"otlp_endpoint": f"{collector},{to_gateway}"}
+    alone = {"trace_sample_ratio": 0.0}
+    if service == "scheduler":
+        alone["trace_step_sample_ratio"] = 1.0
+    ratios = {
+        name: ratio
+        for name, ratio in alone.items()
+        if name not in given and prefix + name.upper() not in environ
+    }
+    return {"otlp_endpoint": to_gateway, **ratios}
 
 
 @dataclass(frozen=True, slots=True)

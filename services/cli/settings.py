@@ -279,13 +279,19 @@ class UpSettings:
     )
     otlp_endpoint: str | None = passed_to(
         *EVERY_SERVICE,
-        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317 (default: the gateway "
-        "keeps the newest, for `stepwell trace` and /ui)",
+        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317, besides the gateway, "
+        "which keeps the newest for `stepwell trace` and /ui",
     )
     trace_sample_ratio: float | None = passed_to(
         *EVERY_SERVICE,
         doc="share of requests and steps that are traced (default: all for a collector; without "
         "one, 12 requests a minute)",
+        check=between(0, 1),
+    )
+    trace_step_sample_ratio: float | None = passed_to(
+        "scheduler",
+        doc="share of the engine steps of traced requests that are traced, too (default: 0.01 for "
+        "a collector, all without one)",
         check=between(0, 1),
     )
     log_level: LogLevel | None = passed_to(*EVERY_SERVICE, doc="what the services log")

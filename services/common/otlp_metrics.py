@@ -54,9 +54,13 @@ def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
     from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader  # noqa: PLC0415
 
-    exporter = OTLPMetricExporter(endpoint, insecure=not endpoint.startswith("https://"))
     return MeterProvider(
-        [PeriodicExportingMetricReader(exporter)],
+        [
+            PeriodicExportingMetricReader(
+                OTLPMetricExporter(url, insecure=not url.startswith("https://"))
+            )
+            for url in map(str.strip, endpoint.split(","))
+        ],
         Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}),
         shutdown_on_exit=False,
     )

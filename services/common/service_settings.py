@@ -50,7 +50,8 @@ class ServiceSettings:
     )
     otlp_endpoint: str = setting(
         "",
-        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317; empty: no traces",
+        doc="where traces go, an OTLP/gRPC URL such as http://127.0.0.1:4317, or several with "
+        "commas, each of which gets all; empty: no traces",
     )
     trace_sample_ratio: float = setting(
         1.0,

@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -87,13 +87,19 @@ class Tracing:
     sample_ratio: float = 0.0
     root_sampler: Sampler | None = None
     """Decides in place of the ratio."""
-    sender: SpanSender | None = None
-    """Sends them to the collector, if there is one."""
+    senders: tuple[SpanSender, ...] = ()
+    """Each sends them to a collector."""
+    resource: Resource | None = None
+    """What the spans of `record` are made by, in place of the provider's."""
 
     @property
     def enabled(self) -> bool:
         """Whether spans go anywhere."""
         return self.provider is not None
+
+    def of(self, service: str) -> "Tracing":
+        """The same, whose recorded spans are those of another service."""
+        return replace(self, resource=_resource(service))
 
     def start(
         self,
@@ -189,7 +195,7 @@ class Tracing:
             name,
             context,
             parent,
-            self.provider.resource,
+            self.resource or self.provider.resource,
             attributes,
             events,
             links,
@@ -215,33 +221,34 @@ def configure_tracing(
     exporter: SpanExporter | None = None,
     root_sampler: Sampler | None = None,
 ) -> Tracing:
-    """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or empty.
+    """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or several
+    with commas, each of which gets every span, or empty.
 
-    An `exporter` takes the place of the endpoint and gets every span as it ends. A `root_sampler`
-    takes the place of the ratio.
+    An `exporter` gets every span as it ends. A `root_sampler` takes the place of the ratio.
     """
     # It would log what any client sends as `tracestate`.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     if not endpoint and exporter is None:
         return Tracing(trace.NoOpTracer(), None)
     processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
-    sender = None
     if exporter is not None:
         processor.add_span_processor(SimpleSpanProcessor(exporter))
-    else:
-        sender = SpanSender(_otlp_exporter(endpoint))
+    urls = [url for one in endpoint.split(",") if (url := one.strip())]
+    senders = tuple(SpanSender(_otlp_exporter(url)) for url in urls)
+    for sender in senders:
         processor.add_span_processor(sender)
-    resource = Resource.create(
-        {"service.name": f"stepwell-{service}", "service.namespace": "stepwell"}
-    )
     provider = TracerProvider(
-        resource=resource,
+        resource=_resource(service),
         sampler=ParentBased(root_sampler or TraceIdRatioBased(sample_ratio)),
         active_span_processor=processor,
         span_limits=_LIMITS,
     )
     tracer = provider.get_tracer("stepwell")
-    return Tracing(tracer, provider, processor, sample_ratio, root_sampler, sender)
+    return Tracing(tracer, provider, processor, sample_ratio, root_sampler, senders)
+
+
+def _resource(service: str) -> Resource:
+    return Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"})
 
 
 @contextmanager

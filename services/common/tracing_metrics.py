@@ -15,16 +15,15 @@ class TracingCollector(Collector):
     """Spans that were sent, and those that were dropped, by reason; 0 without a collector."""
 
     def __init__(self, tracing: Tracing) -> None:
-        self._sender = tracing.sender
+        self._senders = tracing.senders
 
     def collect(self) -> Iterator[Metric]:
         """One family for each metric."""
-        sender = self._sender
         sent = value_family(names.METRIC_SPANS_SENT)
         dropped = value_family(names.METRIC_SPANS_DROPPED)
-        sent.add_metric([], 0 if sender is None else sender.num_sent)
+        sent.add_metric([], sum(sender.num_sent for sender in self._senders))
         for reason in DropReason:
-            count = 0 if sender is None else sender.num_dropped[reason]
+            count = sum(sender.num_dropped[reason] for sender in self._senders)
             dropped.add_metric([reason.value], count)
         yield sent
         yield dropped

@@ -112,7 +112,10 @@ class Parts:
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
         self.observer = Observer(self.metrics, genai, self.prefix_index)
         recording = RecorderSettings(
-            settings.model_name, settings.trace_slow_seconds, settings.access_log
+            settings.model_name,
+            settings.trace_slow_seconds,
+            settings.trace_slowest_per_minute,
+            settings.access_log,
         )
         self.recorder = RequestRecorder(recording, tracing, self.metrics, self.links.keep_trace)
         self.running_traces = RunningTraces(self.recorder.running, self.links, settings.model_name)

@@ -16,6 +16,7 @@ from services.common.service_settings import ServiceSettings, server_name
 from services.common.settings import (
     SettingError,
     at_least,
+    between,
     existing_directory,
     existing_file,
     one_of,
@@ -187,6 +188,12 @@ class GatewaySettings(ClientSettings):
     internal_tls_server_name: str | None = server_name()
     drain_seconds: float = with_default(ServiceSettings, "drain_seconds", 7.0)
     access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
+    trace_slowest_per_minute: int = setting(
+        3,
+        doc="of each minute, the slowest requests that are traced whether they were sampled or "
+        "not, as far as spans go anywhere; 0: none are",
+        check=between(0, 100),
+    )
     trace_slow_seconds: float = setting(
         30.0,
         doc="a request that takes this time or longer is traced whether it was sampled or not, as "

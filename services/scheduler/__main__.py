@@ -41,6 +41,7 @@ from services.scheduler.adapters.replica_config import (
 from services.scheduler.adapters.replica_metrics import ReplicaMetrics
 from services.scheduler.adapters.servicer import SchedulerServicer
 from services.scheduler.adapters.step_log import scheduler_with_log
+from services.scheduler.adapters.step_tracer import STEP_SERVICE
 from services.scheduler.adapters.tier_metrics import TierCollector
 from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.adapters.worker_client import Rank, WorkerGroup
@@ -96,14 +97,15 @@ async def _serve(
     try:
         shape = await _unless_stopped(replica, stop)
         config = scheduler_config(settings, shape)
-        pool_port = TracedPool(pool, tracing)
+        step_tracing = tracing.of(STEP_SERVICE)
+        pool_port = TracedPool(pool, step_tracing)
         connector = make_connector(config, shape)
         if connector is not None:
             replica.on_new_workers = connector.reset_cache
         with scheduler_with_log(
             settings.step_log, config, pool_port, shape, connector
         ) as scheduler:
-            executor = TracedExecutor(workers, tracing)
+            executor = TracedExecutor(workers, step_tracing)
             ecosystem.publish_events(scheduler)
             node = node_name(owner.name, owner.started_unix_nanos)
             service = SchedulerService(

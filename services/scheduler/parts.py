@@ -56,7 +56,13 @@ class Parts:
         incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
         self.sessions = Sessions()
         self.readiness = ReplicaReadiness(self.sessions, set_ready)
-        self.tracer = StepTracer(tracing, counts, lambda: scheduler.next_candidates, executor.end)
+        self.tracer = StepTracer(
+            tracing,
+            counts,
+            lambda: scheduler.next_candidates,
+            executor.end,
+            step_sample_ratio=settings.trace_step_sample_ratio,
+        )
         requests = RequestMetrics()
         speculation = SpeculationMetrics(config.num_speculative_tokens)
         observer = EngineObserver(self.tracer, requests, speculation, steps)

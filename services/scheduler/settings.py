@@ -162,3 +162,10 @@ class SchedulerSettings(ServiceSettings):
         "lag behind",
         check=at_least(1),
     )
+    trace_step_sample_ratio: float = setting(
+        0.01,
+        doc="share of the engine steps of traced requests that are traced, too, each as a trace of "
+        "its own of the service stepwell-engine-steps; of the other steps, this share of "
+        "trace_sample_ratio",
+        check=between(0, 1),
+    )

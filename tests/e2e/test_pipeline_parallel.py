@@ -49,6 +49,7 @@ def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
         *("--num-blocks", "1000", "--pipeline-parallel-size", "2"),
         *("--max-num-batched-tokens", "32", "--max-num-seqs", "16"),
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
+        *("--trace-step-sample-ratio", "1"),
         environ={"OTEL_BSP_SCHEDULE_DELAY": "100"},
     )
     yield stack

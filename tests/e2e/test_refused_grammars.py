@@ -42,6 +42,7 @@ def demo(receiver: OtlpReceiver) -> Iterator[Stack]:
     stack = Stack(
         DEMO,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
+        *("--trace-step-sample-ratio", "1"),
         *("--num-blocks", "500", "--max-model-len", "1024"),
         environ={"OTEL_BSP_SCHEDULE_DELAY": "100"},
     )

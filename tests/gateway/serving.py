@@ -120,6 +120,7 @@ async def serving(
         "http_address": "127.0.0.1:0",
         "address": "127.0.0.1:0",
         "drain_seconds": 1.0,
+        "trace_slowest_per_minute": 0,
     } | settings
     num_wanted = len(fakes) if num_ready is None else num_ready
     tokenizer = tokenizer_of(model)

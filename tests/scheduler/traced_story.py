@@ -1,6 +1,6 @@
 """Stories whose steps the tracer watches, on a clock that only the test moves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,12 @@ class TracedStory(Story):
     told otherwise, of which the workers compute nine tenths.
     """
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(
+        self,
+        step_sample_ratio: float = 1.0,
+        draw: Callable[[], float] = lambda: 0.0,
+        **config: Any,
+    ) -> None:
         super().__init__(**config)
         self.now = 0
         self.exporter = InMemorySpanExporter()
@@ -44,6 +49,8 @@ class TracedStory(Story):
             lambda: self.scheduler.next_candidates,
             lambda _step, _error: None,
             lambda: self.now,
+            step_sample_ratio,
+            draw,
         )
 
     def arrive(

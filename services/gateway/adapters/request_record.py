@@ -48,8 +48,11 @@ class KeptFor(enum.Enum):
     SAMPLED = "sampled"
     FAILED = "failed"
     SLOW = "slow"
+    """It took the time that the settings call slow, or longer."""
+    SLOWEST = "slowest"
+    """It was among the slowest requests of its minute."""
     WATCHED = "watched"
-    """Its trace was read while it ran."""
+    """Its trace was read or listed while it ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class RequestRecord:
     """Whether it ended with an error that is not the client's, and is no refusal of a full server.
     """
     is_watched: bool = False
-    """Whether its trace was read while it ran."""
+    """Whether its trace was read or listed while it ran."""
     generation: Generation | None = None
     """None before the request was read, and for calls that generate nothing."""
     ignored_fields: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from services.gateway.adapters.request_record import (
 from services.gateway.adapters.request_spans import RequestSpans
 from services.gateway.adapters.request_times import traces_of
 from services.gateway.core.request_check import is_request_id
+from services.gateway.core.slowest_requests import SlowestRequests
 
 KeepTrace = Callable[[str, str, TraceHeaders], None]
 """Asks the scheduler at an address for the spans of a sequence, by its id, below the span
@@ -35,13 +36,15 @@ class RecorderSettings:
     model_name: str
     slow_seconds: float
     """Requests that take longer are traced whether they were sampled or not; 0: none are."""
+    num_slowest: int
+    """Of each minute, the slowest requests that are traced whether they were sampled or not."""
     access_log: bool
 
 
 class RequestRecorder:
     """Decides at the end of each request whether it is traced: if it was sampled at its beginning,
-    if it failed, if it took long, or if its trace was read while it ran. Until then only numbers
-    are kept of it.
+    if it failed, if it took long or was among the slowest of its minute, or if its trace was read
+    or listed while it ran. Until then only numbers are kept of it.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class RequestRecorder:
         self._tracing = tracing
         self._metrics = metrics
         self._keep = keep
+        self._slowest = SlowestRequests(settings.num_slowest)
         self.running: dict[int, RequestRecord] = {}
         """Calls that are not over, by the id of their first span, the oldest first."""
 
@@ -96,13 +100,17 @@ class RequestRecorder:
 
     def _kept_for(self, record: RequestRecord) -> KeptFor | None:
         """Why the request is traced; None if it is not."""
-        if record.origin.is_sampled:
+        ended = (record.timeline.ended or 0) / 1e9
+        is_slowest = self._slowest.is_among(record.seconds, ended)
+        if record.origin.is_sampled and not (is_slowest or record.is_failure):
             return KeptFor.SAMPLED
         if record.is_failure:
             return KeptFor.FAILED
         slow = self._settings.slow_seconds
         if slow and record.seconds >= slow:
             return KeptFor.SLOW
+        if is_slowest:
+            return KeptFor.SLOWEST
         return KeptFor.WATCHED if record.is_watched else None
 
     def _trace(self, record: RequestRecord, reason: KeptFor) -> None:

@@ -27,6 +27,8 @@ class StoredSpan:
     role: SpanRole = SpanRole.PART
     request_id: str = ""
     tenant_id: str = ""
+    is_wanted: bool = False
+    """Whether the trace is kept for what the request was: failed or slow."""
 
 
 @dataclass(slots=True)
@@ -57,6 +59,10 @@ class TraceStore:
     ones. Half of either is for requests that have ended: engine steps cannot displace them. Of the
     rest, steps are dropped before requests that go on. A trace alone takes an eighth of the bytes
     at most; its further spans are dropped.
+
+    Of the requests that have ended, those that are wanted for what they were are dropped after the
+    others, as long as they are at most a quarter of `max_traces`, and those that lists showed last
+    as long as they are at most an eighth.
     """
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
@@ -67,6 +73,10 @@ class TraceStore:
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
         """Of the others, those of engine steps."""
+        self._wanted: dict[str, None] = {}
+        """Of those that have ended, the ones that are wanted for what they were."""
+        self._shown: dict[str, None] = {}
+        """Of those that have ended, the ones that lists showed last."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -88,6 +98,8 @@ class TraceStore:
             trace.root = span
             self._others.pop(trace_id, None)
             self._steps.pop(trace_id, None)
+            if span.is_wanted:
+                _keep_newest(self._wanted, trace_id, self._max_traces // 4)
         if trace.root is not None:
             self._ended[trace_id] = trace
         else:
@@ -96,6 +108,10 @@ class TraceStore:
                 self._steps[trace_id] = None
         while len(self) > self._max_traces or self.num_bytes > self._max_bytes:
             self._drop_one()
+
+    def shown(self, trace_id: str) -> None:
+        """Notes that a list showed a trace, which may be read next."""
+        _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
     def find(self, name: str) -> StoredTrace | None:
         """The trace of that id, or the newest one of the request of that id. A client's own id, and
@@ -114,11 +130,24 @@ class TraceStore:
     def _drop_one(self) -> None:
         ended_bytes = sum(trace.num_bytes for trace in self._ended.values())
         if len(self._ended) > self._max_traces // 2 or ended_bytes > self._max_bytes // 2:
-            trace = self._ended.pop(next(iter(self._ended)))
+            oldest = next(iter(self._ended))
+            wanted, shown = self._wanted, self._shown
+            others = (one for one in self._ended if one not in wanted and one not in shown)
+            trace = self._ended.pop(next(others, oldest))
+            wanted.pop(trace.trace_id, None)
+            shown.pop(trace.trace_id, None)
         else:
             trace = self._others.pop(next(iter(self._steps), None) or next(iter(self._others)))
             self._steps.pop(trace.trace_id, None)
         self.num_bytes -= trace.num_bytes
+
+
+def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
+    """Adds an id as the newest one, in place of the oldest if there are too many."""
+    ids.pop(trace_id, None)
+    ids[trace_id] = None
+    if len(ids) > most:
+        del ids[next(iter(ids))]
 
 
 def is_called(request_id: str, name: str) -> bool:

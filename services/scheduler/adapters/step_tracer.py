@@ -1,13 +1,14 @@
 """Counts and traces steps and requests, from the calls of the engine to its observer.
 
 Every request has a timeline, which becomes spans when a sampled request ends; see
-`request_timelines` and `request_spans`. A step is sampled if a sampled request runs in it, or is
-about to be admitted, and otherwise by the ratio.
+`request_timelines` and `request_spans`. A step may be sampled if a sampled request runs in it, or
+is about to be admitted, and otherwise by the ratio of traces; of all these the ratio of steps is.
 
 Most steps only decode: of these the times are collected, and counted for several at once, before
 anything else that comes after them. Counts lag by as many steps at most.
 """
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, S
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request, TurnEnd
 
+STEP_SERVICE = "engine-steps"
+"""The service by whose name traces of steps are found, apart from traces of requests."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
 """From the first of the steps that are not counted yet to the last."""
@@ -41,8 +44,12 @@ class StepTracer:
         candidates: Callable[[], Iterable[Request]],
         end_execution: Callable[[int, str | None], None],
         unix_nanos: Callable[[], int] = time.time_ns,
+        step_sample_ratio: float = 1.0,
+        draw: Callable[[], float] = random.random,
     ) -> None:
-        self._tracing = tracing
+        self._tracing = tracing.of(STEP_SERVICE)
+        self._step_sample_ratio = step_sample_ratio
+        self._draw = draw
         self._counts = counts
         self._candidates = candidates
         self._end_execution = end_execution
@@ -63,7 +70,7 @@ class StepTracer:
 
     def begin(self) -> str:
         now, context = self._unix_nanos(), None
-        if self._tracing.enabled:
+        if self._tracing.enabled and self._draw() < self._step_sample_ratio:
             is_sampled = self._traces.has_any_of(self._candidates)
             context = self._tracing.draw_root(is_sampled=is_sampled)
         self._begun = StepRecord(now, None if context is None else StepSpan(context, now))

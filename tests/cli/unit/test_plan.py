@@ -76,12 +76,13 @@ EVERYTHING = {
     "kv_events_encoding": "array",
     "otlp_endpoint": "http://127.0.0.1:4317",
     "trace_sample_ratio": 0.25,
+    "trace_step_sample_ratio": 0.5,
     "log_level": LogLevel.ERROR,
     "log_format": LogFormat.JSON,
 }
 
 
-OF_TRACES = ("otlp_endpoint", "trace_sample_ratio")
+OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
 """Settings that have another default under `stepwell up`: see the tests of traces."""
 
 
@@ -105,6 +106,8 @@ def test_every_setting_that_is_passed_on_reaches_its_services(tmp_path: Path) ->
     for service, settings in received(tmp_path, {}, **EVERYTHING).items():
         for name in settings_of(service):
             value = getattr(settings, name)
+            if name == "otlp_endpoint":
+                value = value.partition(",")[0]
             wanted = EVERYTHING[name]
             assert wanted in (value, getattr(value, "value", value)), (service, name)
 
@@ -151,7 +154,7 @@ def test_what_is_not_given_is_the_services_own_default(tmp_path: Path) -> None:
                 assert getattr(settings, field.name) == field.default, (name, field.name)
 
 
-def test_without_a_collector_the_gateway_keeps_traces(tmp_path: Path) -> None:
+def test_without_a_collector_the_gateway_alone_keeps_traces(tmp_path: Path) -> None:
     services = received(tmp_path, {})
     gateway = services.pop("gateway")
     assert (gateway.trace_address, gateway.otlp_endpoint) == ("unix:/run/stepwell/traces.sock", "")
@@ -160,6 +163,7 @@ def test_without_a_collector_the_gateway_keeps_traces(tmp_path: Path) -> None:
     for service in services.values():
         assert service.otlp_endpoint == gateway.trace_address
         assert service.trace_sample_ratio == 0  # steps are traced for requests alone
+    assert services["scheduler"].trace_step_sample_ratio == 1
 
 
 def test_a_ratio_takes_the_place_of_the_limit_of_a_minute(tmp_path: Path) -> None:
@@ -171,17 +175,28 @@ def test_a_ratio_takes_the_place_of_the_limit_of_a_minute(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("environ", "given"),
     [
-        ({}, {"otlp_endpoint": "http://127.0.0.1:4317"}),
-        ({f"{env_prefix('scheduler')}OTLP_ENDPOINT": "http://127.0.0.1:4317"}, {}),
-        ({}, {"trace_sample_ratio": 0.0}),
+        ({}, {"otlp_endpoint": "http://collector:4317"}),
+        ({f"{env_prefix('scheduler')}OTLP_ENDPOINT": "http://collector:4317"}, {}),
     ],
 )
-def test_with_a_collector_or_without_traces_nothing_is_kept(
+def test_with_a_collector_the_gateway_keeps_traces_too(
     tmp_path: Path, environ: dict[str, str], given: dict[str, Any]
 ) -> None:
     services = received(tmp_path, environ, **given)
+    kept_at = "unix:/run/stepwell/traces.sock"
+    gateway, scheduler = services["gateway"], services["scheduler"]
+    assert (gateway.trace_address, gateway.otlp_endpoint) == (
+        kept_at,
+        given.get("otlp_endpoint", ""),
+    )
+    assert scheduler.otlp_endpoint == f"http://collector:4317,{kept_at}"
+    assert scheduler.trace_step_sample_ratio == 0.01
+
+
+def test_without_traces_nothing_is_kept(tmp_path: Path) -> None:
+    services = received(tmp_path, {}, trace_sample_ratio=0.0)
     assert services["gateway"].trace_address is None
-    assert services["kvpool"].otlp_endpoint == given.get("otlp_endpoint", "")
+    assert services["kvpool"].otlp_endpoint == ""
 
 
 def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.common.settings import SettingError
 from services.common.telemetry import Tracing, configure_tracing
 from services.gateway.adapters.traces.keeping import StoreExporter
 from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
@@ -19,6 +18,7 @@ from tests.gateway.documented import Documented
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.keyring import bearer
 from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
+from tests.gateway.streams import Stream
 from tests.plain_http import async_http_client
 from tests.traceparents import traceparent_of
 
@@ -168,13 +168,45 @@ async def test_clients_without_the_page_have_no_traces_either(model: Path) -> No
             assert (await served.http.get(path)).status_code == 404
 
 
-def test_a_store_and_a_collector_exclude_each_other(model: Path) -> None:
-    settings = GatewaySettings(
-        model=model, trace_address="127.0.0.1:0", otlp_endpoint="http://127.0.0.1:4317"
-    )
-    with pytest.raises(SettingError, match="--trace-address"):
-        make_trace_store(settings)
+async def test_a_store_and_a_collector_both_get_every_span(model: Path) -> None:
+    async with keeping(model) as (collector, collected):
+        endpoint = f"http://{collector.trace_address}"
+        settings = GatewaySettings(model=model, trace_address="127.0.0.1:0", otlp_endpoint=endpoint)
+        store = make_trace_store(settings)
+        with gateway_tracing("gateway", settings, store) as tracing:
+            async with serving(model, tracing=tracing, traces=store) as served:
+                await served.http.post("/v1/completions", json=BODY)
+            await asyncio.to_thread(tracing.shutdown)
+        (kept,) = store.requests()
+        sent = collected.find(kept.trace_id)
+        assert sent is not None
+        assert len(sent.spans) == len(kept.spans) > 5
     assert make_trace_store(GatewaySettings(model=model)) is None
+
+
+async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_sampled(
+    model: Path,
+) -> None:
+    settings = GatewaySettings(model=model, trace_address="127.0.0.1:0", trace_sample_ratio=0.0)
+    store, scheduler = make_trace_store(settings), FakeScheduler(permits=1)
+    with gateway_tracing("gateway", settings, store) as tracing:
+        async with serving(
+            model, scheduler, tracing=tracing, traces=store, trace_slowest_per_minute=1
+        ) as served:
+            stream = Stream(served)
+            await until(lambda: len(stream.token_ids) == 1)
+            (running,) = (await served.http.get("/traces")).json()["traces"]
+            scheduler.run_freely()
+            await stream.task
+            fast = [await served.http.post("/v1/completions", json=BODY) for _ in range(3)]
+            whole = (await served.http.get(f"/traces/{running['trace_id']}")).json()
+            assert whole["is_complete"]
+            assert whole["spans"][0]["attributes"]["stepwell.kept_for"] == "slowest"
+            assert whole["time"]["line"].startswith(
+                whole["spans"][0]["attributes"]["stepwell.time"]
+            )
+            missing = await served.http.get(f"/traces/{fast[-1].json()['id']}")
+            assert missing.status_code == 404
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:

@@ -5,6 +5,7 @@ import itertools
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from services.gateway.adapters.traces.tracing import AtMostPerMinute
+from services.gateway.core.slowest_requests import SlowestRequests
 from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
 
 NUMBERS = itertools.count()
@@ -15,8 +16,8 @@ def encoded(size: int) -> bytes:
     return f"{next(NUMBERS):0{size}}".encode()
 
 
-def request(request_id: str = "", size: int = 10) -> StoredSpan:
-    return StoredSpan("gateway", encoded(size), SpanRole.REQUEST, request_id)
+def request(request_id: str = "", size: int = 10, *, is_wanted: bool = False) -> StoredSpan:
+    return StoredSpan("gateway", encoded(size), SpanRole.REQUEST, request_id, is_wanted=is_wanted)
 
 
 def part(size: int = 10) -> StoredSpan:
@@ -127,3 +128,36 @@ def test_a_minute_has_so_many_traces_and_as_many_at_once() -> None:
 def test_no_limit_is_the_other_samplers_decision() -> None:
     sampler = AtMostPerMinute(ALWAYS_ON, 0, lambda: 0.0)
     assert all(sampler.should_sample(None, 1, "request").decision.is_sampled() for _ in range(100))
+
+
+def test_requests_that_failed_or_were_slow_are_dropped_last() -> None:
+    store = TraceStore(max_traces=8, max_bytes=10_000)
+    for name in ("failed", "slow"):
+        store.add(name, request(is_wanted=True))
+    for number in range(50):
+        store.add(str(number), request())
+    for name in ("failed", "slow"):
+        assert store.find(name) is not None
+    assert len(kept(store)) == 8
+    for number in range(50):  # as many as there are: the bounds hold
+        store.add(f"failed {number}", request(is_wanted=True))
+    assert len(kept(store)) == 8
+
+
+def test_what_a_list_has_shown_can_be_read_though_many_come_after_it() -> None:
+    store = TraceStore(max_traces=8, max_bytes=800)
+    store.add("shown", request(size=50))
+    store.shown("shown")
+    for number in range(50):
+        store.add(str(number), request(size=50))
+    assert store.find("shown") is not None
+    assert store.num_bytes <= 800
+
+
+def test_the_slowest_of_each_minute_are_among_those_selected() -> None:
+    slowest = SlowestRequests(2)
+    minute = [3.0, 9.0, 1.0, 4.0, 2.0, 9.5, 5.0]
+    selected = [seconds for seconds in minute if slowest.is_among(seconds, 59.0)]
+    assert selected == [3.0, 9.0, 4.0, 9.5]
+    assert slowest.is_among(0.1, 60.0)
+    assert not SlowestRequests(0).is_among(100.0, 0.0)

@@ -452,3 +452,15 @@ async def test_each_turn_of_a_session_is_a_request_of_its_own_trace() -> None:
     assert root.attributes[names.ATTR_NUM_PROMPT_TOKENS] == 9
     assert root.attributes[names.ATTR_NUM_CACHED_TOKENS] == 7
     assert root.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 3
+
+
+async def test_steps_are_traced_by_a_ratio_of_their_own_under_a_name_of_their_own() -> None:
+    draws = iter([0.0] + [0.5] * 20)
+    story = TracedStory(step_sample_ratio=0.1, draw=lambda: next(draws))
+    story.arrive("a", prompt(4), max_tokens=5)
+    await story.to_the_end()
+    steps = [span for span in story.exporter.get_finished_spans() if span.name == names.SPAN_STEP]
+    assert [span.attributes[names.ATTR_STEP] for span in steps] == [0]
+    assert steps[0].resource.attributes["service.name"] == "stepwell-engine-steps"
+    request = story.span(names.SPAN_REQUEST, "a")
+    assert request.attributes[names.ATTR_NUM_OUTPUT_TOKENS] == 5

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Literal
 
 from pydantic import Field
@@ -66,12 +65,13 @@ class TraceRoutes:
         listed = await asyncio.to_thread(
             lambda: _CHOICES[query.order](list(map(summary, [*running, *mine])))
         )
+        shown = listed[: query.limit]
+        if self._store is not None:
+            for one in shown:
+                if not one["is_running"]:
+                    self._store.shown(one["trace_id"])
         return JSONResponse(
-            {
-                "are_kept": self._store is not None,
-                "num_kept": len(mine),
-                "traces": list(islice(listed, query.limit)),
-            }
+            {"are_kept": self._store is not None, "num_kept": len(mine), "traces": shown}
         )
 
     async def trace(self, request: Request) -> Response:

@@ -12,9 +12,11 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from services.common import names
+from services.gateway.adapters.request_record import KeptFor
 from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
 
 _SERVICE_NAME = "service.name"
+_WANTED = {KeptFor.FAILED.value, KeptFor.SLOW.value, KeptFor.SLOWEST.value}
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -71,7 +73,10 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
             span.attributes, names.ATTR_REQUEST_ID
         )
         tenant_id = text_of(span.attributes, names.ATTR_TENANT)
-        return StoredSpan(service, encoded, SpanRole.REQUEST, request_id, tenant_id)
+        is_wanted = text_of(span.attributes, names.ATTR_KEPT_FOR) in _WANTED
+        return StoredSpan(
+            service, encoded, SpanRole.REQUEST, request_id, tenant_id, is_wanted=is_wanted
+        )
     is_root = not is_own and not span.parent_span_id
     return StoredSpan(service, encoded, SpanRole.STEP if is_root else SpanRole.PART)
 

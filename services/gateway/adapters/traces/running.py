@@ -6,7 +6,6 @@ import asyncio
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -54,11 +53,16 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Each with the span of the client's request alone; `may_see` is asked with its tenant."""
+        """Each with the span of the client's request alone; `may_see` is asked with its tenant.
+        They are kept when they have ended, so that what was listed can be read.
+        """
         records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
         if order is Order.NEWEST:
             records.reverse()
-        return [self._made(record, is_whole=False) for record in islice(records, limit)]
+        listed = records[:limit]
+        for record in listed:
+            record.is_watched = True
+        return [self._made(record, is_whole=False) for record in listed]
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """The trace of that id, or the newest one of the request of that id, by the same rules as

@@ -1,4 +1,4 @@
-"""The gateway's tracing: to a collector as in every service, or to its own store."""
+"""The gateway's tracing: to a collector as in every service, to its own store, or to both."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,6 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult, 
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from services.common.settings import SettingError
 from services.common.telemetry import Tracing, configure_tracing, service_tracing
 from services.gateway.adapters.traces.keeping import StoreExporter
 from services.gateway.core.trace_store import TraceStore
@@ -17,16 +16,9 @@ from services.gateway.settings import GatewaySettings
 
 
 def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
-    """The store; None where the settings want none. Raises SettingError where they want both a
-    collector and a store.
-    """
+    """The store; None where the settings want none."""
     if settings.trace_address is None:
         return None
-    if settings.otlp_endpoint:
-        raise SettingError(
-            "--trace-address keeps the traces that no collector gets: "
-            "leave it out, or --otlp-endpoint"
-        )
     return TraceStore(settings.trace_store_max_traces, settings.trace_store_max_bytes)
 
 
@@ -34,17 +26,22 @@ def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
 def gateway_tracing(
     service: str, settings: GatewaySettings, store: TraceStore | None
 ) -> Iterator[Tracing]:
-    """Tracing as the settings ask for it. At the end, what is left is sent."""
+    """Tracing as the settings ask for it: to the store, to collectors, or to both. The limit of a
+    minute holds where there is no collector. At the end, what is left is sent.
+    """
     if store is None:
         with service_tracing(service, settings) as tracing:
             yield tracing
         return
-    sampler = AtMostPerMinute(
-        TraceIdRatioBased(settings.trace_sample_ratio), settings.trace_store_max_per_minute
-    )
+    limit = 0 if settings.otlp_endpoint else settings.trace_store_max_per_minute
+    sampler = AtMostPerMinute(TraceIdRatioBased(settings.trace_sample_ratio), limit)
     exporter = StoreExporter(store)
     tracing = configure_tracing(
-        service, "", settings.trace_sample_ratio, exporter=exporter, root_sampler=sampler
+        service,
+        settings.otlp_endpoint,
+        settings.trace_sample_ratio,
+        exporter=exporter,
+        root_sampler=sampler,
     )
     try:
         yield tracing
