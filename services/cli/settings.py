@@ -112,6 +112,15 @@ class UpSettings:
     chat_template_content_format: str | None = passed_to(
         "gateway", doc="how the chat template gets the content of a turn: auto, string or openai"
     )
+    override_generation_config: str | None = passed_to(
+        "gateway", doc="defaults in place of that file's, as a JSON object"
+    )
+    chat_template: str | None = passed_to(
+        "gateway", doc="chat template in place of the model's: a file, or its text"
+    )
+    default_chat_template_kwargs: str | None = passed_to(
+        "gateway", doc="variables of the chat template, as a JSON object"
+    )
     reasoning_parser: str | None = passed_to(
         "gateway", doc="how the model marks its reasoning, such as qwen3 or deepseek_r1"
     )

@@ -23,6 +23,7 @@ from services.common.metrics import serving_metrics
 from services.common.otlp_metrics import service_meter
 from services.common.telemetry import Tracing
 from services.common.tls_settings import TlsFields, tls_of
+from services.gateway.adapters.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
 from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
@@ -73,7 +74,12 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tls_of(settings) as internal_tls,
         tls_of(settings, PUBLIC_TLS) as tls,
     ):
-        tokenizer = load_tokenizer(settings.model, settings.chat_template_content_format)
+        chat_template = ChatTemplateOptions(
+            settings.chat_template,
+            settings.chat_template_variables,
+            settings.chat_template_content_format,
+        )
+        tokenizer = load_tokenizer(settings.model, chat_template)
         gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
         addresses = await gateway.start()
         # What was loaded stays: a full collection that walks through it would hold up the event

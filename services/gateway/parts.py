@@ -186,7 +186,9 @@ def _make_inference(settings: GatewaySettings, tokenizer: HfTokenizer, fleet: Fl
         output_formats=OutputFormats(
             settings.reasoning_parser, settings.tool_call_parser, settings.enable_auto_tool_choice
         ),
-        defaults=read_sampling_defaults(settings.generation_config, settings.model),
+        defaults=read_sampling_defaults(
+            settings.generation_config, settings.model, settings.generation_overrides
+        ),
         adapters=lora_modules(settings.model_name, settings.lora_modules),
         max_choices=settings.max_choices_per_request,
         max_items=settings.max_items_per_request,

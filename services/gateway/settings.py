@@ -1,7 +1,9 @@
 """Settings of the gateway."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from services.common.addresses import (
     DNS,
@@ -47,6 +49,21 @@ def _are_named_paths(entries: tuple[str, ...]) -> str | None:
     return "must not give a name twice" if len(set(names)) < len(names) else None
 
 
+def _json_object(text: str | None) -> dict[str, Any]:
+    """The JSON object in a text that was checked; without a text an empty one."""
+    value: dict[str, Any] = json.loads(text or "{}")
+    return value
+
+
+def _is_json_object(text: str) -> str | None:
+    """A check: the text is a JSON object."""
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    return None if is_object else "must be a JSON object"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings(ClientSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
@@ -82,6 +99,23 @@ class GatewaySettings(ClientSettings):
         doc="how the chat template gets the content of a turn: string, a text; openai, a list of "
         "parts; auto: parts if it has a loop over them",
         check=one_of(("auto", "string", "openai")),
+    )
+    override_generation_config: str | None = setting(
+        None,
+        doc="defaults that take the place of the ones of generation_config, as a JSON object: "
+        "temperature, top_p, top_k, min_p, repetition_penalty, and max_new_tokens, which bounds "
+        "every answer",
+        check=_is_json_object,
+    )
+    chat_template: str | None = setting(
+        None,
+        doc="chat template in place of the model's: a file, or the text of a template itself",
+    )
+    default_chat_template_kwargs: str | None = setting(
+        None,
+        doc="variables of the chat template where a request's chat_template_kwargs do not name "
+        'them, as a JSON object, such as {"enable_thinking": false}',
+        check=_is_json_object,
     )
     reasoning_parser: str = setting(
         "",
@@ -258,3 +292,13 @@ class GatewaySettings(ClientSettings):
         if not self.schedulers and self.redis_url is None:
             raise SettingError("--schedulers must name at least one, or --redis-url be given")
         return self.schedulers
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        """Defaults of sampling parameters that the operator sets."""
+        return _json_object(self.override_generation_config)
+
+    @property
+    def chat_template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template that a request may change."""
+        return _json_object(self.default_chat_template_kwargs)

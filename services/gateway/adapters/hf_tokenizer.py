@@ -14,11 +14,8 @@ from jinja2 import TemplateError
 
 from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.tokenizer_files import has_tokenizer
-from services.gateway.adapters.chat_content import (
-    Messages,
-    render_content,
-    texts_of,
-)
+from services.gateway.adapters.chat_content import Messages, render_content, texts_of
+from services.gateway.adapters.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.transformers_package import import_auto_tokenizer
 from services.gateway.core.ports import TextTooLong
 
@@ -44,10 +41,12 @@ class HfTokenizer:
     training that wrote the file, and would silently change what a client sent.
     """
 
-    def __init__(self, tokenizer: Any, content_format: str = "auto") -> None:
-        """`content_format` is the form in which its chat template gets the content of turns."""
+    def __init__(self, tokenizer: Any, chat_template: ChatTemplateOptions | None = None) -> None:
+        """Raises FailedPrecondition for a `chat_template` that cannot be used."""
+        self._chat = chat_template or ChatTemplateOptions()
         self._tokenizer = tokenizer
-        self._content_format = content_format
+        if (template := self._chat.read_template()) is not None:
+            tokenizer.chat_template = template
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -65,6 +64,10 @@ class HfTokenizer:
         # What the server passes to the template, a client cannot.
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved_variables = {"messages", "conversations", *parameters} - {"kwargs"}
+        if reserved := self._reserved_variables & self._chat.variables.keys():
+            raise FailedPrecondition(
+                f"--default-chat-template-kwargs may not hold {min(reserved)!r}"
+            )
         self._bytes = _token_bytes(self._backend, self.is_byte_level)
         for token_id, byte in self.byte_values.items():
             self._bytes[token_id] = bytes([byte])
@@ -156,17 +159,18 @@ class HfTokenizer:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **variables,
+                **{**self._chat.variables, **variables},
             )
             return text
 
         def work() -> str:
             template = self._tokenizer.get_chat_template(tools=given_tools)
-            return render_content(render, messages, template, self._content_format)
+            return render_content(render, messages, template, self._chat.content_format)
 
         texts = [text for message in messages for text in texts_of(message["content"])]
         size = _CHARACTERS_OF_MESSAGE * len(messages) + sum(map(len, texts))
-        if variables or tools:  # they may be anything that the template goes through
+        # They may be anything that the template goes through.
+        if variables or tools or self._chat.variables:
             size += _INLINE_CHARACTERS
         try:
             return await self._off_loop(size, work)
@@ -240,7 +244,9 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
     )
 
 
-def load_tokenizer(directory: Path, content_format: str = "auto") -> HfTokenizer:
+def load_tokenizer(
+    directory: Path, chat_template: ChatTemplateOptions | None = None
+) -> HfTokenizer:
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
@@ -259,7 +265,7 @@ def load_tokenizer(directory: Path, content_format: str = "auto") -> HfTokenizer
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
-    return HfTokenizer(tokenizer, content_format)
+    return HfTokenizer(tokenizer, chat_template)
 
 
 def _damaged_file(directory: Path) -> Path:

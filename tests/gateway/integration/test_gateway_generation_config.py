@@ -9,6 +9,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import FailedPrecondition
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.generation_config import read_sampling_defaults
 from services.gateway.core.sampling_defaults import SamplingDefaults
 from tests.gateway.serving import Serving, serving
@@ -140,3 +141,33 @@ def test_a_directory_needs_the_file_and_a_model_does_not(tmp_path: Path) -> None
     assert read_sampling_defaults("auto", tmp_path) == SamplingDefaults()
     with pytest.raises(FailedPrecondition, match=r"config\.json: the file cannot be read: No such"):
         read_sampling_defaults(str(tmp_path), tmp_path)
+
+
+def test_an_override_takes_the_place_of_single_values(tmp_path: Path) -> None:
+    write(tmp_path, **TOLD, max_new_tokens=7)
+    changed = read_sampling_defaults("auto", tmp_path, {"temperature": 0, "top_k": -1})
+    assert changed.sampling == SamplingParams(
+        temperature=0.0, top_p=0.9, top_k=0, min_p=0.05, repetition_penalty=1.1
+    )
+    assert (changed.max_tokens, changed.most_tokens) == (7, None)
+    bounded = read_sampling_defaults("vllm", tmp_path, {"max_new_tokens": 5, "top_p": None})
+    assert bounded == SamplingDefaults(SamplingParams(), 5, 5)
+    file_bounds = read_sampling_defaults(str(tmp_path), tmp_path, {"max_new_tokens": 3})
+    assert (file_bounds.max_tokens, file_bounds.most_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0, not -1"),
+        ({"top_k": True}, "top_k must be a whole number of -1 or more, not True"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of 1 or more, not 0"),
+        ({"temprature": 1}, "temprature is not read; it may have temperature, top_p"),
+    ],
+)
+def test_a_wrong_override_is_told_in_one_sentence(
+    tmp_path: Path, override: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(FailedPrecondition) as refused:
+        read_sampling_defaults("auto", tmp_path, override)
+    assert refused.value.message.startswith(f"--override-generation-config: {problem}")

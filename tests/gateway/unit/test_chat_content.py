@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from services.gateway.adapters.chat_content import iterates_over_content
+from services.gateway.adapters.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.hf_tokenizer import HfTokenizer
 from tests.gateway.tiny_tokenizer import write_tokenizer
 
@@ -64,7 +65,7 @@ def written(texts: Sequence[str], form: str) -> object:
 
 async def rendered(loaded: Any, template: str, turns: Any, form: str = "auto") -> str:
     loaded.chat_template = template
-    return await HfTokenizer(loaded, form).render_chat(
+    return await HfTokenizer(loaded, ChatTemplateOptions(content_format=form)).render_chat(
         [{"role": role, "content": content} for role, content in turns],
         add_generation_prompt=True,
         continue_final_message=False,
