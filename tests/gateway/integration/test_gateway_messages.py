@@ -271,10 +271,16 @@ async def test_the_stop_reason_says_why_an_answer_ended(
     assert hermes.scheduler.adds[-1].sampling.max_tokens == room < 20
 
 
-async def test_a_call_that_was_cut_short_has_the_input_that_was_written(
-    hermes: Serving, client: anthropic.AsyncAnthropic
+@pytest.mark.parametrize(
+    "call",
+    [
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "days": [2, 3, "ab',
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "days": [2, 3,],}}',
+    ],
+)
+async def test_a_call_with_a_mistake_has_the_input_that_was_written(
+    hermes: Serving, client: anthropic.AsyncAnthropic, call: str
 ) -> None:
-    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome", "days": [2, 3, "ab'
     hermes.scheduler.answer = hermes.tokens(call)
     ask: dict[str, Any] = {**BASE, "tools": [tool()]}
     whole = await client.messages.create(**ask)

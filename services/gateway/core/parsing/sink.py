@@ -1,5 +1,6 @@
 """Where the readers of formats put what they find."""
 
+from services.gateway.core.parsing.control_escaper import ControlEscaper
 from services.gateway.core.parsing.events import (
     CallArguments,
     CallStart,
@@ -11,7 +12,8 @@ from services.gateway.core.parsing.events import (
 
 class Sink:
     """Makes events. White space that content or reasoning begins with after something else, or ends
-    with before something else, belongs to the format and is dropped.
+    with before something else, belongs to the format and is dropped. Control characters in strings
+    of arguments are escaped.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -20,6 +22,7 @@ class Sink:
         self.num_calls = 0
         self._events: list[OutputEvent] = []
         self._arguments: list[str] = []
+        self._escaper = ControlEscaper()
         self._space: list[str] = []
         self._trims_start = False
 
@@ -50,6 +53,7 @@ class Sink:
     def call(self, name: str) -> int:
         """A call has begun; its number."""
         self._close_arguments()
+        self._escaper = ControlEscaper()
         self._boundary()
         if not self._is_full:
             self._events.append(CallStart(self.num_calls, name))
@@ -76,7 +80,7 @@ class Sink:
 
     def _close_arguments(self) -> None:
         """Makes one event of the arguments since the last one."""
-        text = "".join(self._arguments)
+        text = self._escaper.feed("".join(self._arguments))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))
         self._arguments.clear()

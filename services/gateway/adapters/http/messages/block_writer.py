@@ -1,12 +1,12 @@
 """What the assistant says, as blocks: whole, and as events while it comes."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from typing import Any
 
-from pydantic_core import from_json
-
 from services.gateway.adapters.http.chat_messages import call_id
+from services.gateway.adapters.http.messages.input_json import InputWriter
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer
 from services.gateway.core.parsing.events import (
@@ -39,6 +39,8 @@ class BlockWriter:
         self._open: str | None = None
         """The type of the block that has begun last, unless it has ended."""
         self._thought = sha256()
+        self._input = InputWriter()
+        """Of the last call."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
         """What a piece adds to the blocks."""
@@ -83,8 +85,9 @@ class BlockWriter:
                     yield self._delta({"type": "thinking_delta", "thinking": text})
             case CallStart(call, name):
                 yield from self._begin(self._tool_use(call, name, {}))
+                self._input = InputWriter()
             case CallArguments(_, text):
-                yield self._delta({"type": "input_json_delta", "partial_json": text})
+                yield from self._input_deltas(self._input.feed(text))
 
     def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._end()
@@ -98,8 +101,14 @@ class BlockWriter:
         if self._open == _THINKING:
             signature = self._thought.hexdigest()
             yield self._delta({"type": "signature_delta", "signature": signature})
+        if self._open == _TOOL_USE:
+            yield from self._input_deltas(self._input.end())
         self._open = None
         yield {"type": "content_block_stop", "index": self._number}
+
+    def _input_deltas(self, pieces: Iterable[str]) -> Iterator[dict[str, Any]]:
+        for piece in pieces:
+            yield self._delta({"type": "input_json_delta", "partial_json": piece})
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._number, "delta": delta}
@@ -118,11 +127,7 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object; of ones that were cut short, what is there but a
-    text that lacks its end, as Anthropic's clients read them.
-    """
-    try:
-        given = from_json(arguments, allow_partial=True, allow_inf_nan=False)
-    except ValueError:
-        return {}
-    return given if isinstance(given, dict) else {}
+    """The arguments of a call as an object: the one whose text a stream has."""
+    writer = InputWriter()
+    given: dict[str, Any] = json.loads("".join([*writer.feed(arguments), *writer.end()]))
+    return given

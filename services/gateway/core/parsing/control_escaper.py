@@ -1,0 +1,57 @@
+"""Control characters in the strings of JSON that a model writes."""
+
+import re
+
+_IN_STRING = re.compile(r'["\\\x00-\x1f]')
+_SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
+
+
+class ControlEscaper:
+    """Escapes control characters that stand raw in strings of a JSON text, which comes in pieces.
+    Models write them often, and JSON does not allow them.
+    """
+
+    def __init__(self) -> None:
+        self._in_string = False
+        self._after_backslash = False
+
+    def feed(self, text: str) -> str:
+        """The next piece of the text, escaped."""
+        pieces: list[str] = []
+        at = 0
+        while at < len(text):
+            if self._after_backslash:
+                self._after_backslash = False
+                pieces.append(_escape(text[at]))
+                at += 1
+                continue
+            end = self._next_mark(text, at)
+            pieces.append(text[at:end])
+            if end < len(text):
+                pieces.append(self._mark(text[end]))
+            at = end + 1
+        return "".join(pieces)
+
+    def _next_mark(self, text: str, at: int) -> int:
+        """Where the next character is that begins, ends or breaks a string; else the end."""
+        if self._in_string:
+            found = _IN_STRING.search(text, at)
+            return len(text) if found is None else found.start()
+        quote = text.find('"', at)
+        return len(text) if quote < 0 else quote
+
+    def _mark(self, character: str) -> str:
+        if character == '"':
+            self._in_string = not self._in_string
+            return character
+        if character == "\\":
+            self._after_backslash = True
+            return character
+        return "\\" + _escape(character)
+
+
+def _escape(character: str) -> str:
+    """What stands for a character after a backslash."""
+    if character >= " ":
+        return character
+    return _SHORT.get(character) or f"u{ord(character):04x}"
