@@ -26,11 +26,13 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     return read
 
 
-def undecodable(method: str) -> grpc.aio.AioRpcError:
+class UndecodableAnswer(grpc.aio.AioRpcError):
     """The error of a call with such an answer: INTERNAL, as of grpc in other languages."""
-    details = f"a message of {method} cannot be decoded"
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details)
+
+    def __init__(self, method: str) -> None:
+        details = f"a message of {method} cannot be decoded"
+        nothing = grpc.aio.Metadata()
+        super().__init__(grpc.StatusCode.INTERNAL, nothing, nothing, details)
 
 
 class CheckedCall:
@@ -76,4 +78,4 @@ class CheckedCall:
 
     def _fail(self) -> None:
         self._call.cancel()
-        raise undecodable(self._method)
+        raise UndecodableAnswer(self._method)

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, status_pb2
 
-from services.common.checked_call import UNDECODABLE, lenient, undecodable
+from services.common.checked_call import UNDECODABLE, UndecodableAnswer, lenient
 from services.common.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
 from services.common.message_limits import MAX_MESSAGE_BYTES
 from services.common.status import DETAILS_KEY
@@ -81,7 +81,7 @@ class LocalCall:
             message = self._deserialize(data)
             if message is UNDECODABLE:
                 self.cancel()
-                raise undecodable(self._method)
+                raise UndecodableAnswer(self._method)
             return message
         status = await asyncio.shield(self.ended)
         if status is _CANCELLED:

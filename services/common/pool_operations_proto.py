@@ -8,7 +8,6 @@ from stepwell.kvpool.v1 import kvpool_pb2
 
 from services.common import pool_operations as ops
 from services.common.block_hash import HASH_BYTES, BlockHash
-from services.common.errors import InternalError
 from services.common.ids import BlockId, RequestKey
 from services.common.proto_enum import ProtoEnum
 
@@ -101,6 +100,7 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
+    """The outcome in an answer. Raises ValueError for a reason to stop that is not known here."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
     if not (message.block_ids_to_zero or message.copies):  # as in models without states
@@ -317,7 +317,7 @@ def _stop_to_proto(stop: ops.Stop) -> kvpool_pb2.Stop:
 def _stop_from_proto(message: kvpool_pb2.Stop) -> ops.Stop:
     reason = _STOP_REASONS.from_proto(message.reason)
     if reason is None:
-        raise InternalError(f"a transaction stopped for reason {message.reason}, not known here")
+        raise ValueError(f"stop.reason: {message.reason} is not known here")
     return ops.Stop(
         message.operation_index,
         message.item_index,

@@ -80,6 +80,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
         """A token of a new request that ends the stream."""
+        self.described: Callable[[], object] = lambda: None
+        """Called when it was asked to describe itself, once the answer is made."""
         self.spoil: Spoil = lambda _, answer: [answer]
         """Makes what is answered of a step and its answer."""
         self.going = asyncio.Event()
@@ -114,7 +116,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 f"this worker has version 9.0 (protocol {self.protocol}), the scheduler version "
                 f"{request.release.version} (protocol {request.release.protocol})"
             )
-        return self.description
+        answer = worker_pb2.DescribeResponse()
+        answer.CopyFrom(self.description)
+        self.described()
+        return answer
 
     async def PrepareGrammar(  # noqa: N802
         self,

@@ -18,8 +18,8 @@ from services.scheduler.core.request import Request
 _MESSAGES = {
     FinishReason.ERROR: "something of this request alone went wrong",
     FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
-    FinishReason.STEP_FAILED: "the workers were lost in every step of this request, "
-    "also in those with no other request",
+    FinishReason.STEP_FAILED: "the workers were lost, or the pool failed, in every step of "
+    "this request, also in those with no other request",
     FinishReason.KV_LOAD_FAILED: "keys and values of the request could not be loaded",
     FinishReason.QUEUE_TIMEOUT: "the request was not scheduled within the time that it may wait",
 }

@@ -9,7 +9,8 @@ from grpc_status import rpc_status
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.errors import StepwellError, Unavailable
+from services.common.checked_call import UndecodableAnswer
+from services.common.errors import InternalError, InvalidArgument, StepwellError, Unavailable
 from services.common.kv_cache_groups import KVCacheGroup
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pool_operations import Operation, Outcome
@@ -18,7 +19,9 @@ from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.common.watchdog.proc import watch_addresses
 from services.scheduler.adapters.alarm import Alarm
+from services.scheduler.adapters.answer_check import WrongAnswer
 from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
+from services.scheduler.adapters.outcome_check import OutcomeCheck, requests_of
 from services.scheduler.core import ports
 from services.scheduler.core.deadlines import IDLE_CHECK_SECONDS, Deadlines
 
@@ -62,6 +65,7 @@ class PoolClient:
         self._timeout_seconds = timeout_seconds
         self._generation = 0
         self._sequence = 0
+        self._check = OutcomeCheck(1, ())
         self._call: _TransactCall | None = None
         self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
         self._allowed_seconds = timeout_seconds
@@ -110,10 +114,17 @@ class PoolClient:
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer("the kvpool", error) from error
+        if response.generation <= max(seen_generation, self._generation):
+            raise ports.PoolLost(f"the kvpool began generation {response.generation} again")
         self._generation, self._sequence = response.generation, 0
+        self._check = OutcomeCheck(num_blocks, groups)
         if self._recorder is not None:
             self._recorder.opened()
-        await self.transact(())
+        num_free_blocks = (await self.transact(())).num_free_blocks
+        if num_free_blocks != num_blocks - 1:
+            raise ports.PoolLost(
+                f"the kvpool was opened with {num_free_blocks} free blocks, not {num_blocks - 1}"
+            )
         self._watch = asyncio.create_task(self._watch_idle_pool(), name="watch the pool")
         return self._generation
 
@@ -133,14 +144,38 @@ class PoolClient:
             self._is_late = False
             self._alarm.set(self._allowed_seconds)
             try:
-                response = await self._send(request)
+                response = await self._send(request, operations)
             finally:
                 self._alarm.stop()
             elapsed = loop.time() - began - self._alarm.excused_seconds
             self._deadlines.took(len(operations), elapsed)
+            outcome = self._checked(operations, response)
             if self._recorder is not None:
                 self._recorder.transacted(operations, response)
-            return outcome_from_proto(response)
+            return outcome
+
+    def _checked(
+        self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
+    ) -> Outcome:
+        """The outcome of the last transaction. Raises PoolLost if the answer contradicts it."""
+        answered = response.generation, response.sequence
+        try:
+            if answered != (self._generation, self._sequence):
+                generation, sequence = answered
+                raise WrongAnswer(f"it is to {sequence} of generation {generation}")
+            outcome = outcome_from_proto(response)
+            self._check.check(operations, outcome, response.events)
+        except ValueError as error:
+            raise self._wrong(operations, str(error)) from error
+        return outcome
+
+    def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
+        """The loss for a wrong answer to the last transaction. Ends the stream."""
+        self._end_call()
+        return ports.PoolLost(
+            f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
+            suspects=requests_of(operations),
+        )
 
     def close(self) -> None:
         """Ends the stream."""
@@ -188,18 +223,24 @@ class PoolClient:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def _send(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
+    async def _send(
+        self, request: kvpool_pb2.TransactRequest, operations: Sequence[Operation]
+    ) -> kvpool_pb2.TransactResponse:
         logged = ""
         while True:
             try:
                 return await self._try(request)
+            except UndecodableAnswer as rpc_error:
+                raise self._wrong(operations, rpc_error.details() or "") from rpc_error
             except grpc.aio.AioRpcError as rpc_error:
                 error = from_peer("the kvpool", rpc_error)
                 self._end_call()
                 is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
                 if not (self._is_late or is_broken):
+                    is_about_them = isinstance(error, InvalidArgument | InternalError)
                     raise ports.PoolLost(
-                        f"the kvpool refused a transaction: {error.message}"
+                        f"the kvpool refused a transaction: {error.message}",
+                        suspects=requests_of(operations) if is_about_them else (),
                     ) from rpc_error
                 if not self._is_late and error.message != logged:
                     logged = error.message

@@ -67,6 +67,7 @@ class ReplicaClient:
     """A `Replica` over pool and workers. The model and its KV cache may not change while this
     process runs, because arriving requests are checked against them: `open` raises
     FailedPrecondition if they did. What the pool refuses for good is raised as InvalidArgument.
+    Both only at the second time in a row: one wrong message ends nothing.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ReplicaClient:
         it waits for: after `QUIET_SECONDS`, which they usually take to start, or at once if they
         belong to another scheduler or are of another protocol.
         """
-        delay, logged = FIRST_RETRY_SECONDS, ""
+        delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
         quiet_until = loop.time() + QUIET_SECONDS
         while True:
@@ -102,7 +103,10 @@ class ReplicaClient:
             except StepwellError as error:
                 may_end = error.error_reason in _MAY_END
                 if isinstance(error, FailedPrecondition | InvalidArgument) and not may_end:
-                    raise
+                    if error.message == refused:
+                        raise
+                    refused = error.message
+                    logger.warning("pool and workers are asked again: %s", refused)
                 if error.message != logged and (may_end or loop.time() >= quiet_until):
                     logged = error.message
                     logger.info("waiting for pool and workers: %s", logged)
@@ -188,26 +192,31 @@ def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeRespo
     return None
 
 
+_NAMES = {
+    "fingerprint": "another model",
+    "groups": "other groups of layers",
+    "drop_last_hit_block": "other groups of layers",
+    "pipeline_parallel_size": "another number of pipeline stages",
+    "num_tier_blocks": "another kv_offloading_size",
+    "max_loras": "another max_loras or max_cpu_loras",
+    "max_cpu_loras": "another max_loras or max_cpu_loras",
+}
+"""Names of fields for operators, where a field's own name says too little."""
+_MAY_CHANGE = frozenset(
+    {
+        *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
+        *("dtype", "kv_cache_dtype", "seen_generation"),
+    }
+)
+"""Fields of which another value changes nothing here, or is looked at elsewhere."""
+
+
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
-    if after.description.fingerprint != before.description.fingerprint:
-        raise FailedPrecondition("the worker came back with another model: restart the scheduler")
-    if _conflict(after.description, before.description) is not None:
-        raise FailedPrecondition(
-            "the worker came back with other groups of layers: restart the scheduler"
-        )
-    if after.pipeline_parallel_size != before.pipeline_parallel_size:
-        raise FailedPrecondition(
-            "the worker came back with another number of pipeline stages: restart the scheduler"
-        )
-    if after.description.num_tier_blocks != before.description.num_tier_blocks:
-        raise FailedPrecondition(
-            "the worker came back with another kv_offloading_size: restart the scheduler"
-        )
-    loras = [(one.description.max_loras, one.description.max_cpu_loras) for one in (before, after)]
-    if loras[0] != loras[1]:
-        raise FailedPrecondition(
-            "the worker came back with another max_loras or max_cpu_loras: restart the scheduler"
-        )
+    for name in worker_pb2.DescribeResponse.DESCRIPTOR.fields_by_name:
+        is_same = getattr(after.description, name) == getattr(before.description, name)
+        if name not in _MAY_CHANGE and not is_same:
+            what = _NAMES.get(name, f"another {name}")
+            raise FailedPrecondition(f"the worker came back with {what}: restart the scheduler")
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(
             f"the worker came back with {after.num_blocks} blocks instead of "

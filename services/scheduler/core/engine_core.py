@@ -321,11 +321,12 @@ class EngineCore:
         self._readiness.not_ready(lost.message)
         async with self._turns:
             failed = self._batch_queue.drop()
+            if isinstance(lost, PoolLost):
+                failed = [self._recovery.plan_of(lost.suspects)]
             preempted = self.scheduler.forget_pool()
             self._observer.lost(preempted, lost)
             self.losses.note(lost)
-            if isinstance(lost, WorkersLost):
-                self._recovery.steps_failed(failed)
+            self._recovery.steps_failed(failed)
             self._recovery.begin_trial()
         self._lost, self._awaits_sessions = None, False
         await self._recovery.reopen()

@@ -75,7 +75,8 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Steps were lost with the workers; returns the request that is to be given up, if one is.
+        """Steps were lost with pool or workers; returns the request that is to be given up, if one
+        is.
 
         Which of several steps in flight broke the workers is not known: all of their requests
         count.

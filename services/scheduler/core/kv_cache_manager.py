@@ -27,7 +27,7 @@ from services.scheduler.core.computed_tokens import (
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.pending_operations import PendingOperations
 from services.scheduler.core.planned_steps import PlannedSteps
-from services.scheduler.core.ports import KVPool
+from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_builder import StepBuilder
 
@@ -242,12 +242,24 @@ class KVCacheManager:
     def _note_growth(
         self, builder: StepBuilder, growing: Sequence[Request], outcome: Outcome
     ) -> None:
-        """Takes in the new blocks of requests, as far as they fitted."""
+        """Takes in the new blocks of requests, as far as they fitted. Raises PoolLost if they are
+        not as many as were asked for.
+        """
         size = self._config.block_size
         for request, blocks in zip(growing, outcome.grown, strict=False):
             request.num_slots += len(blocks[0]) * size
+            if self._only_grows:
+                self._require_slots(builder, request)
             if self._only_grows or any(blocks):
                 builder.plan.appended_blocks[request] = blocks
+
+    def _require_slots(self, builder: StepBuilder, request: Request) -> None:
+        needed, size = self.num_slots(builder.off_fast_path[request]), self._config.block_size
+        if not needed <= request.num_slots < needed + size:
+            raise PoolLost(
+                f"the kvpool was lost: it gave a request {request.num_slots} slots, not {needed}",
+                suspects=[request.key],
+            )
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order of admission."""

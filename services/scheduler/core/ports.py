@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.common.errors import Unavailable
+from services.common.ids import RequestKey
 from services.common.pool_operations import Operation, Outcome
 from services.scheduler.core.output import (
     EngineCoreOutputs,
@@ -22,6 +23,11 @@ class PoolLost(Unavailable):
     """The pool's generation is over: no block table is valid any more."""
 
     reason = "POOL_LOST"
+
+    def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
+        """`suspects`: the requests of the transaction that the pool refused or answered wrongly."""
+        super().__init__(message)
+        self.suspects = suspects
 
 
 class WorkersLost(Unavailable):

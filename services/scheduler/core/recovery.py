@@ -4,9 +4,10 @@ fail is looked for.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from services.common.finish_reason import FinishReason
+from services.common.ids import RequestKey
 from services.scheduler.core.fault_search import FaultSearch
 from services.scheduler.core.losses import Losses
 from services.scheduler.core.output import PreemptionCause, SchedulerOutput
@@ -48,10 +49,20 @@ class Recovery:
         """Whether the search for a fault wants other requests to run than those that may."""
         return self._search.trial() != self._scheduler.queues.admitted_only
 
-    def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Suspects the requests of steps that were lost with the workers, and ends the one whose
-        steps always fail, if it was found.
+    def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
+        """Stands for a step that failed while it was planned, with the requests that the pool was
+        sent then: the next token of each.
         """
+        requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
+        computed = [request.num_computed_tokens for request in requests]
+        return SchedulerOutput(-1, requests, [1] * len(requests), computed)
+
+    def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
+        """Suspects the requests of steps that were lost with pool or workers, and ends the one
+        whose steps always fail, if it was found.
+        """
+        if not any(plan.requests for plan in plans):
+            return
         culprit = self._search.steps_failed(plans)
         if culprit is not None:
             logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)

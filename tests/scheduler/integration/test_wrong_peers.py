@@ -1,20 +1,26 @@
 """Peers that answer wrongly: each wrong answer is a new generation, and never a token."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
+from benchmarks.peers.methods import Direction, Lane
+from benchmarks.peers.proxy import PeerProxy
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from tests.scheduler.fake_worker import FakeWorker, Spoil
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import Pool, Worker, gateway_of, sampling, serving_replica
 from tests.scheduler.story import prompt
 
 Answer = worker_pb2.ExecuteResponse
 Request = worker_pb2.ExecuteRequest
+Bytes = Callable[[bytes], list[bytes]]
+"""Makes what is sent in the place of a message."""
 
 PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
 POISON = 777
@@ -116,3 +122,147 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
         await gateway.finish(1)
         assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
         await replica.until_idle()
+
+
+class Proxied(Pool):
+    """A pool, or a worker, behind a proxy that spoils every tenth answer of a stream."""
+
+    def __init__(self, service: Pool | Worker, lane: Lane, kinds: Sequence[Bytes]) -> None:
+        self.kinds = list(kinds)
+        self._service = service
+        self._lane = lane
+        self._num_answers = 0
+        self._proxy: PeerProxy | None = None
+
+    async def start(self) -> str:
+        self._proxy = PeerProxy(await self._service.start())
+        self._proxy.rule = self
+        return await self._proxy.start("127.0.0.1:0")
+
+    async def stop(self) -> None:
+        assert self._proxy is not None
+        await self._proxy.close()
+        await self._service.stop()
+
+    async def stats(self) -> kvpool_pb2.PoolStats:
+        assert isinstance(self._service, Pool)
+        return await self._service.stats()
+
+    async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+        self._num_answers += lane == self._lane
+        if lane == self._lane and self.kinds and self._num_answers % 10 == 0:
+            return self.kinds.pop(0)(message)
+        return [message]
+
+
+TRANSACT, EXECUTE = "/stepwell.kvpool.v1.KVPool/Transact", "/stepwell.worker.v1.Worker/Execute"
+
+
+def outcome(message: bytes, **fields: object) -> list[bytes]:
+    answer = kvpool_pb2.TransactResponse.FromString(message)
+    for name, value in fields.items():
+        setattr(answer, name, value)
+    return [answer.SerializeToString()]
+
+
+def without_results(message: bytes) -> list[bytes]:
+    answer = kvpool_pb2.TransactResponse.FromString(message)
+    answer.results.add()
+    return [answer.SerializeToString()]
+
+
+WRONG_OUTCOMES: list[Bytes] = [
+    lambda message: [b"\xff" + message],
+    lambda message: [message, message],
+    lambda message: outcome(message, sequence=1),
+    lambda message: outcome(message, generation=1),
+    lambda message: outcome(message, num_free_blocks=200),
+    without_results,
+]
+
+
+async def test_wrong_answers_of_a_pool_are_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    pool = Proxied(Pool(), Lane(TRANSACT, Direction.RESPONSE), WRONG_OUTCOMES)
+    worker = FakeWorker(num_blocks=200)
+    async with serving_replica(worker, pool=pool) as replica, gateway_of(replica) as gateway:
+        for handle, token_ids in PROMPTS.items():
+            await gateway.add(handle, token_ids, sampling=sampling(MANY))
+        await gateway.finish(*PROMPTS)
+        for handle, token_ids in PROMPTS.items():
+            assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+        await replica.until_idle()
+    assert not pool.kinds
+    logged = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(logged) == len(WRONG_OUTCOMES), logged
+    assert all("the kvpool was lost: its answer to transaction" in line for line in logged)
+
+
+async def test_what_cannot_be_decoded_is_a_new_generation(caplog: pytest.LogCaptureFixture) -> None:
+    kinds: list[Bytes] = [lambda message: [b"\xff" + message]]
+    for direction in Direction:
+        caplog.clear()
+        worker = Proxied(FakeWorker(num_blocks=200), Lane(EXECUTE, direction), kinds)
+        async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+            await gateway.add(1, PROMPTS[1], sampling=sampling(MANY))
+            await gateway.finish(1)
+            assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
+            await replica.until_idle()
+        assert not worker.kinds
+        lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+        assert len(lines) == 1
+        assert "cannot be decoded" in lines[0]
+
+
+async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_found() -> None:
+    poisoned = [*prompt(5, 600), POISON]
+
+    class Poisoned(Proxied):
+        """Answers wrongly what admits a request with as many tokens as the poisoned one."""
+
+        is_wrong = False
+
+        async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+            if lane.direction is Direction.REQUEST and lane.method == TRANSACT:
+                asked = kvpool_pb2.TransactRequest.FromString(message)
+                self.is_wrong = any(
+                    admission.num_prompt_tokens == len(poisoned)
+                    for operation in asked.operations
+                    for admission in operation.admit.admissions
+                )
+            elif lane == self._lane and self.is_wrong:
+                return outcome(message, num_free_blocks=200)
+            return [message]
+
+    pool = Poisoned(Pool(), Lane(TRANSACT, Direction.RESPONSE), ())
+    worker = FakeWorker(num_blocks=200)
+    async with serving_replica(worker, pool=pool) as replica, gateway_of(replica) as gateway:
+        for handle in (1, 2, 3):
+            await gateway.add(handle, PROMPTS[handle], sampling=sampling(MANY))
+        await gateway.add(9, poisoned, sampling=sampling(MANY))
+        await gateway.finish(1, 2, 3, 9)
+        for handle in (1, 2, 3):
+            assert gateway.heard[handle].tokens == continuation(PROMPTS[handle], MANY)
+        finished = gateway.heard[9].finished
+        assert finished is not None
+        assert finished.reason == common_pb2.FINISH_REASON_STEP_FAILED
+        assert "the pool failed" in finished.message
+        await replica.until_idle()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fingerprint": b"g" * 32}, {"vocab_size": 9}, {"rank": 1}, {"seen_generation": 2**63}],
+)
+async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, Any]) -> None:
+    worker = FakeWorker()
+    async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(MANY))
+        await gateway.until_tokens(1, 3)
+        await worker.stop()
+        right = worker_pb2.DescribeResponse()
+        right.CopyFrom(worker.description)
+        worker.description.MergeFrom(worker_pb2.DescribeResponse(**wrong))
+        worker.described = lambda: worker.description.CopyFrom(right)
+        await worker.start()
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
