@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from services.common.schema_checks import held_schema
 from services.common.structured_outputs import (
     JSON_OPTIONS,
     StructuredOutputs,
@@ -85,8 +86,9 @@ class GrammarCompiler:
 def _grammar(wanted: StructuredOutputs) -> str:
     """What is demanded, in llguidance's form. Raises ValueError for what cannot be one."""
     if wanted.kind is StructuredOutputsKind.JSON:
+        schema = held_schema(json.loads(wanted.text))
         return LLMatcher.grammar_from_json_schema(
-            wanted.text, overrides=cast("JsonCompileOptions", JSON_OPTIONS)
+            json.dumps(schema), overrides=cast("JsonCompileOptions", JSON_OPTIONS)
         )
     if wanted.kind is StructuredOutputsKind.REGEX:
         return LLMatcher.grammar_from_regex(wanted.text)

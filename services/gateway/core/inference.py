@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.common.errors import InvalidArgument, NotFound, OutOfRange, StepwellError
 from services.common.pooling import Pooler, PoolingTask
 from services.common.sampling_limits import MAX_BAD_WORDS, MAX_BAD_WORDS_CHARACTERS
+from services.common.structured_outputs import StructuredOutputs
 from services.common.trace_headers import UNTRACED, TraceHeaders
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.client_session import in_session
@@ -180,7 +181,7 @@ class Inference:
                 num_checked = 0
         self.check_num_choices(len(request.prompts), request.n, request.best_of)
         if (wanted := request.sampling.structured_outputs) is not None:
-            await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
+            await self.check_form(wanted)
         await self._turn_for(request.num_choices)
         identity = Identity(request.request_id, self._draw_seed(), self._unix_nanos())
         sequences = to_engine_requests(
@@ -195,6 +196,11 @@ class Inference:
         generation = Generation(request, identity, sequences, self.tokenizer)
         await self._turn_for(len(sequences))
         return generation
+
+    async def check_form(self, wanted: StructuredOutputs) -> None:
+        """Raises InvalidArgument for a form that cannot be compiled."""
+        limits = self.limits()
+        await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
 
     def again(self, generation: Generation, identity: Identity) -> Generation:
         """The same request under another identity, from its beginning."""

@@ -253,8 +253,41 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
     (
-        {"tools": [tool(parameters={"type": "object", "not": {}})], "tool_choice": "required"},
-        "tools",
+        {
+            "tools": [tool("f"), tool(parameters={"type": "object", "not": {}})],
+            "tool_choice": "required",
+        },
+        "tools[1].function.parameters",
+    ),
+    (
+        {
+            "tools": [tool(parameters={"type": "object", "minProperties": 2})],
+            "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        },
+        "tools[0].function.parameters",
+    ),
+    (
+        {"tools": [tool("f"), tool(parameters={"$ref": "#/$defs/No[x]"}, strict=True)]},
+        "tools[1].function.parameters",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "object", "not": {}}},
+            }
+        },
+        "response_format",
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"type": "object", "minProperties": 2}},
+            },
+            "tools": [tool()],
+        },
+        "response_format",
     ),
     (
         {"messages": [{"role": "user", "content": "", "tool_calls": [_CALL]}]},
@@ -279,5 +312,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 async def test_what_is_wrong_is_named(hermes: Serving, body: dict[str, Any], field: str) -> None:
     response = await hermes.http.post("/v1/chat/completions", json={"messages": ASK, **body})
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == field
+    error = response.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(field)
+    assert not any(part in error["message"] for part in ("start:", "%json", "x-guidance", "| r0"))
     assert hermes.scheduler.adds == []

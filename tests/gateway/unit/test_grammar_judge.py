@@ -6,6 +6,8 @@ import time
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
+from tokenizers import Tokenizer
 
 from services.common.errors import InvalidArgument, ResourceExhausted
 from services.common.grammar_compiler import GrammarCompiler
@@ -52,6 +54,19 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+REFERRED = (
+    *("Resp[int]", "Map<string,int>", "My Type", "List`1", "名前", "é", "A|B", "a%b", "a%20b"),
+    *("a/b", "a~b", 'x"y', "a^b", "{x}", "a\\b", "#x", "a?b", "a%5Bb"),
+)
+"""Names that are no part of a URI, or mean something else there."""
+
+
+def referring(name: str) -> dict[str, Any]:
+    """A schema that refers to a definition as generators do, which write its name as it is."""
+    pointer = name.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"type": "integer"}}}
+
+
 BAD = [
     (REGEX, "(", "unclosed group"),
     (REGEX, "a(?=b)", "look-around"),
@@ -66,6 +81,30 @@ BAD = [
     (JSON, '{"oneOf": [{"type": "string"}, {"maxLength": 3}]}', "oneOf"),
     (JSON, '{"$ref": "#"}', "no output conforms to it"),
     (JSON, '{"$ref": "http://localhost/schema"}', "does not fetch"),
+    (JSON, '{"$ref": "#/$defs/No[x]"}', "Pointer '/$defs/No%5Bx%5D' does not exist"),
+    (JSON, '{"type": "object", "minProperties": 2}', "minProperties of 2 is not supported"),
+    (
+        JSON,
+        '{"patternProperties": {"^x$": {}}, "additionalProperties": false, "minProperties": 2}',
+        "minProperties of 2 is not supported",
+    ),
+    (
+        JSON,
+        '{"items": {"allOf": [{"$ref": "#/$defs/A"}, {"required": ["a"]}]},'
+        ' "$defs": {"A": {"minProperties": 3}}}',
+        "minProperties of 3 is not supported where names are free and 1 are required",
+    ),
+    (JSON, '{"required": ["a", "b"], "maxProperties": 1, "type": "object"}', "Unsatisfiable"),
+    (
+        JSON,
+        '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}',
+        "requires itself without an end",
+    ),
+    (
+        JSON,
+        '{"type": "array", "items": {"anyOf": [{"$ref": "#"}]}, "minItems": 1}',
+        "requires itself without an end",
+    ),
     (JSON, '{"enum": []}', "Unsatisfiable"),
     (JSON, "[1]", "which is an object"),
     (JSON, "{", "json is not JSON"),
@@ -96,6 +135,19 @@ async def test_what_cannot_be_compiled_is_refused_with_the_reason(
     [
         (JSON, "{}"),
         (JSON, json.dumps(nested(MAX_DEPTH - 20))),
+        (JSON, '{"type": "object", "required": ["a"], "minProperties": 2}'),
+        (JSON, '{"type": "object", "properties": {"a": {"$ref": "#"}}}'),
+        (
+            JSON,
+            '{"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}',
+        ),
+        (
+            JSON,
+            '{"properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "type": "object",'
+            ' "required": ["a"]}',
+        ),
+        (JSON, '{"minProperties": 2, "allOf": [{"required": ["a"]}]}'),
+        *((JSON, json.dumps(referring(name))) for name in REFERRED),
         (REGEX, "(a+)+b"),
         (CHOICE, '["a", "", "\\n"]'),
         (GRAMMAR, 'root ::= "a" | "(" root ")"'),
@@ -106,6 +158,22 @@ async def test_what_can_be_compiled_is_accepted(
     kind: StructuredOutputsKind, text: str, judge: GrammarJudge
 ) -> None:
     assert await verdict(judge, kind, text) == ""
+
+
+@pytest.mark.parametrize("name", [*REFERRED, "Resp%5Bint%5D"])
+def test_a_reference_is_found_as_a_validator_finds_it(tokenizer_json: str, name: str) -> None:
+    schema = referring(name)
+    if name == "Resp%5Bint%5D":
+        schema["$defs"] = {"Resp[int]": {"type": "integer"}}
+    if name not in ("a%20b", "a%5Bb"):  # a validator does not look these up as they are written
+        assert Draft202012Validator(schema).is_valid(5)
+        assert not Draft202012Validator(schema).is_valid("x")
+    compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE, [0])
+    matcher = compiler.compile(StructuredOutputs(JSON, json.dumps(schema)))
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    for text, is_good in (("5", True), ('"x"', False)):
+        one = matcher.deep_copy()
+        assert one.consume_tokens(tokenizer.encode(text).ids) == is_good
 
 
 BOMBS = {

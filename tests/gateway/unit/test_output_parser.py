@@ -205,3 +205,143 @@ def test_calls_that_are_not_wanted_are_dropped() -> None:
     form = OutputForm(tools=TOOL_FORMATS["hermes"], single_call=True)
     call = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert read(form, call * 3) == ("", "", [("f", '{"a": 1}')])
+
+
+REFERRED: dict[str, Any] = {
+    "$defs": {
+        "R": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        "E": {"enum": [1, 2]},
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
+        "Self": {"$ref": "#/$defs/Self"},
+        "Resp[int]": {"type": "array"},
+    },
+    "definitions": {"S": {"type": "string"}},
+}
+R, NULL = {"$ref": "#/$defs/R"}, {"type": "null"}
+VALUES: list[tuple[object, str, object]] = [
+    (R, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [R, NULL]}, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [R, NULL]}, "null", None),
+    ({"anyOf": [R, NULL]}, "None", None),
+    ({"allOf": [R]}, '{"x": 1}', {"x": 1}),
+    ({"oneOf": [{"anyOf": [{"allOf": [R]}]}, NULL]}, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [{"anyOf": [{"type": "object"}]}, {"type": "string"}]}, '{"x": 1}', {"x": 1}),
+    ({"properties": {"x": {}}}, '{"x": 1}', {"x": 1}),
+    ({"items": {}}, "[1]", [1]),
+    ({}, '{"x": 1}', {"x": 1}),
+    (True, '{"x": 1}', {"x": 1}),
+    ({"anyOf": [{}, NULL]}, '{"x": 1}', {"x": 1}),
+    ({"title": "t", "default": None}, "[1, 2]", [1, 2]),
+    ({"enum": [1, 2]}, "1", 1),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"enum": [1, "1"]}, "1", "1"),
+    ({"enum": [None, "a"]}, "null", None),
+    ({"enum": [True]}, "true", True),
+    ({"const": 1}, "1", 1),
+    ({"const": "1"}, "1", "1"),
+    ({"$ref": "#/$defs/E"}, "2", 2),
+    ({"anyOf": [{"enum": ["auto"]}, {"type": "integer"}]}, "7", 7),
+    ({"anyOf": [{"enum": ["7"]}, {"type": "integer"}]}, "7", "7"),
+    ({"$ref": "#/definitions/S"}, "5", "5"),
+    ({"$ref": "#/$defs/Resp[int]"}, "[1]", [1]),
+    ({"$ref": "#/$defs/Resp%5Bint%5D"}, "[1]", [1]),
+    ({"$ref": "#/properties/other"}, "5", 5),
+    ({"$ref": "#/$defs/None"}, "x", "x"),
+    ({"$ref": "#/$defs/Loop"}, "5", 5),
+    ({"$ref": "#/$defs/Self"}, "x", "x"),
+    ({"type": "integer"}, "5.0", 5),
+    ({"type": "integer"}, "1e3", 1000),
+    ({"type": "integer"}, "5.5", "5.5"),
+    ({"type": "integer"}, "02134", "02134"),
+    ({"type": "number"}, "5", 5),
+    ({"type": "number"}, "NaN", "NaN"),
+    ({"type": "number"}, "1e999", "1e999"),
+    ({"minimum": 0}, "5", 5),
+    ({"type": "string"}, "02134", "02134"),
+    ({"type": "string"}, "5", "5"),
+    ({"type": "string"}, "null", "null"),
+    ({"type": "string"}, '{"x": 1}', '{"x": 1}'),
+    ({"type": "string"}, '"q"', '"q"'),
+    ({"pattern": "^[0-9]+$"}, "5", "5"),
+    ({"type": ["string", "null"]}, "02134", "02134"),
+    ({"type": ["integer", "string"]}, "5", 5),
+    ({"type": ["array", "null"]}, "[1]", [1]),
+    ({"type": "string", "nullable": True}, "null", None),
+    ({"type": "boolean"}, "True", True),
+    ({"type": "boolean"}, "FALSE", False),
+    ({"type": "boolean"}, "1", "1"),
+    ({"type": "integer"}, "true", "true"),
+    ({"type": "object"}, '"{\\"x\\": 1}"', {"x": 1}),
+    ({"type": "object"}, "{'x': True}", {"x": True}),
+    ({"type": "object"}, '{"x": "a\nb"}', {"x": "a\nb"}),
+    ({"type": "array"}, '{"x": 1}', '{"x": 1}'),
+    ({"type": "object"}, "{x", "{x"),
+    (False, "5", "5"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), VALUES)
+def test_a_value_between_tags_is_of_the_type_that_its_schema_resolves_to(
+    schema: object, text: str, value: object
+) -> None:
+    tool = {"type": "object", "properties": {"v": schema, "other": {"type": "integer"}}, **REFERRED}
+    written = f"<tool_call><function=f><parameter=v>\n{text}\n</parameter></function></tool_call>"
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_coder"], schemas={"f": tool})
+    expected = {"v": value}
+    for pieces in ([written], list(written)):
+        _, _, [(_, arguments)] = read(form, pieces)
+        found = json.loads(arguments)
+        assert (found, type(found["v"])) == (expected, type(value))
+    form = OutputForm(tools=TOOL_FORMATS["deepseek_v32"], schemas={"f": tool})
+    written = f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="v">{text}</｜DSML｜parameter>'
+    _, _, [(_, arguments)] = read(form, [written + "</｜DSML｜invoke>"])
+    assert json.loads(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"v": {"type": "integer"}}}}},
+        {"allOf": [{"properties": {"v": {"type": "integer"}}}, {"properties": {"w": {}}}]},
+        {"additionalProperties": {"type": "integer"}},
+    ],
+)
+def test_a_parameter_is_found_where_the_schema_of_a_tool_has_it(schema: dict[str, Any]) -> None:
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_xml"], schemas={"f": schema})
+    text = "<function=f><parameter=v>5</parameter></function>"
+    assert read(form, [text]) == ("", "", [("f", '{"v": 5}')])
+
+
+def test_a_schema_that_grows_without_an_end_is_read_in_a_bounded_time() -> None:
+    wide = {"anyOf": [{"$ref": "#/$defs/W"}] * 1000}
+    schema = {"properties": {"v": {"$ref": "#/$defs/W"}}, "$defs": {"W": wide}}
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_xml"], schemas={"f": schema})
+    began = time.process_time()
+    assert read(form, ["<function=f>" + "<parameter=v>5</parameter>" * 20 + "</function>"])
+    assert time.process_time() - began < 1
+
+
+CUT: list[tuple[str, list[tuple[str, Any]]]] = [
+    ("<function=f><parameter=i>\n1\n<parameter=s>\nx\n</parameter></function>", []),
+    ("<function=f><parameter=i>1<parameter=s>x</function>", []),
+    ("<function=f>\n<parameter=i>\n1\n</parameter>\n<parameter=s>\nx\n</tool_call>", []),
+    ("<function=f><parameter=i>1</parameter><parameter=s>x<function=g></function>", [("g", {})]),
+    (
+        "<function=f><parameter=i>1</parameter><parameter=s>x</parameter></tool_call>"
+        "<tool_call><function=g></function>",
+        [("g", {})],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "others"), CUT)
+def test_a_value_that_is_not_closed_ends_where_the_next_thing_begins(
+    text: str, others: list[tuple[str, Any]]
+) -> None:
+    schema = {"properties": {"i": {"type": "integer"}, "s": {"type": "string"}}}
+    form = OutputForm(tools=TOOL_FORMATS["qwen3_coder"], schemas={"f": schema})
+    text = f"<tool_call>{text}</tool_call> ok"
+    whole = content, _, calls = read(form, [text])
+    assert read(form, text) == whole
+    assert content == "ok"
+    assert [(n, json.loads(a)) for n, a in calls] == [("f", {"i": 1, "s": "x"}), *others]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.common.schema_checks import held_schema
 from services.common.structured_outputs import (
     JSON_OPTIONS,
     StructuredOutputs,
@@ -42,8 +43,8 @@ class Lark:
         return " ".join(parts)
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that a schema accepts."""
-        whole = {**schema, "x-guidance": JSON_OPTIONS}
+        """JSON that a schema accepts. Raises InvalidArgument for one that cannot be enforced."""
+        whole = {**held_schema(schema), "x-guidance": JSON_OPTIONS}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def wanted(self, form: StructuredOutputs) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.gateway.adapters.grammars.after_reasoning import after_reasoning
+from services.gateway.adapters.grammars.refused import check_schemas, check_written
 from services.gateway.adapters.grammars.tool_calls import (
     CallableTool,
     bare,
@@ -62,6 +63,18 @@ class ToolUse:
     @property
     def is_forced(self) -> bool:
         return self.named is not None or self.choice == REQUIRED
+
+    @property
+    def held_tools(self) -> dict[str, CallableTool]:
+        """The tools whose calls conform to their schemas, by the fields of these."""
+        return {
+            self.fields.schema.format(number): tool
+            for number, tool in enumerate(self.tools)
+            if (tool.name == self.named if self.named is not None else self._holds(tool))
+        }
+
+    def _holds(self, tool: CallableTool) -> bool:
+        return self.choice == REQUIRED or (self.choice == AUTO and tool.strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +143,11 @@ async def _plan(
     take its place, too; of others none is made.
     """
     use.check(inference)
-    formats, tokenizer = inference.output_formats, inference.tokenizer
-    grammar = wanted
+    formats = inference.output_formats
+    grammar = await _grammar(use, wanted, reasoning, inference)
     unserved: tuple[str, ...] = ()
-    if use.named is not None:
-        named = next(tool for tool in use.tools if tool.name == use.named)
-        grammar = await _arguments(named, inference, reasoning)
-    elif use.choice == REQUIRED:
-        grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
-    elif wanted is not None:
-        grammar = await _form(use, wanted, reasoning, inference)
-    elif use.choice == AUTO and any(tool.strict for tool in use.tools):
-        grammar = await _strict(use, reasoning, inference)
-        if grammar is None:
-            unserved = (use.fields.strict.replace("[{}]", ""),)
+    if grammar is None and use.choice == AUTO and any(tool.strict for tool in use.tools):
+        unserved = (use.fields.strict.replace("[{}]", ""),)
     envelope = None if formats.tools is None else formats.tools.envelope
     calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
     if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
@@ -165,6 +169,33 @@ async def _plan(
     marks = () if reasoning is None else reasoning.form.marks
     marks += () if tools is None else tools.marks
     return OutputPlan(grammar, form, marks + (HARMONY_MARKS if is_harmony else ()))
+
+
+async def _grammar(
+    use: ToolUse,
+    wanted: StructuredOutputs | None,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
+) -> StructuredOutputs | None:
+    """What the whole answer is held to; None: it is free. Raises InvalidArgument, with the field of
+    the tool at fault if it is one.
+    """
+    tokenizer, tools = inference.tokenizer, use.held_tools
+    check_schemas(tools)
+    if use.named is not None:
+        [named] = tools.values()
+        grammar: StructuredOutputs | None = await _arguments(named, inference, reasoning)
+    elif use.choice == REQUIRED:
+        grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
+    elif wanted is not None:
+        grammar = await _form(use, wanted, reasoning, inference)
+    elif tools:
+        grammar = await _strict(use, reasoning, inference)
+    else:
+        grammar = None
+    if grammar is not None and grammar is not wanted:
+        await check_written(grammar, tools, None if use.is_forced else wanted, inference.check_form)
+    return grammar
 
 
 async def _form(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.gateway.core.parsing.formats.schemas import Schemas, typed_value
+from services.gateway.core.parsing.formats.schemas import Schemas, is_json, typed_value
 from services.gateway.core.parsing.reader import Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
@@ -41,27 +41,35 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
     outside = (tags.outer_open, tags.outer_close, tags.call_open)
     is_inside = False
     while marker := (yield from reader.until(outside, drop if is_inside else sink.content)):
-        if marker == tags.call_open:
-            yield from _read_call(tags, schemas, reader, sink)
+        while marker == tags.call_open:
+            marker = yield from _read_call(tags, schemas, reader, sink)
         is_inside = marker != tags.outer_close
 
 
-def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
+def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
+    """Reads a call after its tag, and says which tag ended it. What is not closed ends where
+    something begins, or what is around it ends.
+    """
     head, closed = yield from reader.text_until((">",))
     if not closed:
-        return
+        return ""
     name = tags.name(head)
     sink.call(name)
     separator = "{"
-    while (yield from reader.until((tags.value_open, tags.call_close), drop)) == tags.value_open:
+    ends = (tags.value_open, tags.call_close, tags.call_open, tags.outer_close)
+    marker = yield from reader.until(ends, drop)
+    while marker == tags.value_open:
         head, _ = yield from reader.text_until((">",))
-        text, closed = yield from reader.text_until((tags.value_close,))
-        if not closed:
-            return
+        text, marker = yield from reader.text_until((tags.value_close, *ends))
+        if not marker:
+            return ""
         key, value = tags.value(schemas, name, head, text)
         sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
         separator = ", "
+        if marker == tags.value_close:
+            marker = yield from reader.until(ends, drop)
     sink.arguments("{}" if separator == "{" else "}")
+    return marker
 
 
 def _qwen_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
@@ -75,12 +83,7 @@ def _dsml_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str,
     if is_text is None:
         return key, typed_value(schemas, tool, key, text)
     if is_text[1] == "false":
-        try:
-            json.loads(text)
-        except (ValueError, RecursionError):
-            pass
-        else:
-            return key, text.strip()
+        return key, text.strip() if is_json(text) else typed_value(schemas, tool, key, text)
     return key, json.dumps(text, ensure_ascii=False)
 
 

@@ -1,0 +1,70 @@
+"""Refusals of grammars that the gateway wrote, in terms of what the client sent."""
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.schema_checks import held_schema
+from services.common.structured_outputs import FIELD, StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.grammars.tool_calls import CallableTool, bare
+
+Check = Callable[[StructuredOutputs], Awaitable[None]]
+"""Raises InvalidArgument for a form that cannot be compiled."""
+_PLACE = re.compile(r"^(grammar: )?(at \d+\(\d+\): )?")
+_LINES = re.compile(r" \d+ \| .*", re.DOTALL)
+
+
+async def check_written(
+    grammar: StructuredOutputs,
+    tools: Mapping[str, CallableTool],
+    wanted: StructuredOutputs | None,
+    check: Check,
+) -> None:
+    """Raises InvalidArgument for a grammar that was written of the schemas of tools, each by its
+    field, and of the form that the client demands. The error is about the part at fault: a tool, or
+    the form; about all tools if each by itself can be compiled.
+    """
+    try:
+        grammar.validate()
+    except InvalidArgument as error:
+        raise _of_all(error, tools) from error
+    try:
+        await check(grammar)
+    except InvalidArgument as error:
+        for field, tool in tools.items():
+            schema = json.dumps(bare(tool.schema))
+            try:
+                await check(StructuredOutputs(StructuredOutputsKind.JSON, schema))
+            except InvalidArgument as cause:
+                raise _of_tool(cause, field, tool) from cause
+        if wanted is not None:
+            await check(wanted)
+        raise _of_all(error, tools) from error
+
+
+def check_schemas(tools: Mapping[str, CallableTool]) -> None:
+    """Raises InvalidArgument for a tool whose schema outputs cannot be held to, by its field."""
+    for field, tool in tools.items():
+        try:
+            held_schema(bare(tool.schema))
+        except InvalidArgument as error:
+            raise _of_tool(error, field, tool) from error
+
+
+def _of_tool(error: InvalidArgument, field: str, tool: CallableTool) -> InvalidArgument:
+    why = _reason(error).removeprefix("json: ")
+    return InvalidArgument(f"{field} of the tool {tool.name!r}: {why}", field=field)
+
+
+def _of_all(error: InvalidArgument, tools: Mapping[str, Any]) -> InvalidArgument:
+    field = "tools" if tools else FIELD
+    what = "the schemas of all tools together" if tools else "this form after reasoning"
+    return InvalidArgument(f"{field}: {what} cannot be enforced: {_reason(error)}", field=field)
+
+
+def _reason(error: InvalidArgument) -> str:
+    """The reason, without a place in a grammar that the client did not write."""
+    why = error.message.removeprefix(f"{FIELD}: ")
+    return _LINES.sub("", _PLACE.sub("", why)).removeprefix("failed to compile JSON schema: ")
