@@ -1,5 +1,6 @@
 """Writes models as GGUF files, with the package of llama.cpp's authors, and what they mean."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.dequantized import HEAD, Floats
 
@@ -99,3 +102,74 @@ def _name_of(module: str, kind: str) -> str:
         return f"{NAMES[module]}.{kind}"
     index, _, part = rest.partition(".")
     return f"blk.{index}.{NAMES[part]}.{kind}"
+
+
+def save_alone(
+    directory: Path, file: Path, architecture: str, *, pre: str = "qwen2", **metadata: Any
+) -> None:
+    """A GGUF file by itself of a model directory: its configuration, byte-level BPE tokenizer and
+    weights in float32, with the keys that llama.cpp's converter writes. `metadata`: further values
+    by key, with __ for a dot.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads[0])
+    writer.add_head_count_kv(heads[1])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // heads[0])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        if "original_max_position_embeddings" in rope:
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    _add_tokenizer(writer, directory, pre, config["vocab_size"])
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add(key.replace("__", "."), value)
+    if rope["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, config))
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        stored = tensor
+        if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
+            stored = in_pairs(tensor, heads[module.endswith("k_proj")])
+        writer.add_tensor(_name_of(module, kind), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int) -> None:
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    special = {token["id"]: token for token in tokenizer["added_tokens"]}
+    names = {token_id: name for name, token_id in tokenizer["model"]["vocab"].items()}
+    names |= {token_id: token["content"] for token_id, token in special.items()}
+    kinds = {i: 3 if token["special"] else 4 for i, token in special.items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_types([kinds.get(i, 1 if i in names else 5) for i in range(size)])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
+    ids = {token["content"]: token_id for token_id, token in special.items()}
+    for name, add in (("bos", writer.add_bos_token_id), ("eos", writer.add_eos_token_id)):
+        if settings.get(f"{name}_token"):
+            add(ids[settings[f"{name}_token"]])
+    if "chat_template" in settings:
+        writer.add_chat_template(settings["chat_template"])
+
+
+def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
+    """What transformers divides the frequencies by, which the converter writes as a tensor."""
+    plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
+    stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
+    return (plain / stretched.numpy()).astype(np.float32)

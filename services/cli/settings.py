@@ -46,7 +46,7 @@ class UpSettings:
     """
 
     model: Path = setting(
-        doc="directory of the model, in Hugging Face format, or its name on the hub",
+        doc="directory of the model in Hugging Face format, GGUF file, or name on the hub",
         read=find_model,
     )
     host: str = setting("127.0.0.1", doc="address to listen on; 0.0.0.0 for every one")

@@ -69,7 +69,7 @@ class GatewaySettings(ClientSettings):
     """The edge: OpenAI-compatible HTTP and gRPC in front of one or more schedulers."""
 
     model: Path = setting(
-        doc="directory of the model, or its name on the hub; tokenizer files are read",
+        doc="directory of the model, GGUF file, or name on the hub; tokenizer files are read",
         read=find_model_files,
     )
     served_model_name: str = setting(

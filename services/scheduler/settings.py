@@ -125,8 +125,8 @@ class SchedulerSettings(ServiceSettings):
     )
     model: Path | None = setting(
         None,
-        doc="directory of the model, or its name on the hub, whose configuration and tokenizer "
-        "vllm.grpc.engine passes on; weights are not read",
+        doc="directory of the model, GGUF file, or name on the hub, whose configuration and "
+        "tokenizer vllm.grpc.engine passes on; weights are not read",
         read=find_model_files,
     )
     vllm_grpc_address: str | None = setting(

@@ -25,7 +25,7 @@ class WorkerSettings(ServiceSettings):
     """Runs one model: weights, KV cache, attention and sampling."""
 
     model: Path = setting(
-        doc="directory of the model, in Hugging Face format, or its name on the hub",
+        doc="directory of the model in Hugging Face format, GGUF file, or name on the hub",
         read=find_model,
     )
     address: str = with_default(ServiceSettings, "address", "127.0.0.1:9003")

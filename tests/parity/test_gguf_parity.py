@@ -1,5 +1,6 @@
 """GGUF files continue as transformers does with the weights that llama.cpp's own package reads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from services.common.model_source.find import find_model
 from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.quantized import stacked
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.gguf_blocks import BLOCK_TYPES, read_blocks
-from tests.gguf_files import Types, random_blocks, save_gguf
+from tests.gateway.tiny_tokenizer import write_tokenizer
+from tests.gguf_files import Types, random_blocks, save_alone, save_gguf
 from tests.lora_adapters import adapted_model
 from tests.parity.quantized_serving import (
     Checkpoint,
@@ -53,6 +56,22 @@ def checkpoint(
 @pytest.mark.parametrize("kernels", [KernelsSetting.NATIVE, KernelsSetting.TORCH])
 def test_it_is_what_transformers_computes(checkpoint: Checkpoint, kernels: KernelsSetting) -> None:
     assert_is_what_transformers_computes(checkpoint, kernels_setting=kernels)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_file_by_itself_is_the_model_it_was_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    plain, file = tmp_path / "plain", tmp_path / "alone.gguf"
+    model = save_tiny_model(plain, kind, **NARROW)
+    write_tokenizer(plain)
+    save_alone(plain, file, kind, pre="gpt-2")
+    with monkeypatch.context() as own:  # the compiled kernels stay in the cache of the machine
+        own.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        directory = find_model(str(file))
+    assert_is_what_transformers_computes((directory, model), kernels_setting=KernelsSetting.NATIVE)
+    with (directory / "tokenizer.json").open() as found, (plain / "tokenizer.json").open() as of:
+        assert json.load(found)["model"]["vocab"].items() >= json.load(of)["model"]["vocab"].items()
 
 
 def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from services.common.model_source.errors import ModelSourceError
+from services.common.model_source.gguf_directory import SUFFIX, gguf_directory, single_gguf
 from services.common.model_source.hub import (
     fetch_snapshot,
     find_snapshot,
@@ -33,7 +34,9 @@ def model_name(directory: Path) -> str:
 def _find(text: str, *, with_weights: bool) -> Path:
     path = Path(text).expanduser()
     if path.is_dir():
-        return path
+        return _with_configuration(path)
+    if path.exists() and path.suffix == SUFFIX:
+        return gguf_directory(path)
     if path.exists():
         raise ModelSourceError(f"{path} is neither a directory nor a GGUF file")
     name = parse_hub_name(text)
@@ -41,8 +44,14 @@ def _find(text: str, *, with_weights: bool) -> Path:
         raise ModelSourceError(f"there is no directory {path}")
     cached = find_snapshot(name, with_weights=with_weights)
     if cached is not None:
-        return cached
+        return _with_configuration(cached)
     # A path that is mistyped is not looked for on the hub.
     if "/" not in name.repo or Path(name.repo).parent.exists():
         raise ModelSourceError(f"there is no directory {path}")
-    return fetch_snapshot(name, with_weights=with_weights)
+    return _with_configuration(fetch_snapshot(name, with_weights=with_weights))
+
+
+def _with_configuration(directory: Path) -> Path:
+    """The directory, or one for the GGUF file that is all there is in it."""
+    file = single_gguf(directory)
+    return directory if file is None else gguf_directory(file)

@@ -38,7 +38,7 @@ def test_the_model_must_be_given() -> None:
     assert up() == (
         2,
         "stepwell up: --model (or STEPWELL_UP_MODEL) must be given: "
-        "directory of the model, in Hugging Face format, or its name on the hub\n",
+        "directory of the model in Hugging Face format, GGUF file, or name on the hub\n",
     )
 
 

@@ -4,6 +4,7 @@ from math import prod
 from pathlib import Path
 
 from services.common.model_source.errors import GgufError
+from services.common.model_source.gguf_config import ARCHITECTURES
 from services.common.model_source.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.tensor_info import TensorInfo
@@ -12,7 +13,6 @@ BLOCK_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (
 """Numbers and bytes of a block, by the name of the type."""
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _IGNORED = "rope_freqs.weight"
 """A tensor that is not read: config.json has the same of rotary embeddings."""
 
@@ -51,9 +51,9 @@ def read_gguf_tensors(file: Path) -> tuple[GgufHeader, list[TensorInfo]]:
     except GgufError as error:
         raise ModelFileError(file, error.problem) from error
     architecture = header.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
+    if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
-            file, f"architecture {architecture!r} is not read; {', '.join(_ARCHITECTURES)} are"
+            file, f"architecture {architecture!r} is not read; {', '.join(ARCHITECTURES)} are"
         )
     tensors = [_info(file, tensor) for tensor in header.tensors]
     for tensor in tensors:

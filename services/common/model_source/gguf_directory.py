@@ -1,0 +1,88 @@
+"""A directory in Hugging Face's format for a GGUF file that lies by itself.
+
+Configuration and tokenizer are made of the file's metadata, once for each file, and kept in
+$XDG_CACHE_HOME/stepwell/gguf with a link to the weights. So whatever reads a model directory reads
+a GGUF file, and the same file gives the same directory on each machine.
+"""
+
+import json
+import os
+import re
+import tempfile
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from services.common.model_source.errors import GgufError
+from services.common.model_source.gguf_config import gguf_config, gguf_generation_config
+from services.common.model_source.gguf_header import read_gguf_header
+from services.common.model_source.gguf_tokenizer import gguf_tokenizer
+
+SUFFIX = ".gguf"
+_FORM = 1
+"""Raised where other files are made of the same metadata."""
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+
+def gguf_directory(file: Path) -> Path:
+    """The directory of a file, which is made where it is not yet. Raises GgufError for a file that
+    is damaged, a part of a model, or of a kind that is not read.
+    """
+    part = _PART.search(file.name)
+    if part is not None and part[1] != "00001":
+        raise GgufError(
+            file,
+            f"this is one of {int(part[1])} parts of a model: join them with llama.cpp's "
+            "llama-gguf-split --merge",
+        )
+    try:
+        found = file.resolve(strict=True).stat()
+    except OSError as error:
+        raise GgufError(file, f"the file cannot be read: {error.strerror}") from error
+    identity = f"{_FORM} {file.resolve()} {found.st_size} {found.st_mtime_ns}"
+    key = sha256(identity.encode()).hexdigest()[:16]
+    for parent in (_cache(), Path(tempfile.gettempdir()) / f"stepwell-gguf-{os.geteuid()}"):
+        directory = parent / key / file.stem
+        if (directory / "config.json").exists():
+            return directory
+        with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
+            return _make(directory, file)
+    raise GgufError(file, f"no directory can be made for it in {_cache()}")
+
+
+def single_gguf(directory: Path) -> Path | None:
+    """The one GGUF file of a directory without config.json; None if there is none, or several."""
+    if (directory / "config.json").exists():
+        return None
+    files = list(directory.glob(f"*{SUFFIX}"))
+    return files[0] if len(files) == 1 else None
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stepwell" / "gguf"
+
+
+def _make(directory: Path, file: Path) -> Path:
+    """Makes the directory at once: another process that makes it, too, sees all files or none."""
+    header = read_gguf_header(file, with_arrays=True)
+    tokenizer, tokenizer_config = gguf_tokenizer(file, header)
+    contents = {
+        "config.json": gguf_config(file, header),
+        "generation_config.json": gguf_generation_config(header),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": tokenizer_config,
+    }
+    directory.parent.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=directory.parent.parent))
+    (made / file.stem).mkdir()
+    for name, content in contents.items():
+        text = json.dumps(content, ensure_ascii=False, indent=1)
+        (made / file.stem / name).write_text(text, encoding="utf-8")
+    (made / file.stem / f"model{SUFFIX}").symlink_to(file.resolve())
+    try:
+        made.rename(directory.parent)
+    except OSError:  # another process was faster
+        for path in (*(made / file.stem).iterdir(), made / file.stem, made):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    return directory
