@@ -81,6 +81,8 @@ class RunnerExecutor:
 class OneReplica:
     """The scheduler's `Replica` where nothing can be lost but the process."""
 
+    workers_were_ended = False
+
     async def open(self) -> None:
         raise PoolLost("there is nothing to open again in one process")
 

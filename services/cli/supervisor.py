@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from services.cli.child import Child, ChildSpec, describe_exit
 from services.cli.liveness import LivenessPolicy, until_hung
+from services.common.watchdog.ended import note_ended
 
 _LAST_STOP_SECONDS = 0.9
 """How long a child that has drained may take to end."""
@@ -238,6 +239,7 @@ class Supervisor:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
         self._observer.hung(child.spec.name, reason)
+        note_ended(child.spec.liveness_address, child.pid)
         child.kill()
         return True
 

@@ -131,6 +131,7 @@ class FakeReplica:
         self.there = asyncio.Event()
         self.there.set()
         self.num_reopened = 0
+        self.workers_were_ended = False
         self._pool = pool
         self._executor = executor
 

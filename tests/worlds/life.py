@@ -333,6 +333,8 @@ class Life:
 class _Replica:
     """Brings pool and workers back."""
 
+    workers_were_ended = False
+
     def __init__(self, life: Life) -> None:
         self._life = life
 

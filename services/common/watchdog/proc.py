@@ -32,7 +32,7 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
     """
 
     def read(now: float) -> Reading:
-        pids = [_listener(address) for address in addresses()]
+        pids = [listener_pid(address) for address in addresses()]
         return _reading(now, pids if all(pids) else [])
 
     return read
@@ -67,7 +67,7 @@ def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
     )
 
 
-def _listener(address: str) -> int:
+def listener_pid(address: str) -> int:
     """The process that listens at a Unix socket; 0 where it is not known."""
     if not is_unix_address(address):
         return 0

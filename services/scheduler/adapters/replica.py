@@ -113,6 +113,10 @@ class ReplicaClient:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
+    @property
+    def workers_were_ended(self) -> bool:
+        return self._workers.were_ended
+
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
         """Calls `on_lost` when pool or workers are lost, also if no call to them is in progress."""
         self._pool.on_lost = on_lost

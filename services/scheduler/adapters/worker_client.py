@@ -18,7 +18,8 @@ from services.common.protocol import own_release
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
-from services.common.watchdog.proc import watch_addresses
+from services.common.watchdog.ended import was_ended
+from services.common.watchdog.proc import listener_pid, watch_addresses
 from services.common.watchdog.silence import Silence
 from services.scheduler.adapters.answer_check import ModelFacts, WrongAnswer
 from services.scheduler.adapters.converters import (
@@ -38,6 +39,8 @@ DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 _SILENT_CHECKS = 2
+_TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
+"""Why a worker ends its stream, if it or another rank was told to stop."""
 STEP_FLOOR_SECONDS = 2.0
 """The least time that a step is allowed, however short steps are: the machine may be busy."""
 
@@ -63,6 +66,13 @@ class Rank:
         """Whether a step was answered since this was set to False."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} has no stream"
+        self._pid = 0
+        self._was_told_to_stop = False
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether the worker was told to stop, or its supervisor ended it, since `open`."""
+        return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
         """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
@@ -99,6 +109,7 @@ class Rank:
     def open(self) -> None:
         """Begins a new stream, for which the worker's batch is empty."""
         self.close()
+        self._pid, self._was_told_to_stop = listener_pid(self.address), False
         self._call = self._stub.Execute()
         reading = self._read_answers(self._call)
         self._reader = asyncio.create_task(reading, name=f"read {self.address}")
@@ -134,6 +145,7 @@ class Rank:
         except grpc.aio.AioRpcError as error:
             failure = from_peer("it", error)
             why, reason = failure.message, failure.error_reason
+            self._was_told_to_stop = reason in _TOLD_TO_STOP
         except WrongAnswer as error:
             why = str(error)
             call.cancel()
@@ -237,6 +249,11 @@ class WorkerGroup:
         request.owner.CopyFrom(self._owner)
         await (await self._send(request, plan, self._deadlines.ceiling_seconds))
         self._is_open = True
+
+    @property
+    def were_ended(self) -> bool:
+        """Whether a rank was told to stop, or its supervisor ended it, since `open`."""
+        return any(rank.was_ended for rank in self._ranks)
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
         """Whether every rank has compiled it, as far as is known."""

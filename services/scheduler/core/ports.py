@@ -63,6 +63,12 @@ class Executor(Protocol):
 class Replica(Protocol):
     """The pool and the workers: one generation covers both, and is lost with either."""
 
+    @property
+    def workers_were_ended(self) -> bool:
+        """Whether a worker of the last generation was told to stop, or was ended by its supervisor:
+        then no step is the cause of the loss.
+        """
+
     async def open(self) -> object:
         """Begins a new generation with an empty pool and empty workers, as soon as both are
         reachable. Waits without a limit.

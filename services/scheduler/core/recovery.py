@@ -59,9 +59,9 @@ class Recovery:
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
         """Suspects the requests of steps that were lost with pool or workers, and ends the one
-        whose steps always fail, if it was found.
+        whose steps always fail, if it was found. Workers that were ended from outside show nothing.
         """
-        if not any(plan.requests for plan in plans):
+        if self._replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
         culprit = self._search.steps_failed(plans)
         if culprit is not None:

@@ -75,7 +75,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Refuses calls, and ends the open stream with the reason; by default that it drains."""
         self._worker = None
         if self._stream is not None:
-            self._stream.end(reason or Unavailable("the worker is draining"))
+            self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
 
     async def Describe(
         self,

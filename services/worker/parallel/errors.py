@@ -25,3 +25,5 @@ class RankLost(GroupBroken):
 
 class RankStopped(RankLost):
     """The process of another rank was told to stop. As a rule all ranks are, one after another."""
+
+    reason = "RANK_STOPPED"

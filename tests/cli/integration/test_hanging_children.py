@@ -15,6 +15,7 @@ from services.cli.child import Child
 from services.cli.liveness import LivenessPolicy, until_hung
 from services.cli.run_directory import run_directory
 from services.cli.supervisor import RestartPolicy, Stage, Supervisor
+from services.common.watchdog.ended import was_ended
 from services.common.watchdog.proc import processor_times
 from tests.cli.children import Journal, health_server, started, until
 
@@ -66,8 +67,12 @@ async def test_a_stopped_child_is_killed_and_started_again() -> None:
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)
         running = await started(watched.supervisor)
-        os.kill(watched.pid, signal.SIGSTOP)
+        killed = watched.pid
+        os.kill(killed, signal.SIGSTOP)
         assert "it was stopped" in await watched.until_replaced()
+        address = f"unix:{directory}/pool.sock"
+        assert was_ended(address, killed)
+        assert not was_ended(address, watched.pid)
         watched.supervisor.stop.set()
         await running
 

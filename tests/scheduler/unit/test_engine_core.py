@@ -11,6 +11,7 @@ from services.common.finish_reason import FinishReason
 from services.common.pause_mode import PauseMode
 from services.common.sampling import SamplingParams
 from services.scheduler.core.engine_core import EngineState
+from services.scheduler.core.fault_search import MAX_FAILURES_ALONE
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_connector import ExternalMatch
 from services.scheduler.core.ports import WorkersLost
@@ -317,6 +318,17 @@ async def test_while_a_part_is_away_requests_wait_and_can_be_aborted(bench: Benc
     assert bench.inbox.tokens["b"] == continuation(prompt(5), 3)
     await bench.until_idle()
     assert bench.engine.state_reason == ""
+
+
+async def test_no_request_is_blamed_for_workers_that_their_supervisor_ended(bench: Bench) -> None:
+    bench.replica.workers_were_ended = True
+    bench.executor.poison = frozenset(prompt(9))
+    request = bench.add("a", prompt(9), max_tokens=5)
+    await eventually(lambda: bench.replica.num_reopened > MAX_FAILURES_ALONE + 1)
+    bench.executor.poison = frozenset()
+    await bench.until_ended("a")
+    assert request.finish_reason is FinishReason.LENGTH
+    assert bench.inbox.tokens["a"] == continuation(prompt(9), 5)
 
 
 async def test_parts_that_keep_going_away_only_delay(bench: Bench) -> None:
