@@ -17,7 +17,9 @@ from services.common.tokenizer_files import has_tokenizer
 from services.gateway.adapters.chat_content import Messages, render_content, texts_of
 from services.gateway.adapters.chat_template_options import ChatTemplateOptions
 from services.gateway.adapters.transformers_package import import_auto_tokenizer
+from services.gateway.adapters.truncated_texts import truncated
 from services.gateway.core.ports import TextTooLong
+from services.gateway.core.truncation import Truncation
 
 T = TypeVar("T")
 
@@ -106,6 +108,18 @@ class HfTokenizer:
             return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
 
         return await self._off_loop(sum(len(a) + len(b) for a, b in pairs), work)
+
+    async def encode_truncated(
+        self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
+    ) -> list[tuple[list[int], int]]:
+        def work() -> list[tuple[list[int], int]]:
+            encodings = (
+                truncated(self._backend, texts, kept, add_special_tokens=add_special_tokens)
+                for texts in prompts
+            )
+            return [(encoding.ids, _second_text(encoding.type_ids)) for encoding in encodings]
+
+        return await self._off_loop(sum(len(text) for texts in prompts for text in texts), work)
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
         """Raises TextTooLong for a text whose tokens are far too many to be made at once.

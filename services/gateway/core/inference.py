@@ -30,6 +30,7 @@ from services.gateway.core.request_check import (
 )
 from services.gateway.core.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.truncation import Truncation, truncation
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Tokens of prompts that are checked in one turn of the event loop."""
@@ -265,9 +266,19 @@ class Inference:
                 field=field,
             )
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of prompts. Raises OutOfRange for one that cannot fit."""
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
+    ) -> list[list[int]]:
+        """Token ids of prompts, or of what is `kept` of them. Raises OutOfRange for one that
+        cannot fit.
+        """
         limits = self.limits()
+        if kept is not None:
+            prompts = [(text,) for text in texts]
+            encoded = await self.tokenizer.encode_truncated(
+                prompts, kept, add_special_tokens=add_special_tokens
+            )
+            return [token_ids for token_ids, _ in encoded]
         self._check_lengths([*map(len, texts)], limits)
         try:
             return await self.tokenizer.encode(
@@ -276,14 +287,33 @@ class Inference:
         except TextTooLong as error:
             raise _too_long(error, limits, len(texts)) from error
 
-    async def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
-        """See Tokenizer. Raises OutOfRange for a pair that cannot fit."""
+    async def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], kept: Truncation | None = None
+    ) -> list[tuple[list[int], int]]:
+        """See Tokenizer. Raises OutOfRange for a pair that cannot fit, unless a part is kept."""
         limits = self.limits()
+        if kept is not None:
+            return await self.tokenizer.encode_truncated(pairs, kept, add_special_tokens=True)
         self._check_lengths([len(first) + len(second) for first, second in pairs], limits)
         try:
             return await self.tokenizer.encode_pairs(pairs, max_tokens=limits.capacity)
         except TextTooLong as error:
             raise _too_long(error, limits, len(pairs)) from error
+
+    def truncation(
+        self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
+    ) -> Truncation | None:
+        """What is kept of prompts; None if all of each. `max_tokens` are tokens of the answer. The
+        end is kept for generation and the beginning for vectors, unless `side` is the other one.
+        """
+        if num_tokens is None:
+            return None
+        limits = self.limits()
+        most = limits.max_prompt_tokens
+        if limits.pooler is None and max_tokens is not None:
+            most = limits.capacity - max_tokens
+        keeps_end = limits.pooler is None if side is None else side == "left"
+        return truncation(num_tokens, most, keeps_end=keeps_end)
 
     def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
         """Raises OutOfRange for a text with more characters than fit as tokens."""

@@ -17,6 +17,7 @@ from services.gateway.core.request import EngineRequest
 from services.gateway.core.route import Route
 from services.gateway.core.sequence_trace import SequenceTrace
 from services.gateway.core.tenant import Tenant
+from services.gateway.core.truncation import Truncation
 
 if TYPE_CHECKING:
     from services.gateway.core.replica import Replica
@@ -223,6 +224,11 @@ class Tokenizer(Protocol):
         come before the second text where token types tell the texts apart; else 0. Raises
         TextTooLong for a pair of more than `max_tokens`.
         """
+
+    async def encode_truncated(
+        self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
+    ) -> list[tuple[list[int], int]]:
+        """The same of prompts of one text or two, of which a part is kept."""
 
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool

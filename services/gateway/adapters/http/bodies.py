@@ -59,7 +59,14 @@ class RepetitionDetectionBody(Body):
     min_count: Int = 0
 
 
-class SamplingBody(UnservedSamplingFields):
+class TruncationFields(Body):
+    """How many tokens of a prompt are kept, and on which side of it others are cut off."""
+
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class SamplingBody(UnservedSamplingFields, TruncationFields):
     """What completions and chat completions share."""
 
     model: str | None = None
@@ -97,6 +104,9 @@ class SamplingBody(UnservedSamplingFields):
     repetition_detection: RepetitionDetectionBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # Of /render alone, as in vLLM.
+    return_token_offsets: bool | None = None
     include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
     # The names that vLLM had for what is in structured_outputs.
@@ -249,7 +259,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
         return renamed(super().in_client_words(error), names)
 
 
-class PooledBody(UnservedPoolingFields):
+class PooledBody(UnservedPoolingFields, TruncationFields):
     """What embeddings and scores share."""
 
     model: str | None = None

@@ -34,7 +34,12 @@ async def chat_request(
     use = tool_use(body)
     use.check(inference)
     text = await render(body, inference)
-    [token_ids] = await inference.encode([text], add_special_tokens=bool(body.add_special_tokens))
+    kept = inference.truncation(
+        body.truncate_prompt_tokens, body.truncation_side, _max_tokens(body)
+    )
+    [token_ids] = await inference.encode(
+        [text], add_special_tokens=bool(body.add_special_tokens), kept=kept
+    )
     sampling = await sampling_from_body(
         body,
         inference,
@@ -196,4 +201,7 @@ class ChatDialect(Dialect):
     def _logprobs(self, rows: LogprobRows | None) -> dict[str, Any] | None:
         if rows is None:
             return None
-        return {"content": listed(chat_logprobs(rows, self.tokenizer), len(rows)), "refusal": None}
+        return {
+            "content": listed(chat_logprobs(rows, self.tokenizer, self.token_text), len(rows)),
+            "refusal": None,
+        }

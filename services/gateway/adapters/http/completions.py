@@ -23,6 +23,7 @@ from services.gateway.core.generation import Answer
 from services.gateway.core.inference import Inference
 from services.gateway.core.logprobs import LogprobRows, joined
 from services.gateway.core.request import ClientRequest, Prompt
+from services.gateway.core.truncation import Truncation
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -90,6 +91,9 @@ async def _embedded_prompts(
         )
     if body.echo:
         raise InvalidArgument("echo: an embedded prompt has no text", field="echo")
+    if body.truncate_prompt_tokens is not None:
+        field = "truncate_prompt_tokens"
+        raise InvalidArgument(f"{field}: embedded prompts are not truncated", field=field)
     files = [given] if isinstance(given, str) else given
     inference.check_num_choices(len(files), body.n or 1, body.best_of)
     embedded = [await asyncio.to_thread(read_prompt_embeds, file) for file in files]
@@ -100,12 +104,20 @@ def _is_single(prompt: str | list[str] | list[int] | list[list[int]]) -> bool:
     return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
 
 
+def _kept(body: CompletionBody, inference: Inference) -> Truncation | None:
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
+    return inference.truncation(body.truncate_prompt_tokens, body.truncation_side, most)
+
+
 async def _text_prompts(
     texts: list[str], body: CompletionBody, inference: Inference
 ) -> tuple[Prompt, ...]:
     check_texts(texts, "prompt")
     with_special = body.add_special_tokens is not False
-    token_ids = await inference.encode(texts, add_special_tokens=with_special)
+    kept = _kept(body, inference)
+    token_ids = await inference.encode(texts, add_special_tokens=with_special, kept=kept)
+    if kept is not None and body.echo:
+        return await _token_prompts(token_ids, body, inference)
     if not body.echo:
         return tuple(map(Prompt, token_ids))
     if body.logprobs is None:
@@ -117,6 +129,8 @@ async def _text_prompts(
 async def _token_prompts(
     prompts: list[list[int]], body: CompletionBody, inference: Inference
 ) -> tuple[Prompt, ...]:
+    if (kept := _kept(body, inference)) is not None:
+        prompts = [kept.kept(prompt) for prompt in prompts]
     longest = max(map(len, prompts), default=0)
     if not body.echo or longest >= inference.limits().capacity:  # which is refused soon
         return tuple(map(Prompt, prompts))
@@ -174,10 +188,10 @@ class CompletionDialect(Dialect):
         num_rows = len(rows or ()) + len(prompt_rows or ())
         if rows is not None:
             shifted = [len(echo) + offset for offset in part.offsets or ()]
-            logprobs = completion_logprobs(rows, shifted, self.tokenizer)
+            logprobs = completion_logprobs(rows, shifted, self.tokenizer, self.token_text)
         wants_logprobs = self.request.sampling.logprobs is not None
         if with_prompt and prompt.offsets is not None and wants_logprobs:
-            before = echoed_logprobs(prompt, prompt_rows, self.tokenizer)
+            before = echoed_logprobs(prompt, prompt_rows, self.tokenizer, self.token_text)
             if logprobs is not None:
                 before = {name: chain(before[name], logprobs[name]) for name in before}
             logprobs = before

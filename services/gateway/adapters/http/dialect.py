@@ -15,7 +15,7 @@ from services.gateway.adapters.http.json_pieces import (
     listed,
     to_json,
 )
-from services.gateway.adapters.http.logprobs import prompt_logprobs
+from services.gateway.adapters.http.logprobs import prompt_logprobs, token_number, token_text
 from services.gateway.adapters.http.text_frame import TextFrame
 from services.gateway.core.choice import Piece
 from services.gateway.core.generation import Answer, Usage
@@ -84,6 +84,7 @@ class Dialect(StreamingDialect):
         self.request = request
         self.tokenizer = tokenizer
         self.return_token_ids = bool(body.return_token_ids)
+        self.token_text = token_number if body.return_tokens_as_token_ids else token_text
         self.return_prompt_logprobs = body.prompt_logprobs is not None
         options = body.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)

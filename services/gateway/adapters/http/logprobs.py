@@ -1,12 +1,15 @@
 """Log-probabilities as OpenAI's and vLLM's answers write them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 from services.gateway.core.logprobs import LogprobRows
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request import Prompt
+
+TokenText = Callable[[Tokenizer, int], str]
+"""Writes a token as a text."""
 
 # The four parallel lists of a completion's `logprobs`.
 TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
@@ -26,7 +29,14 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(rows: LogprobRows, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's id as a text, as vLLM writes it for clients that ask for ids."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    rows: LogprobRows, tokenizer: Tokenizer, token_text: TokenText = token_text
+) -> Iterator[dict[str, Any]]:
     """`logprobs.content` of a chat answer: one entry per token."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -41,7 +51,10 @@ def chat_logprobs(rows: LogprobRows, tokenizer: Tokenizer) -> Iterator[dict[str,
 
 
 def completion_logprobs(
-    rows: LogprobRows, offsets: Sequence[int], tokenizer: Tokenizer
+    rows: LogprobRows,
+    offsets: Sequence[int],
+    tokenizer: Tokenizer,
+    token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
     """`logprobs` of a completion: four parallel lists.
 
@@ -66,7 +79,10 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    prompt: Prompt, rows: LogprobRows | None, tokenizer: Tokenizer
+    prompt: Prompt,
+    rows: LogprobRows | None,
+    tokenizer: Tokenizer,
+    token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
     """`logprobs` of an echoed prompt, which has offsets; its first token has none."""
     offsets = prompt.offsets or []
@@ -78,7 +94,7 @@ def echoed_logprobs(
     }
     if rows is None:
         return {**first}
-    rest = completion_logprobs(rows, offsets[1:], tokenizer)
+    rest = completion_logprobs(rows, offsets[1:], tokenizer, token_text)
     return {name: chain(first[name], rest[name]) for name in first}
 
 

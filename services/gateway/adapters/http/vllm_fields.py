@@ -15,12 +15,17 @@ _NO_EXTENSIONS = "the server has no extensions"
 _NO_TRUNCATION = "prompts are not truncated"
 
 
-class UnservedPromptFields(Body):
+class UnservedMediaFields(Body):
     """Of every prompt."""
+
+    mm_processor_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
+
+
+class UnservedPromptFields(UnservedMediaFields):
+    """Of prompts that are not truncated."""
 
     truncate_prompt_tokens: Annotated[Any, Only(why=_NO_TRUNCATION)] = None
     truncation_side: Annotated[Any, Only("left", "right", why=_NO_TRUNCATION)] = None
-    mm_processor_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
 
 
 class UnservedTemplateFields(Body):
@@ -33,7 +38,7 @@ class UnservedTemplateFields(Body):
     media_io_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
 
 
-class UnservedSamplingFields(UnservedPromptFields):
+class UnservedSamplingFields(UnservedMediaFields):
     """Of completions and chat completions."""
 
     use_beam_search: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
@@ -43,8 +48,6 @@ class UnservedSamplingFields(UnservedPromptFields):
     logits_processors: Annotated[Any, Only([], why=_NO_EXTENSIONS)] = None
     logprob_token_ids: Annotated[Any, Only(why="ask for logprobs")] = None
     thinking_token_budget: Annotated[Any, Only(-1, why="reasoning has no budget")] = None
-    return_tokens_as_token_ids: Annotated[Any, Only(False, why="ask for return_token_ids")] = None
-    return_token_offsets: Annotated[Any, Only(False, why="ask for logprobs")] = None
     routed_experts_prompt_start: Annotated[Any, Only(0, why="experts are not returned")] = None
     stream_interval: Annotated[Any, Only(1, why="it is a setting of the server")] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
@@ -85,7 +88,7 @@ class UnservedResponsesFields(UnservedPromptFields):
     vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
 
 
-class UnservedPoolingFields(UnservedPromptFields):
+class UnservedPoolingFields(UnservedMediaFields):
     """Of embeddings and scores."""
 
     padding: Annotated[Any, Only("do_not_pad", why="prompts are not padded")] = None
