@@ -104,7 +104,7 @@ class Injection:
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
         """What comes in place of a message; None where the fault does not apply to it."""
-        match self.fault.change:
+        match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []
             case "repeated":

@@ -44,7 +44,8 @@ class ExpectedAnswer:
     ) -> None:
         self._plan = plan
         self._model = model
-        self._logprobs = with_logprobs.in_step(plan)
+        has_any = plan.block_tables or with_logprobs.requests
+        self._logprobs = with_logprobs.in_step(plan) if has_any else {}
 
     def check(
         self, output: ModelRunnerOutput, num_tokens: Sequence[int], token_ids: Sequence[int]
@@ -57,14 +58,21 @@ class ExpectedAnswer:
         if self._model.pooler is not None:
             _require(not (any(num_tokens) or token_ids), "token_ids", "tokens of a pooling model")
             self._check_pooled(output, self._model.pooler)
+            count = 0
         elif plan.prefill_chunks or output.num_draft_tokens or num_tokens.count(1) != count:
             self._check_counts(num_tokens, output.num_draft_tokens)
-        self._check_token_ids(sum(num_tokens), token_ids)
+            count = sum(num_tokens)
+        self._check_token_ids(count, token_ids)
         if self._logprobs or output.logprobs:
             self._check_logprobs(output, num_tokens)
+        if output.nan_requests or output.refused_tokens or output.grammar_errors:
+            self._check_failures(output, num_tokens)
+
+    def _check_failures(self, output: ModelRunnerOutput, num_tokens: Sequence[int]) -> None:
+        last = len(self._plan.requests) - 1
         for name in ("nan_requests", "refused_tokens", "grammar_errors"):
             if indexes := getattr(output, name):
-                _require(0 <= min(indexes) <= max(indexes) < count, name, "no request of the step")
+                _require(0 <= min(indexes) <= max(indexes) <= last, name, "no request of the step")
         for index, place in output.refused_tokens.items():
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
@@ -140,17 +148,17 @@ class RequestsWithLogprobs:
     """
 
     def __init__(self) -> None:
-        self._requests: set[Request] = set()
+        self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
         """What a step's requests want, by index; takes in which requests enter with it."""
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-                self._requests.add(request)
-        if not self._requests:
+                self.requests.add(request)
+        if not self.requests:
             return {}
-        self._requests = {request for request in self._requests if request.row is not None}
+        self.requests = {request for request in self.requests if request.row is not None}
         return {
             index: _WantedLogprobs(
                 request.sampling.logprobs,
@@ -165,7 +173,7 @@ class RequestsWithLogprobs:
                     strict=True,
                 )
             )
-            if request in self._requests
+            if request in self.requests
         }
 
 

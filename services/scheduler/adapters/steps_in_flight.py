@@ -72,8 +72,10 @@ class SentStep:
         if answered != (self._generation, self.number):
             generation, step = answered
             raise WrongAnswer(f"it is of step {step} in generation {generation}")
-        times = response.queue_nanos, response.execute_nanos, abs(response.slack_nanos)
-        if max(times) > LONGEST_NANOS:
+        slack = response.slack_nanos
+        if not -LONGEST_NANOS < slack < LONGEST_NANOS or (
+            response.queue_nanos + response.execute_nanos > LONGEST_NANOS
+        ):
             raise WrongAnswer("times of more than a day")
         if len(self._steps.ranks) > 1:
             self._compare(rank, response)
