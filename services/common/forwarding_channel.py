@@ -18,7 +18,8 @@ class ForwardingChannel(grpc.aio.Channel):
     @abstractmethod
     def renew(self) -> None:
         """Has the next call begin on another connection: one that is broken may look whole for as
-        long as packets are lost on its way. Calls that run go on.
+        long as packets are lost on its way. Calls that run go on. Without any, the connection ends
+        at once, and with it grpc's attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:

@@ -36,22 +36,24 @@ class RenewingChannel(ForwardingChannel):
         self._closing: set[asyncio.Task[None]] = set()
         self._open()
 
-    def _open(self) -> None:
+    def _open(self) -> grpc.aio.Channel:
         self._certificate = self._certificate_of_now()
         self._num_timeouts = 0
-        self._channel = self._connect()
+        self._channel: grpc.aio.Channel | None = self._connect()
         self._num_calls[self._channel] = 0
+        return self._channel
 
     def current(self) -> grpc.aio.Channel:
         is_old = self._certificate is not self._certificate_of_now()
-        if (is_old or self._num_timeouts >= _MOST_TIMEOUTS) and not self._is_closed:
-            old = self._channel
-            self._open()
-            self._close_if_unused(old)
-        return self._channel
+        if is_old or self._num_timeouts >= _MOST_TIMEOUTS:
+            self.renew()
+        return self._channel or self._open()
 
     def renew(self) -> None:
-        self._num_timeouts = _MOST_TIMEOUTS
+        old = self._channel
+        if old is not None and not self._is_closed:
+            self._channel = None
+            self._close_if_unused(old)
 
     def ended(self, code: grpc.StatusCode) -> None:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -61,6 +63,7 @@ class RenewingChannel(ForwardingChannel):
 
     def began(self, call: grpc.aio.Call) -> None:
         channel = self._channel
+        assert channel is not None, "the call has just begun on it"
         self._num_calls[channel] += 1
         call.add_done_callback(lambda _: self._ended(channel))
 
@@ -78,6 +81,7 @@ class RenewingChannel(ForwardingChannel):
 
     async def close(self, grace: float | None = None) -> None:
         """Ends all calls, after `grace`."""
+        self.current()
         self._is_closed = True
         channels = list(self._num_calls)
         self._num_calls.clear()

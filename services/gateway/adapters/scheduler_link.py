@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.05
 _MAX_BACKOFF_SECONDS = 0.5
+_MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
 _MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
@@ -144,13 +145,18 @@ class SchedulerLink:
         """Keeps a session open until cancelled, and passes what comes to `replica`."""
         backoff = _FIRST_BACKOFF_SECONDS
         loop = asyncio.get_running_loop()
+        away_since = loop.time()
         try:
             while True:
                 began = loop.time()
-                if await self._session(replica) and loop.time() > began + _MAX_BACKOFF_SECONDS:
-                    backoff = _FIRST_BACKOFF_SECONDS
+                if await self._session(replica):
+                    away_since = loop.time()
+                    if away_since > began + _MAX_BACKOFF_SECONDS:
+                        backoff = _FIRST_BACKOFF_SECONDS
+                if backoff > _MAX_BACKOFF_SECONDS:
+                    self._channel.renew()
                 await asyncio.sleep(backoff)
-                backoff = min(2 * backoff, _MAX_BACKOFF_SECONDS)
+                backoff = min(2 * backoff, longest_backoff(loop.time() - away_since))
         finally:
             await self._channel.close(_LAST_CALLS_SECONDS)
 
@@ -252,6 +258,14 @@ class SchedulerLink:
     def _post(self, mail: _Mail) -> None:
         self._outbox.append(mail)
         self._has_mail.set()
+
+
+def longest_backoff(away_seconds: float) -> float:
+    """Seconds between two attempts to open a session with a scheduler that has had none for
+    `away_seconds`: a tenth of that, since each attempt costs a millisecond of processor time, and
+    a registry may list many that are gone.
+    """
+    return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)
 
 
 def _messages(outbox: Sequence[_Mail]) -> Iterator[scheduler_pb2.SessionRequest]:

@@ -131,3 +131,30 @@ async def test_an_answer_that_cannot_be_decoded_ends_its_call_with_an_error(
             assert failed.value.code() is grpc.StatusCode.INTERNAL
         await ask(channel)
     assert not caplog.records, "grpc logs a traceback"
+
+
+async def test_a_channel_without_calls_that_is_renewed_tries_to_connect_no_more() -> None:
+    """Of itself, grpc tries four times a second, for as long as the channel is open."""
+    connected = asyncio.Event()
+
+    async def close(_reader: object, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as server:
+        channel = open_channel(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest())
+        for _ in range(2):
+            connected.clear()
+            await asyncio.wait_for(connected.wait(), SECONDS)
+        channel.renew()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+        connected.clear()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connected.wait(), 0.6)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.MatchPrefix(kvpool_pb2.MatchPrefixRequest())
+        assert connected.is_set()
+        await channel.close()

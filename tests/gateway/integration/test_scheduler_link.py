@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.queue_state import QueueState
-from services.gateway.adapters.scheduler_link import SchedulerLink
+from services.gateway.adapters.scheduler_link import SchedulerLink, longest_backoff
 from services.gateway.core.replica import Replica
 from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
 from tests.gateway.fake_fleet import ManualClock
@@ -137,6 +138,15 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
             await proxy.close()
         assert proxy.num_connections == 2
         assert replica.reasons[:2] == ["no message for 0.2 s: the scheduler hangs"] * 2
+
+
+@pytest.mark.parametrize(
+    ("away_seconds", "longest"), [(0, 0.5), (5, 0.5), (20, 2), (50, 5), (9000, 5)]
+)
+def test_a_scheduler_that_is_away_for_long_is_tried_less_often(
+    away_seconds: float, longest: float
+) -> None:
+    assert longest_backoff(away_seconds) == longest
 
 
 async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
