@@ -24,11 +24,16 @@ _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
 """Where it keeps traces, it takes spans until the others have stopped."""
 
+_RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
 
 # How long the SDK collects spans before it exports them; its own default is five seconds.
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
+_RESTART_SECONDS = 600.0
+"""How long requests wait for a replica: each service that ends is started again, and loading may
+take minutes.
+"""
 _GATEWAY_PATIENCE = 5
 """Clients' streams end with the gateway, and go on after the end of any other service."""
 
@@ -145,6 +150,7 @@ class _Wiring:
             "health_address": addresses.socket("gateway"),
             "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
             "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+            **({} if _RESUBMIT in self.environ else {"resubmit_timeout_seconds": _RESTART_SECONDS}),
             **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
             **({} if addresses.admin is None else {"admin_address": addresses.admin}),
         }

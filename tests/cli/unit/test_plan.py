@@ -213,6 +213,12 @@ def test_variables_of_the_services_pass_through(tmp_path: Path) -> None:
     assert received(tmp_path, environ, max_num_seqs=9)["worker"].max_num_seqs == 9
 
 
+def test_requests_wait_as_long_as_a_restart_takes(tmp_path: Path) -> None:
+    name = f"{env_prefix('gateway')}RESUBMIT_TIMEOUT_SECONDS"
+    waits = [received(tmp_path, environ)["gateway"] for environ in ({}, {name: "5"})]
+    assert [one.resubmit_timeout_seconds for one in waits] == [600, 5]
+
+
 def test_ranks_of_a_divided_model_find_each_other(tmp_path: Path) -> None:
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), master_ports=(7000,))
     plan = stages(UpSettings(model=tmp_path, tensor_parallel_size=2), addresses, {"RANK": "5"})
