@@ -109,6 +109,9 @@ class UpSettings:
         doc="where default sampling parameters come from: auto, vllm, or a directory with a "
         "generation_config.json",
     )
+    sse_keep_alive_interval: float | None = passed_to(
+        "gateway", doc="seconds of silence after which a stream sends a sign of life; 0: never"
+    )
     chat_template_content_format: str | None = passed_to(
         "gateway", doc="how the chat template gets the content of a turn: auto, string or openai"
     )

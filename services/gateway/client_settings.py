@@ -117,6 +117,12 @@ class ClientSettings(ServiceSettings):
         "end, and one where stop strings are sought",
         check=at_least(1),
     )
+    sse_keep_alive_interval: float = setting(
+        15.0,
+        doc="seconds without an event after which a stream sends a comment, or ping, so that "
+        "proxies do not cut it; its status 200 is then sent, too, if it was not; 0: never",
+        check=at_least(0),
+    )
     reader_timeout_seconds: float = setting(
         30.0,
         doc="time after which a connection or stream is ended whose client reads nothing of it",

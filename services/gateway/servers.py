@@ -65,7 +65,13 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     )
     routes = client_routes(
         GenerationRoutes(
-            inference, parts.keyed_requests, gate, parts.observer, bodies, parts.client_sessions
+            inference,
+            parts.keyed_requests,
+            gate,
+            parts.observer,
+            bodies,
+            parts.client_sessions,
+            settings.sse_keep_alive_interval,
         ),
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,

@@ -95,6 +95,10 @@ class Delivery:
             self._error = error
         self._wake()
 
+    def wake(self) -> None:
+        """Has the sink drained soon, which has something to send of its own."""
+        self._wake()
+
     def close(self) -> None:
         """Aborts what has not ended. Idempotent."""
         self._generation.close()

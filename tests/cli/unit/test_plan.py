@@ -33,6 +33,7 @@ EVERYTHING = {
     "max_cpu_loras": 3,
     "generation_config": "vllm",
     "chat_template_content_format": "openai",
+    "sse_keep_alive_interval": 5.0,
     "override_generation_config": '{"top_k": 5}',
     "chat_template": "{{ messages }}",
     "default_chat_template_kwargs": '{"enable_thinking": false}',

@@ -30,6 +30,8 @@ class StreamingDialect(ABC):
     operation: str
     """The GenAI operation."""
     id_prefix: str
+    keep_alive = b": keep-alive\n\n"
+    """An event that says nothing: a comment."""
 
     @abstractmethod
     def opening(self, usage: Usage) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ _HEADERS = [
 
 class EventStream:
     """A sink that sends the events of a dialect. The head of the answer goes with the first item,
-    so that a refusal by the scheduler has a status of its own.
+    or before that with the first sign of life, so that a refusal by the scheduler has a status of
+    its own.
 
     Events are written where they are made if the connection has a BodyWriter for that. What
     it does not take, and events that hold long lists, `drain` sends.
@@ -46,6 +47,11 @@ class EventStream:
         self._send = send
         self._record = record
         self._is_open = False
+        self._has_begun = False
+        """Whether what comes before any token was put."""
+        self._time = asyncio.get_running_loop().time
+        self.last_sent = 0.0
+        """When something was last sent, on the event loop's clock."""
         self._writer: BodyWriter | None = None
         """Of a body that was begun; None if its parts are to be sent otherwise."""
         self._unsent: Iterator[bytes] | None = None
@@ -55,18 +61,33 @@ class EventStream:
         return self._unsent is None and (self._writer is None or self._writer.can_write)
 
     def put(self, added: list[Piece]) -> None:
-        if self._writer is not None and len(added) == 1:
+        self.last_sent = self._time()
+        if self._has_begun and self._writer is not None and len(added) == 1:
             event = self._dialect.text_event(added[0])
             if event is not None:
                 self._writer.write(event)
                 return
         self._put_chunks(added)
 
+    def keep_alive(self) -> bool:
+        """Sends what tells proxies that the stream lives, and clients nothing; returns whether it
+        is to be drained for that. Nothing while other events are being sent.
+        """
+        self.last_sent = self._time()
+        if not self.is_ready:
+            return False
+        if self._writer is None:
+            self._unsent = iter((self._dialect.keep_alive,))
+            return True
+        self._writer.write(self._dialect.keep_alive)
+        return False
+
     def _put_chunks(self, added: list[Piece]) -> None:
         generation, dialect = self._generation, self._dialect
-        chunks = [] if self._is_open else dialect.opening(generation.usage())
+        chunks = [] if self._has_begun else dialect.opening(generation.usage())
         for piece in added:
             chunks += dialect.chunks(piece)
+        self._has_begun = True
         if not chunks and self._is_open:
             return
         events = dialect.encode_chunks(chunks, generation.usage) if chunks else iter(())

@@ -106,13 +106,16 @@ class GenerationRoutes:
         observer: Observer,
         bodies: BodyReader,
         sessions: ClientSessions,
+        keep_alive: float,
     ) -> None:
+        """`keep_alive` is how long a stream may be silent, in seconds; 0: as long as it takes."""
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
         self._bodies = bodies
         self._sessions = sessions
+        self._keep_alive = keep_alive
 
     async def completions(self, request: Request) -> ASGIApp:
         """Text completions; with `session`, a turn of it."""
@@ -209,7 +212,12 @@ class GenerationRoutes:
             )
 
         return GenerationReply(
-            read, self._inference, self._keyed_requests, self._gate, self._observer
+            read,
+            self._inference,
+            self._keyed_requests,
+            self._gate,
+            self._observer,
+            self._keep_alive,
         )
 
 

@@ -15,6 +15,7 @@ from services.gateway.adapters.http.dialect import StreamingDialect
 from services.gateway.adapters.http.errors import error_response
 from services.gateway.adapters.http.event_stream import EventStream
 from services.gateway.adapters.http.json_pieces import send_json
+from services.gateway.adapters.http.keep_alive import kept_alive
 from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.adapters.http.request_state import CLIENT
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
@@ -69,10 +70,10 @@ class Exchange:
 class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
-    The status is sent with the first item from the engine, so that a refusal by the scheduler has
-    its own status also where a stream was asked for. When the client disconnects
-    the work is cancelled and its sequences are aborted, unless an idempotency key says that the
-    client may come back.
+    The status is sent with the first item from the engine, or once a stream was silent for a while,
+    so that a refusal by the scheduler has its own status also where a stream was asked for. When
+    the client disconnects the work is cancelled and its sequences are aborted, unless an
+    idempotency key says that the client may come back.
     """
 
     def __init__(
@@ -82,13 +83,17 @@ class GenerationReply:
         keyed_requests: KeyedRequests,
         gate: Gate,
         observer: Observer,
+        keep_alive: float,
     ) -> None:
-        """`read` reads the body, once the gate is entered; what it enters is left in the end."""
+        """`read` reads the body, once the gate is entered; what it enters is left in the end. A
+        stream is never silent for longer than `keep_alive` seconds; 0: as long as it takes.
+        """
         self._read = read
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
         self._observer = observer
+        self._keep_alive = keep_alive
         self._dialect: StreamingDialect | WholeDialect | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -153,7 +158,10 @@ class GenerationReply:
         with observation.watching(generation, sink, stream=is_stream) as watched:
             exchange.arrival.end()
             delivery = inference.delivery(generation, watched, stream=is_stream)
-            with ending_at(exchange.deadline, delivery.end):
+            with ExitStack() as entered:
+                entered.enter_context(ending_at(exchange.deadline, delivery.end))
+                if isinstance(sink, EventStream):
+                    entered.enter_context(kept_alive(sink, self._keep_alive, delivery.wake))
                 await delivery.run()
         if isinstance(sink, EventStream):
             await sink.close(metrics_body(record) if exchange.body.include_metrics else None)

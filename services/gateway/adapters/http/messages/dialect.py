@@ -30,6 +30,7 @@ class MessagesDialect(StreamingDialect):
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "msg"
+    keep_alive = named_event({"type": "ping"})
 
     def __init__(
         self,
