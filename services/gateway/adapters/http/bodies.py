@@ -194,7 +194,12 @@ class ChatMessage(HistoryBody):
         """The turn as chat templates take it: without content, that is an empty text. Raises
         InvalidArgument, which says `where`, for calls that are not the assistant's.
         """
-        turn: dict[str, Any] = {"role": self.role, "content": self._texts()}
+        content = self.content
+        is_text = isinstance(content, str) and content
+        turn: dict[str, Any] = {
+            "role": self.role,
+            "content": [content] if is_text else self._texts(),
+        }
         if self.tool_calls:
             if self.role != "assistant":
                 field = f"{where}.tool_calls"
@@ -204,11 +209,11 @@ class ChatMessage(HistoryBody):
             turn["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             turn["name"] = self.name
-        named = self.reasoning_content or self.reasoning or self.thinking
-        thoughts = named or thought(self.content)
-        if thoughts and self.role == "assistant":
-            # transformers gives templates the other names of it, too.
-            turn["reasoning_content"] = thoughts
+        if self.role == "assistant":
+            named = self.reasoning_content or self.reasoning or self.thinking
+            if thoughts := named or thought(content):
+                # transformers gives templates the other names of it, too.
+                turn["reasoning_content"] = thoughts
         return turn
 
     def _texts(self) -> list[str]:
