@@ -72,8 +72,9 @@ $(BIN)/python:
 # torch comes first: pip's choice of its build (CPU or CUDA) then stands.
 $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
 	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
-	@$(PIP) install --progress-bar on -c requirements.lock torch | grep -v '^Requirement already' || true
-	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,proto]'
+	@$(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null \
+	    || $(PIP) install --progress-bar on -c requirements.lock torch
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,plot,proto]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -82,6 +83,7 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 gen/.built: $(PROTOS) | $(VENV)/.run
+	@echo "Generating gen/ from protos/"
 	@rm -rf gen && mkdir -p gen
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos \
 	    --python_out=gen --grpc_python_out=gen --mypy_out=quiet:gen --mypy_grpc_out=quiet:gen $(PROTOS)

@@ -2,12 +2,15 @@
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from services.cli.client import DEFAULT_URL, Client
 from services.cli.errors import CommandParser
 from services.cli.tls_files import TlsFiles
 
+_HIGH_TEMPERATURE = 2.0
+"""The highest that OpenAI's API accepts."""
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
     ("temperature", float, "0 is greedy, 1 the model's own distribution"),
@@ -62,4 +65,10 @@ def sampling_body(arguments: argparse.Namespace) -> dict[str, Any]:
     """The request's fields for the flags that were given."""
     names = (*(name for name, _, _ in _SAMPLING), "stop")
     given = {name: getattr(arguments, name) for name in names}
+    temperature = arguments.temperature
+    if temperature is not None and temperature > _HIGH_TEMPERATURE:
+        print(
+            f"a temperature of {temperature:g} makes answers almost random; from 0 to 1 is usual",
+            file=sys.stderr,
+        )
     return {name: value for name, value in given.items() if value is not None}

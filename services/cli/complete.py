@@ -21,12 +21,31 @@ def main(argv: Sequence[str]) -> int:
             "model": arguments.model or client.default_model(),
             "prompt": prompt,
             "stream": True,
+            "stream_options": {"include_usage": True},
             **sampling_body(arguments),
         }
         if arguments.echo:
             print(prompt, end="", flush=True)
+        reason, num_tokens = None, None
         for event in client.stream("/v1/completions", body):
             for choice in event.get("choices", []):
                 print(choice.get("text", ""), end="", flush=True)
-    print()
+                reason = choice.get("finish_reason") or reason
+            num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+    print(flush=True)
+    note = why_it_stopped(reason, num_tokens, arguments.max_tokens)
+    if note is not None:
+        print(note, file=sys.stderr)
     return 0
+
+
+def why_it_stopped(reason: str | None, num_tokens: int | None, asked: int | None) -> str | None:
+    """The line below an answer that was cut; None for one that ended by itself. `asked`: the
+    max_tokens of the request, if it had one.
+    """
+    if reason != "length":
+        return None
+    if asked is not None and num_tokens is not None and num_tokens < asked:
+        return f"stopped after {num_tokens} tokens, at the longest sequence that is served"
+    most = num_tokens if asked is None else asked
+    return f"stopped at max_tokens{'' if most is None else f' {most}'}; --max-tokens N allows more"

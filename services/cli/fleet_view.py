@@ -1,5 +1,6 @@
 """The gateway's /status as rows for people."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as labelled rows; `problem` says why it cannot serve, or is empty."""
+    """A replica as labelled rows; `problem` says why it cannot serve, or is empty. `state` is one
+    word, such as running or paused, the same as on /ui and in `stepwell top`.
+    """
 
     address: str
     problem: str
+    state: str
     rows: tuple[tuple[str, str], ...]
 
 
@@ -53,10 +57,24 @@ def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
         ReplicaView(
             address=replica["address"],
             problem="" if replica["ready"] else replica["reason"] or "not ready",
+            state=replica_state(replica),
             rows=_rows(replica["stats"], _rates(replica, earlier, sample, before)),
         )
         for replica in sample.status["replicas"]
     ]
+
+
+def replica_state(replica: Mapping[str, Any]) -> str:
+    """The state of a replica in one word or two, or why it cannot serve."""
+    stats = replica["stats"]
+    if not replica["ready"] or stats is None:
+        return replica["reason"] or ("not ready" if not replica["ready"] else "ready")
+    names = [str(stats["state"].removeprefix(_STATE_PREFIX).lower())]
+    if stats.get("paused") and names[0] != "paused":
+        names.append("pausing")
+    if stats.get("drained"):
+        names.append("drained")
+    return ", ".join(names)
 
 
 def _rates(
@@ -77,10 +95,9 @@ def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[
     if stats is None:
         return ()
     usable, free = stats["num_usable_blocks"], stats["num_free_blocks"]
-    state = stats["state"].removeprefix(_STATE_PREFIX).lower()
-    reason = f" ({stats['state_reason']})" if stats["state_reason"] else ""
+    reason = stats["state_reason"]
     return (
-        ("state", state + reason),
+        *((("state for", reason),) if reason else ()),
         ("running", f"{stats['num_running']} of {stats['max_num_seqs']}"),
         ("waiting", str(stats["num_waiting"]) + _why(stats["wait_reason"])),
         ("blocks", f"{_share(usable - free, usable)} used, {stats['block_size']} tokens each"),

@@ -94,7 +94,7 @@ def _away(error: ServerAway) -> str:
 def plain_text(sample: Sample, before: Sample | None) -> str:
     lines = [headline(sample)]
     for view in replica_views(sample, before):
-        lines.append(f"replica {view.address}: {view.problem or 'ready'}")
+        lines.append(f"replica {view.address}: {view.state}")
         lines += [f"  {label:<12} {value}" for label, value in view.rows]
     return "\n".join(lines)
 
@@ -110,5 +110,7 @@ def _panel(view: ReplicaView) -> Panel:
     table = Table.grid(padding=(0, 2))
     for label, value in view.rows:
         table.add_row(f"[dim]{label}[/dim]", escape(value))
-    state = f"[red]{escape(view.problem)}[/red]" if view.problem else "[green]ready[/green]"
+    serves = view.state in ("idle", "running")
+    colour = "red" if view.problem else "green" if serves else "yellow"
+    state = f"[{colour}]{escape(view.state)}[/{colour}]"
     return Panel(table, title=f"{escape(view.address)} {state}", title_align="left")

@@ -50,11 +50,11 @@ def _write(client: Client, arguments: Namespace) -> None:
     """Screens as text: one after an interval, over which rates are measured, or one after another
     without end.
     """
-    before = _look(client)
+    before, size = _look(client), shutil.get_terminal_size((_PIPE_WIDTH, _PIPE_HEIGHT))
     while True:
         time.sleep(arguments.interval_seconds)
         look = _look(client)
-        _print(screen(look, before, arguments.width or _PIPE_WIDTH, _PIPE_HEIGHT))
+        _print(screen(look, before, arguments.width or size.columns, size.lines))
         if arguments.once:
             return
         before = look

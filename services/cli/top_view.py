@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from services.cli.amounts import count_text, seconds_text
-from services.cli.fleet_view import waits_for
+from services.cli.fleet_view import replica_state, waits_for
 
 Document = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ _COLUMNS = (
     _Column("COMPUTED", 11),
     _Column("OUTPUT", 6, 64),
     _Column("CACHED", 6, 72),
-    _Column("AGE", 8, 82),
+    _Column("AGE", 8, 78),
     _Column("WAITS FOR", 20, 100, left=True),
 )
 
@@ -85,7 +85,7 @@ def _title(replica: Document) -> Text:
     if not replica["ready"]:
         line.append(f"  {replica['reason'] or 'not ready'}", style="red")
     elif replica["stats"] is not None:
-        state = replica["stats"]["state"].removeprefix("ENGINE_STATE_").lower()
+        state = replica_state(replica)
         line.append(f"  {state}", style="green" if state in ("idle", "running") else "yellow")
     return line
 

@@ -116,7 +116,7 @@ def _parser() -> ClientParser:
 
 
 def _width() -> int:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
+    return shutil.get_terminal_size((_PIPE_WIDTH, 40)).columns
 
 
 def writes_utf8() -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from services.cli.client import DEFAULT_URL
 from services.cli.console import Console, announce
 from services.cli.errors import CommandError
 from services.cli.plan import Addresses, stages
@@ -30,7 +31,7 @@ from services.worker.models.errors import ModelError
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.suitability.check import check_model
 
-_STILL_STARTING_SECONDS = 10.0
+_STILL_STARTING_SECONDS = 5.0
 _PROMPT = "def read_lines(path):"
 _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
 """Settings of the gateway with any of which clients need a key."""
@@ -207,7 +208,9 @@ def ready_text(
     has_tls: bool = False,
     needs_certificate: bool = False,
 ) -> str:
-    """The line `ready`, and below it a command to try."""
+    """The line `ready`, and below it a command to try. If the address is not the default one, a
+    further line sets the variable by which the other commands find the server.
+    """
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
     url = f"{'https' if has_tls else 'http'}://{addresses.http}"
     flags = (
@@ -215,10 +218,11 @@ def ready_text(
         ("--cert CLIENT.pem --key CLIENT-KEY.pem ", needs_certificate),
         ("-H 'Authorization: Bearer KEY' ", needs_key),
     )
+    export = "" if url == DEFAULT_URL else f"\n  export STEPWELL_URL={url}"
     return (
         f"ready: {model} at {url} (gRPC at {addresses.grpc}); try\n"
         f"  curl -N {url}/v1/completions {''.join(flag for flag, needed in flags if needed)}"
-        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        f"-H 'Content-Type: application/json' -d {shlex.quote(body)}{export}"
     )
 
 

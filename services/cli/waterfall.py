@@ -30,7 +30,7 @@ def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> 
     width = max(width, 40)
     spans: Sequence[Document] = trace["spans"]
     total = max((span["start"] + span["seconds"] for span in spans), default=0.0)
-    lines = [_headline(trace, total), *_time_line(trace, width)]
+    lines = [*_wrapped(_headline(trace, total), width), *_time_line(trace, width)]
     name_width = min(
         max((2 * span["depth"] + len(span["name"]) for span in spans), default=0),
         _LONGEST_NAME,
@@ -39,7 +39,8 @@ def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> 
     bar_width = width - name_width - _DURATION - 2
     for span in spans:
         lines.append(_span(span, total, name_width, bar_width))
-        lines += _notes(span, every_attribute=every_attribute)
+        for note in _notes(span, every_attribute=every_attribute):
+            lines += _wrapped(note, width)
     lines.append(_legend(spans))
     lines += _explanations(trace, width)
     for line in lines:
@@ -56,6 +57,16 @@ def _headline(trace: Document, total: float) -> Text:
     elif not trace["is_complete"]:
         line.append("  not complete: spans are still to come", style="yellow")
     return line
+
+
+def _wrapped(line: Text, width: int) -> list[Text]:
+    """A line on as many as it needs; further ones are indented two characters more."""
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line.plain) - len(line.plain.lstrip()))
+    style = line.style or (line.spans[0].style if line.spans else "")
+    parts = wrap(line.plain, width, initial_indent="", subsequent_indent=f"{indent}  ")
+    return [Text(part, style=style) for part in parts]
 
 
 def _time_line(trace: Document, width: int) -> list[Text]:

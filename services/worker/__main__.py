@@ -11,6 +11,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
 import asyncio
+import logging
 import os
 from importlib import import_module
 
@@ -22,6 +23,8 @@ from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings
 
 SERVICE = "worker"
+
+logger = logging.getLogger("services.worker")
 
 
 def main() -> None:
@@ -37,6 +40,7 @@ def prepare(settings: WorkerSettings) -> None:
     check_model(
         settings.model, own.tensor_parallel_size, own.pipeline_parallel_size, settings.runner
     )
+    logger.info("%s can be served; importing torch", settings.model)
     import_module("services.worker.service")
 
 

@@ -99,6 +99,7 @@ def test_a_completion_streams_with_its_parameters(server: SmallServer) -> None:
             "model": "small",
             "prompt": "größer als",
             "stream": True,
+            "stream_options": {"include_usage": True},
             "max_tokens": 5,
             "temperature": 0,
             "stop": ["a", "b"],

@@ -85,10 +85,16 @@ def test_the_ready_line_has_addresses_and_a_command_to_try(tmp_path: Path) -> No
     assert '"model": "it\'"\'"\'s"' in second
 
 
+def test_another_address_is_exported_for_the_other_commands(tmp_path: Path) -> None:
+    addresses = Addresses("127.0.0.1", 8010, 9000, tmp_path)
+    text = ready_text(addresses, "m", needs_key=False)
+    assert text.splitlines()[2:] == ["  export STEPWELL_URL=http://127.0.0.1:8010"]
+
+
 def test_the_ready_line_with_tls(tmp_path: Path) -> None:
     addresses = Addresses("0.0.0.0", 8000, 9000, tmp_path)
     text = ready_text(addresses, "m", needs_key=False, has_tls=True, needs_certificate=True)
-    first, second = text.splitlines()
+    first, second, _ = text.splitlines()
     assert first == "ready: m at https://127.0.0.1:8000 (gRPC at 127.0.0.1:9000); try"
     assert second.startswith(
         "  curl -N https://127.0.0.1:8000/v1/completions --cacert CA.pem "

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from services.cli.fleet_view import Sample
 from services.cli.status import plain_text
 
@@ -36,8 +38,7 @@ def sample(seconds: float, stats: dict[str, Any] | None, reason: str = "") -> Sa
 def test_a_replica_in_numbers() -> None:
     assert plain_text(sample(0, STATS), None).splitlines() == [
         "m: 5 requests here",
-        "replica a:1: ready",
-        "  state        running",
+        "replica a:1: running",
         "  running      3 of 64",
         "  waiting      2 for blocks",
         "  blocks       50 of 200 (25.0 %) used, 16 tokens each",
@@ -70,3 +71,15 @@ def test_a_replica_that_is_away_says_why() -> None:
 def test_an_empty_replica_has_no_shares() -> None:
     empty = {**STATS, "num_prompt_tokens": 0, "num_cached_tokens": 0}
     assert "prefix hits  0 of 0 prompt tokens" in plain_text(sample(0, empty), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"state": "ENGINE_STATE_PAUSED", "paused": True}, "paused"),
+        ({"paused": True}, "running, pausing"),
+        ({"drained": True}, "running, drained"),
+    ],
+)
+def test_a_replica_that_is_paused_has_one_word(changes: dict[str, Any], word: str) -> None:
+    assert plain_text(sample(0, STATS | changes), None).splitlines()[1] == f"replica a:1: {word}"

@@ -127,3 +127,13 @@ def test_the_parts_of_the_time_come_first_and_are_explained_at_the_end() -> None
         "  longest wait began with step 7.",
         "decode: It decoded.",
     ]
+
+
+def test_nothing_is_cut_off_on_a_screen_of_80_characters() -> None:
+    said = {f"stepwell.name_{number}": f"value-{number}" for number in range(12)}
+    trace = {**WHOLE, "is_running": True, "spans": [{**WHOLE["spans"][0], "attributes": said}]}
+    lines = [line.plain for line in waterfall(trace, 80)]
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert all(f"name_{number} value-{number}" in text for number in range(12))
+    assert "running: these are its spans so far" in text
