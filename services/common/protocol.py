@@ -12,7 +12,7 @@ from stepwell.common.v1 import common_pb2
 
 from services.common.errors import FailedPrecondition
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with each change of what services send each other after which one that does not know the
 change would compute, answer or keep something else: a field that must be honoured, another meaning
 or form of one, a message that must be answered. What can be ignored without harm, such as a further

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 from services.common.structured_outputs import StructuredOutputs
+from services.common.thinking_budget import ThinkingBudget
 
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
@@ -54,6 +55,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     repetition_detection: RepetitionDetection | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     @property
     def penalises(self) -> bool:
@@ -78,6 +80,10 @@ class SamplingParams:
             self.repetition_detection.validate()
         if self.structured_outputs is not None:
             self.structured_outputs.validate()
+        if self.thinking_budget is not None:
+            self.thinking_budget.validate(
+                lambda field, ids: _require_vocabulary(field, ids, vocab_size)
+            )
 
     def _validate_numbers(self, vocab_size: int) -> None:
         for field, (low, high) in RANGES.items():

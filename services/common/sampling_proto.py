@@ -14,9 +14,11 @@ from services.common.structured_outputs_proto import (
     structured_outputs_from_proto,
     structured_outputs_to_proto,
 )
+from services.common.thinking_budget import ThinkingBudget
 
 require_same_fields(SamplingParams, common_pb2.SamplingParams.DESCRIPTOR)
 require_same_fields(RepetitionDetection, common_pb2.RepetitionDetection.DESCRIPTOR)
+require_same_fields(ThinkingBudget, common_pb2.ThinkingBudget.DESCRIPTOR)
 
 _DEFAULTS = SamplingParams()
 _NAMES = tuple(field.name for field in fields(SamplingParams))
@@ -56,6 +58,12 @@ _READERS: dict[str, Callable[[Any], object]] = {
         message.max_pattern_size, message.min_pattern_size, message.min_count
     ),
     "structured_outputs": structured_outputs_from_proto,
+    "thinking_budget": lambda message: ThinkingBudget(
+        message.num_tokens,
+        tuple(message.start_token_ids),
+        tuple(message.end_token_ids),
+        message.begins_inside,
+    ),
 }
 """Reads the fields that are not plain numbers."""
 
@@ -63,5 +71,6 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
     "repetition_detection": lambda repetition: common_pb2.RepetitionDetection(**asdict(repetition)),
     "structured_outputs": structured_outputs_to_proto,
+    "thinking_budget": lambda budget: common_pb2.ThinkingBudget(**asdict(budget)),
 }
 """Writes the fields that consist of messages."""

@@ -13,6 +13,7 @@ from services.common.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import keep_only
 from services.worker.sampling.grammar import GrammarMask
+from services.worker.sampling.thinking import ThinkingLimit
 
 
 class LogitEdit(Protocol):
@@ -50,6 +51,8 @@ def logit_edits(
         edits.append(LogitBias(params.logit_bias_token_ids, params.logit_bias_values))
     if params.penalises:
         edits.append(Penalties(params, token_ids, num_prompt_tokens))
+    if params.thinking_budget is not None:
+        edits.append(ThinkingLimit(params.thinking_budget, output))
     return tuple(edits)
 
 

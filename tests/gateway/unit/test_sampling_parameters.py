@@ -14,6 +14,7 @@ from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
 from services.common.sampling_proto import sampling_from_proto, sampling_to_proto
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.thinking_budget import ThinkingBudget
 from services.gateway.adapters.http.bodies import ChatCompletionBody, CompletionBody, SamplingBody
 from services.gateway.adapters.http.sampling import sampling_from_body
 from services.gateway.adapters.http.vllm_fields import UnservedSamplingFields
@@ -26,6 +27,7 @@ CLIENT_NAMES = {
     "logit_bias_token_ids": "logit_bias",
     "logit_bias_values": "logit_bias",
     "eos_token_ids": "ignore_eos",
+    "thinking_budget": "thinking_token_budget",
 }
 CLIENT_FIELDS = {CLIENT_NAMES.get(name, name) for name in NAMES}
 
@@ -91,6 +93,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
         {"structured_outputs": {"regex": "a+"}},
         StructuredOutputs(StructuredOutputsKind.REGEX, "a+"),
     ),
+    "thinking_budget": ({}, None),  # of chats, whose prompts say where reasoning begins
 }
 
 
@@ -114,7 +117,7 @@ def test_request_bodies_have_the_fields_of_the_dataclass() -> None:
     for body in (CompletionBody, ChatCompletionBody):
         assert set(body.model_fields) >= CLIENT_FIELDS
     shared -= UnservedSamplingFields.model_fields.keys()
-    assert shared | {"logprobs"} == CLIENT_FIELDS | OTHER_FIELDS
+    assert shared | {"logprobs", "thinking_token_budget"} == CLIENT_FIELDS | OTHER_FIELDS
 
 
 def test_the_documentation_has_a_row_for_each_parameter() -> None:
@@ -157,7 +160,8 @@ async def test_a_parameter_of_a_body_reaches_the_dataclass(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_parameter_keeps_its_value_on_the_wire(name: str) -> None:
-    expected = (2, 6) if name == "eos_token_ids" else EXAMPLES[name][1]
+    no_field = {"eos_token_ids": (2, 6), "thinking_budget": ThinkingBudget(3, (5, 6), (7,), True)}
+    expected = no_field.get(name, EXAMPLES[name][1])
     assert expected != default(name)
     params = SamplingParams(**{name: expected})
     packed = sampling_to_proto(params).SerializeToString()

@@ -249,6 +249,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
     audio: Annotated[Any, Only(why="only text is generated")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Int | None = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None

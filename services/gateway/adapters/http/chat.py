@@ -50,7 +50,7 @@ async def chat_request(
     request = client_request(body, request_id, (Prompt(token_ids),), sampling)
     last = body.messages[-1] if body.continue_final_message else None
     last_turn = None if last is None else last.to_template("messages[-1]")
-    return await planned(request, use, text, inference, last_turn)
+    return await planned(request, use, text, inference, last_turn, body.thinking_token_budget)
 
 
 def tool_use(body: ChatCompletionBody) -> ToolUse:

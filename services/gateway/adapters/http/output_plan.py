@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.errors import InvalidArgument
 from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.thinking_budget import MAX_TOKENS, ThinkingBudget
 from services.gateway.adapters.grammars.after_reasoning import after_reasoning
 from services.gateway.adapters.grammars.refused import check_schemas, check_written
 from services.gateway.adapters.grammars.tool_calls import (
@@ -23,6 +24,8 @@ from services.gateway.core.parsing.output_form import OutputForm
 from services.gateway.core.parsing.reasoning import PromptedReasoning, ReasoningState
 from services.gateway.core.request import ClientRequest
 
+_BUDGET = "thinking_token_budget"
+_NO_BUDGET = -1
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 
@@ -94,12 +97,17 @@ async def planned(
     prompt: str,
     inference: Inference,
     last_turn: Mapping[str, Any] | None = None,
+    thinking_token_budget: int | None = None,
 ) -> ClientRequest:
     """The request for an answer to a rendered prompt, with what its answers are held to and read
-    as. `last_turn` is the turn of the assistant that the answer continues. Raises InvalidArgument.
+    as. `last_turn` is the turn of the assistant that the answer continues, and
+    `thinking_token_budget` bounds the reasoning, if it is not -1. Raises InvalidArgument.
     """
     sampling = request.sampling
     reasoning = _reasoning(request, prompt, inference, last_turn)
+    if thinking_token_budget not in (None, _NO_BUDGET):
+        budget = await _budget(thinking_token_budget or 0, reasoning, inference)
+        sampling = replace(sampling, thinking_budget=budget)
     plan = await _plan(use, sampling.structured_outputs, prompt, reasoning, inference)
     if plan.structured_outputs is not sampling.structured_outputs:
         sampling = replace(sampling, structured_outputs=plan.structured_outputs)
@@ -109,6 +117,29 @@ async def planned(
         output_form=plan.output_form,
         shown_special_ids=inference.special_tokens.marks(plan.marks),
     )
+
+
+async def _budget(
+    num_tokens: int, reasoning: PromptedReasoning | None, inference: Inference
+) -> ThinkingBudget | None:
+    """The bound of the reasoning; None where it is over."""
+    if reasoning is None:
+        raise InvalidArgument(
+            f"{_BUDGET} is not supported by a server without --reasoning-parser",
+            field=_BUDGET,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise InvalidArgument(
+            f"{_BUDGET} must be from 0 to {MAX_TOKENS}, or -1 for no bound, not {num_tokens}",
+            field=_BUDGET,
+        )
+    if reasoning.state is ReasoningState.OVER:
+        return None
+    form = reasoning.form
+    start, end = await inference.encode([form.start, form.end], add_special_tokens=False)
+    begins_inside = reasoning.state is ReasoningState.INSIDE
+    return ThinkingBudget(num_tokens, tuple(start), tuple(end), begins_inside)
 
 
 def _reasoning(

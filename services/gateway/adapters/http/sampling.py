@@ -143,6 +143,7 @@ _COMPUTED = {
     "prompt_logprobs",
     "eos_token_ids",
     "structured_outputs",
+    "thinking_budget",
 }
 """Parameters that more than one field of a body decides, or none of the same name."""
 

@@ -47,7 +47,9 @@ class UnservedSamplingFields(UnservedMediaFields):
     watermarking: Annotated[Any, Only(False, why="answers bear no watermark")] = None
     logits_processors: Annotated[Any, Only([], why=_NO_EXTENSIONS)] = None
     logprob_token_ids: Annotated[Any, Only(why="ask for logprobs")] = None
-    thinking_token_budget: Annotated[Any, Only(-1, why="reasoning has no budget")] = None
+    thinking_token_budget: Annotated[
+        Any, Only(-1, why="completions are not searched for reasoning")
+    ] = None
     routed_experts_prompt_start: Annotated[Any, Only(0, why="experts are not returned")] = None
     stream_interval: Annotated[Any, Only(1, why="it is a setting of the server")] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None

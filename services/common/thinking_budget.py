@@ -1,0 +1,38 @@
+"""The most tokens of an answer's reasoning, vLLM's `thinking_token_budget`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.common.errors import InvalidArgument
+
+FIELD = "thinking_budget"
+MAX_TOKENS = 2**31 - 1
+MAX_MARK_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """Reasoning of `num_tokens` tokens, then its end mark. stepwell.common.v1.ThinkingBudget
+    specifies the fields.
+    """
+
+    num_tokens: int
+    start_token_ids: tuple[int, ...]
+    end_token_ids: tuple[int, ...]
+    begins_inside: bool = False
+
+    def validate(self, check_tokens: Callable[[str, tuple[int, ...]], None]) -> None:
+        """Raises InvalidArgument; `check_tokens` raises it for tokens that there are not."""
+        if not 0 <= self.num_tokens <= MAX_TOKENS:
+            raise _invalid("num_tokens", f"is {self.num_tokens}, not in [0, {MAX_TOKENS}]")
+        for name, mark, least in (
+            ("start_token_ids", self.start_token_ids, 0 if self.begins_inside else 1),
+            ("end_token_ids", self.end_token_ids, 1),
+        ):
+            if not least <= len(mark) <= MAX_MARK_TOKENS:
+                raise _invalid(name, f"has {len(mark)} tokens, not {least} to {MAX_MARK_TOKENS}")
+            check_tokens(f"{FIELD}.{name}", mark)
+
+
+def _invalid(field: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(f"{FIELD}.{field} {problem}", field=f"{FIELD}.{field}")
