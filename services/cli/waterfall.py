@@ -84,7 +84,7 @@ def _explanations(trace: Document, width: int) -> list[Text]:
     for part in [] if time is None else time["parts"]:
         text = f"{part['name']}: {part['explanation']}"
         if part["waited_for"]:
-            text += f" Most of it had {part['waited_for']}."
+            text += f" Request {part['waited_for']} held most of what it lacked."
         if part["step"] is not None:
             text += f" Its longest wait began with step {part['step']}."
         lines += [Text(line, style="dim") for line in wrap(text, width, subsequent_indent="  ")]

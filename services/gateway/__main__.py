@@ -179,6 +179,7 @@ class Gateway:
             asyncio.create_task(self._follow_readiness()),
             asyncio.create_task(self.parts.follower.run()),
             asyncio.create_task(self.keyed_requests.run()),
+            asyncio.create_task(self.parts.history.run()),
         ]
         if self.parts.key_store is not None:
             self._tasks.append(asyncio.create_task(self.parts.key_store.run()))

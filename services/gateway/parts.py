@@ -15,6 +15,7 @@ from services.common.tls_metrics import TlsCollector
 from services.common.tokenizer_files import tokenizer_fingerprint
 from services.common.tracing_metrics import TracingCollector
 from services.gateway.adapters.activity.feed import ActivityFeed
+from services.gateway.adapters.activity.history import HistoryKeeper
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.client_session_metrics import ClientSessionsCollector
 from services.gateway.adapters.directory.follower import make_follower
@@ -41,6 +42,7 @@ from services.gateway.core.admission.queue_bounds import QueueBounds
 from services.gateway.core.client_sessions import ClientSessions
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
+from services.gateway.core.history import History
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.inference import Inference
 from services.gateway.core.limits.cached_estimate import CachedEstimate
@@ -110,7 +112,11 @@ class Parts:
         own = self._own_metrics(fleet_collector, tracing)
         self.fleet_metrics = FleetMetrics(own, fleet_collector, self.links)
         genai = GenAiMetrics(meter or NoOpMeter("stepwell"), settings.model_name)
-        self.observer = Observer(self.metrics, genai, self.prefix_index)
+        history = History()
+        self.observer = Observer(self.metrics, genai, self.prefix_index, history)
+        self.history = HistoryKeeper(
+            history, self.membership, self.links, lambda: self.fleet.num_waiting
+        )
         recording = RecorderSettings(
             settings.model_name,
             settings.trace_slow_seconds,

@@ -145,7 +145,12 @@ def admin_server(parts: Parts) -> HttpServer | None:
 def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
     """The routes of displays, such as `/ui`; see their classes for `sees_all`."""
     activity = ActivityRoutes(
-        parts.activity, parts.inference, parts.fleet, parts.gate, sees_all=sees_all
+        parts.activity,
+        parts.history.history,
+        parts.inference,
+        parts.fleet,
+        parts.gate,
+        sees_all=sees_all,
     )
     return (
         *activity.routes(),

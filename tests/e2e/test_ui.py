@@ -19,7 +19,7 @@ from tests.slowness import busy_slowness
 WIDE = {"viewport": {"width": 1360, "height": 900}}
 SAYS = "document.querySelector('#waterfall-says').textContent"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "color_scheme": "dark"}
+PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "color_scheme": "dark"}
 LOADED_WITHIN_MILLISECONDS = 1000
 STEP_OF_DETAIL = "document.querySelector('#steps-say').textContent"
 NUMBER_OF_TOKENS = "document.querySelectorAll('#numbers b')[4].textContent"
@@ -87,6 +87,12 @@ async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) 
             for canvas in ("#timeline", "#blocks"):
                 # Between two requests, all blocks may be free for a moment.
                 await until(page, f"({COLOURS})('{canvas}') > 3")
+            for canvas in (
+                "#curves figure:nth-child(1) canvas",
+                "#curves figure:nth-child(6) canvas",
+            ):
+                await until(page, f"({COLOURS})('{canvas}') > 3")
+            await page.wait_for_selector("#event-rows >> text=ready")
             await page.hover("#blocks", position={"x": 5, "y": 5})
             detail = "document.querySelector('#block-detail').textContent"
             await until(page, f"{detail}.startsWith('block 1:')")
@@ -114,6 +120,9 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await page.click("#messages .after .link")
         await page.wait_for_selector("#waterfall[open] .span >> text=chat tiny")
         await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
+        await until(page, "document.querySelector('#waterfall-time').textContent.includes(' = ')")
+        await page.click("#waterfall-parts .decode")
+        await page.wait_for_selector("#waterfall-part >> text=Its output was generated")
         await until(page, f"!{SAYS}.includes('spans are still to come')")  # rows are made anew
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
@@ -159,7 +168,45 @@ async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> No
         await page.wait_for_selector("#waterfall .span >> text=scheduler.decode")
         kept = (await http.get(f"{shown.url}/traces/patient")).json()
         assert kept["is_complete"]
-        assert kept["spans"][0]["attributes"]["stepwell.kept_for"] == "watched"
+        kept_for = kept["spans"][0]["attributes"]["stepwell.kept_for"]
+        assert kept_for in ("watched", "slowest")
+
+
+HOSTILE = [
+    "<script>alert(1)</script> <img src=x onerror=alert(1)>",
+    "[go](javascript:alert(1)) [go](data:text/html,x) [go](//evil.example) [go](/ui)",
+    "**<b onclick=alert(1)>** `<i>` ~~<s>~~ *<u>*",
+    "```html\n<iframe src=/ui></iframe>\n",
+    "> " * 500 + "deep",
+    "- a\n" * 500 + "|a|\n|-|\n|<td>|",
+    "[" * 5000 + "*" * 5000 + "`" * 999,
+    "# <h1>\n1. <li>\n  - [x](https://user:pass@good.example/?a=<b>)\n***",
+]
+RENDERED = """async (texts) => {
+  const { markdown } = await import("/ui/markdown.js");
+  const box = document.createElement("div");
+  box.append(...texts.flatMap((text) => markdown(text)));
+  const made = [...box.querySelectorAll("*")];
+  return {
+    names: [...new Set(made.map((one) => one.localName))],
+    attributes: [...new Set(made.flatMap((one) => one.getAttributeNames()))],
+    links: made.filter((one) => one.href).map((one) => one.protocol),
+    text: box.textContent,
+  };
+}"""
+
+
+async def test_the_markdown_of_an_answer_adds_no_html_of_its_own(shown: Stack) -> None:
+    async with chromium() as browser, page_of(browser, shown.url, **WIDE) as page:
+        await page.goto(f"{shown.url}/ui")
+        made = await page.evaluate(RENDERED, HOSTILE)
+        assert {"p", "strong", "em", "s", "code", "pre", "ul", "ol", "table", "hr"} <= {
+            *made["names"]
+        }
+        assert not {"script", "img", "iframe", "b", "i", "u"} & {*made["names"]}
+        assert {*made["attributes"]} <= {"title", "href", "target", "rel", "start"}
+        assert {*made["links"]} == {"https:"}
+        assert "<script>alert(1)</script>" in made["text"]
 
 
 async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> None:
@@ -167,6 +214,8 @@ async def test_an_operator_pauses_and_resumes_from_the_page(shown: Stack) -> Non
         await page.goto(f"{shown.admin_url}/ui")
         await page.click("#replicas button >> text=Pause")
         await page.wait_for_selector("#replicas button >> text=Resume")
+        await page.wait_for_selector("#state.paused")
+        await page.wait_for_selector("#event-rows .warn >> text=paused")
         assert shown.status()["paused"]
         await page.click("#replicas button >> text=Resume")
         await page.wait_for_selector("#replicas button >> text=Pause")

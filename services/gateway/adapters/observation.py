@@ -15,6 +15,7 @@ from services.gateway.core.admission.wait import Wait
 from services.gateway.core.choice import Piece
 from services.gateway.core.delivery import Sink
 from services.gateway.core.generation import Generation
+from services.gateway.core.history import History
 from services.gateway.core.limits.tenant_limits import LimitReached
 from services.gateway.core.prefix_index import PrefixIndex
 from services.gateway.core.tenant import ANYONE, Tenant
@@ -24,7 +25,10 @@ from services.gateway.core.timeline import Part
 class Observation:
     """Takes the times and counts of one request, from its reading to its end."""
 
-    def __init__(self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics) -> None:
+    def __init__(
+        self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics, history: History
+    ) -> None:
+        self._history = history
         self._tenant_id = record.tenant.tenant_id
         self._record = record
         self._metrics = metrics
@@ -102,6 +106,13 @@ class Observation:
             usage,
             self._record.error_type or None,
         )
+        self._history.answered(
+            time.time(),
+            seconds,
+            self._first_token_seconds,
+            usage.num_generated_tokens,
+            failed=self._record.is_failure,
+        )
         if self._tenant_id:
             self._metrics.tenants.used(self._tenant_id, usage)
 
@@ -121,6 +132,7 @@ class Observation:
             if self._generation is None or not self._generation.was_taken:
                 self._is_refused = True
                 self._metrics.refused(error_type, self._tenant_id)
+                self._history.refused(time.time(), error_type)
 
 
 class WatchedSink:
@@ -150,7 +162,10 @@ def _saw_nothing(_piece: Piece) -> None:
 class Observer:
     """Begins the observations of requests, and counts those that are refused before."""
 
-    def __init__(self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex) -> None:
+    def __init__(
+        self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex, history: History
+    ) -> None:
+        self._history = history
         self._index = index
         self._metrics = metrics
         self._genai = genai
@@ -166,6 +181,7 @@ class Observer:
         """Counts a request of the record's tenant that is refused before it can be watched."""
         reason = _reason(error)
         self._metrics.refused(reason, record.tenant.tenant_id)
+        self._history.refused(time.time(), reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
 
     @contextmanager
@@ -175,7 +191,7 @@ class Observer:
         """What is counted of a request. Errors pass through."""
         record.operation, record.tenant = operation, tenant
         record.directory_state = self._index.state.value
-        observation = Observation(record, self._metrics, self._genai)
+        observation = Observation(record, self._metrics, self._genai, self._history)
         self._metrics.requests_in_flight.inc()
         try:
             yield observation

@@ -123,8 +123,8 @@ def test_the_parts_of_the_time_come_first_and_are_explained_at_the_end() -> None
     assert lines[1] == "2.0 s = blocks 0.5 · decode 1.5"
     assert lines[-4:] == [
         "█ scheduler  ",
-        "blocks: Too few were free. Most of it had cmpl-2. Its",
-        "  longest wait began with step 7.",
+        "blocks: Too few were free. Request cmpl-2 held most of what",
+        "  it lacked. Its longest wait began with step 7.",
         "decode: It decoded.",
     ]
 

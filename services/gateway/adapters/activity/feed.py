@@ -17,6 +17,7 @@ from services.gateway.adapters.activity.document import (
     stats_document,
     step_documents,
 )
+from services.gateway.adapters.activity.history import name_of
 from services.gateway.adapters.scheduler_links import SchedulerLinks
 from services.gateway.core.membership import Membership
 from services.gateway.core.prefix_index import PrefixIndex
@@ -36,6 +37,8 @@ class ReplicaSample:
     """What is known of a replica; without `stats`, its scheduler did not answer."""
 
     address: str
+    name: str = ""
+    """Its own name, or its address before it has told one."""
     model: str = ""
     is_ready: bool = False
     reason: str = ""
@@ -93,6 +96,7 @@ class ActivityFeed:
         before = self._samples.get(replica.address, ReplicaSample(replica.address))
         sample = replace(
             before,
+            name=name_of(replica),
             model=replica.description.model_name if replica.description is not None else "",
             is_ready=replica.is_ready,
             reason=replica.reason,

@@ -10,14 +10,17 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.adapters.activity.document import Document
 from services.gateway.adapters.activity.feed import ActivityFeed, ReplicaSample
+from services.gateway.adapters.activity.history import history_document
 from services.gateway.adapters.http.openapi import view_answers as answers
 from services.gateway.adapters.http.query import Query, read_query
 from services.gateway.adapters.http.route import Route
 from services.gateway.core.fleet import Fleet
 from services.gateway.core.gate import Gate
+from services.gateway.core.history import History
 from services.gateway.core.inference import Inference
 
 ACTIVITY = "/activity"
+HISTORY = "/activity/history"
 _MAX_QUEUED = 256
 
 
@@ -34,9 +37,17 @@ class ActivityRoutes:
     """A tenant sees the ids of its own requests only; `sees_all` lifts that."""
 
     def __init__(
-        self, feed: ActivityFeed, inference: Inference, fleet: Fleet, gate: Gate, *, sees_all: bool
+        self,
+        feed: ActivityFeed,
+        history: History,
+        inference: Inference,
+        fleet: Fleet,
+        gate: Gate,
+        *,
+        sees_all: bool,
     ) -> None:
         self._feed = feed
+        self._history = history
         self._inference = inference
         self._fleet = fleet
         self._gate = gate
@@ -51,7 +62,13 @@ class ActivityRoutes:
                 query=ActivityQuery,
                 errors=(400,),
             ),
+            Route(HISTORY, self.history, answers.History),
         )
+
+    async def history(self, _request: Request) -> Response:
+        """Latencies, rates, queues and pools of the last minutes, and what happened in them."""
+        document = history_document(self._history, time.time())
+        return JSONResponse(document, headers={"Cache-Control": "no-store"})
 
     async def activity(self, request: Request) -> Response:
         """What the replicas do: queues, steps since the last call, blocks. No text, no tokens."""
@@ -110,6 +127,7 @@ def _in_short(sample: ReplicaSample) -> Document:
     """A replica without its requests, steps and blocks."""
     return {
         "address": sample.address,
+        "name": sample.name,
         "model": sample.model,
         "ready": sample.is_ready,
         "reason": sample.reason,

@@ -144,6 +144,7 @@ class ReplicaActivity(Answer):
     """A replica; `stats` is null where its scheduler does not answer."""
 
     address: str
+    name: str
     model: str
     ready: bool
     reason: str
@@ -165,3 +166,35 @@ class Activity(Answer):
     requests_in_flight: int
     queued: list[QueuedSequence]
     replicas: list[ReplicaActivity]
+
+
+class HistoryEvent(Answer):
+    """Something that happened at a replica, or at the gateway if `replica` is empty; `count` equal
+    ones are one.
+    """
+
+    unix_seconds: float
+    kind: str
+    replica: str
+    text: str
+    count: int
+
+
+class History(Answer):
+    """An answer of /activity/history: parallel lists with a value for each bin, the newest last.
+    Latencies are pairs of median and 99th percentile, or null where no request ended.
+    """
+
+    bin_seconds: int
+    began_unix_seconds: list[int]
+    first_token_seconds: list[list[float] | None]
+    per_token_seconds: list[list[float] | None]
+    request_seconds: list[list[float] | None]
+    num_ended: list[int]
+    num_refused: list[int]
+    num_failed: list[int]
+    num_tokens: list[int]
+    num_running: list[int]
+    num_waiting: list[int]
+    held_share: list[float]
+    events: list[HistoryEvent]

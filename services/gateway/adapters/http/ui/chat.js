@@ -1,7 +1,10 @@
 // A box to talk to the model. Its requests are always traced.
 
-import { call } from "./api.js";
+import { call, get } from "./api.js";
+import { markdown } from "./markdown.js";
 import { byId, element, seconds } from "./text.js";
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
 export class Chat {
   constructor(traces) {
@@ -20,6 +23,19 @@ export class Chat {
       }
     });
     byId("chat-stop").addEventListener("click", () => this.stopping?.abort());
+    byId("chat-new").addEventListener("click", () => {
+      this.messages = [];
+      byId("messages").replaceChildren();
+    });
+    byId("chat-settings").addEventListener("toggle", () => this.#listModels());
+  }
+
+  /** The model and its adapters. */
+  async #listModels() {
+    const { data } = await get("v1/models");
+    const chosen = byId("chat-model").value || this.model;
+    const options = data.map(({ id }) => element("option", { value: id, textContent: id, selected: id === chosen }));
+    byId("chat-model").replaceChildren(...options);
   }
 
   async #send() {
@@ -33,8 +49,9 @@ export class Chat {
     this.#busy(new AbortController());
     const began = performance.now();
     try {
-      const usage = await this.#stream(traceId, (text) => write(answer, text));
-      this.messages.push({ role: "assistant", content: answer.textContent });
+      let content = "";
+      const usage = await this.#stream(traceId, (text) => write(answer, (content = text)));
+      this.messages.push({ role: "assistant", content });
       this.#after(usage, (performance.now() - began) / 1000, traceId);
     } catch (error) {
       answer.classList.add("failed");
@@ -48,13 +65,17 @@ export class Chat {
 
   /** Streams an answer; `show` gets its text so far. Returns the counts of tokens. */
   async #stream(traceId, show) {
+    const system = byId("chat-system").value.trim();
     const body = {
-      model: this.model,
-      messages: this.messages,
-      max_tokens: 256,
+      model: byId("chat-model").value || this.model,
+      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
       stream: true,
       stream_options: { include_usage: true },
     };
+    for (const name of NUMBERS) {
+      const value = byId(`chat-${name}`).valueAsNumber;
+      if (!Number.isNaN(value)) body[name] = value;
+    }
     const answer = await call("v1/chat/completions", {
       method: "POST",
       body: JSON.stringify(body),
@@ -90,14 +111,14 @@ export class Chat {
 }
 
 function say(role, content) {
-  const made = element("p", { class: role, textContent: content });
+  const made = element("div", { class: role, textContent: content });
   byId("messages").append(made);
   toEnd();
   return made;
 }
 
 function write(answer, text) {
-  answer.textContent = text || "…";
+  answer.replaceChildren(...(text ? markdown(text) : ["…"]));
   toEnd();
 }
 

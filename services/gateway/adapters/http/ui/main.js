@@ -3,27 +3,31 @@
 import { get, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Pool } from "./pool.js";
-import { showReplicas, showTabs } from "./replicas.js";
+import { History } from "./history.js";
+import { showReplicas, showTabs, stateOf } from "./replicas.js";
 import { nameOf, showNumbers, showRequests } from "./requests.js";
-import { byId } from "./text.js";
+import { byId, idOf } from "./text.js";
 import { Timeline } from "./timeline.js";
 import { Traces } from "./traces.js";
 
 const PERIOD = 400;
 const PERIOD_AFTER_ERROR = 2000;
 const TRACES_PERIOD = 3000;
+const HISTORY_PERIOD = 2000;
 const RATE_SECONDS = 1;
 const PROBLEM_SHOWN = 8000;
 
 const isOperator = document.body.dataset.role === "operator";
 const timeline = new Timeline();
 const pool = new Pool();
+const history = new History();
 const traces = new Traces(problem);
 const chat = new Chat(traces);
 const names = new Map();
 let chosen = null;
 let looks = [];
 let tracesListed = 0;
+let historySeen = 0;
 let showsProblem = "";
 let hiding = 0;
 
@@ -55,14 +59,17 @@ async function run() {
 
 async function look() {
   const activity = await get(`activity${query()}`);
-  if (!activity.replicas.some((replica) => replica.ready)) setState("away", "no replica is ready");
-  else setState("live", activity.draining ? "draining" : "live");
+  setState(...stateOfAll(activity));
   if (showsProblem === "look") problem("");
   chat.model = activity.model;
   byId("model").textContent = activity.model;
   looks.push({ activity, at: activity.unix_seconds });
-  looks = looks.filter((one) => one.at >= activity.unix_seconds - 2 * RATE_SECONDS);
+  while (looks.length > 2 && looks[1].at < activity.unix_seconds - 2 * RATE_SECONDS) looks.shift();
   show(activity);
+  if (performance.now() >= historySeen + HISTORY_PERIOD || !historySeen) {
+    historySeen = performance.now();
+    await history.look();
+  }
   if (performance.now() >= tracesListed + TRACES_PERIOD || !tracesListed) {
     tracesListed = performance.now();
     await traces.list();
@@ -84,21 +91,35 @@ function show(activity) {
   showReplicas(replicas, problem);
   const replica = replicas.find((one) => one.address === chosen);
   if (!replica) return;
-  const before = looks.find((one) => one.at >= activity.unix_seconds - RATE_SECONDS - PERIOD / 1000);
+  const recent = (one) => one.at >= activity.unix_seconds - RATE_SECONDS - PERIOD / 1000;
+  const before = looks.slice(0, -1).find(recent) ?? looks.at(-2);
   const old = before?.activity.replicas.find((one) => one.address === chosen);
   showNumbers(replica, old, activity.unix_seconds - (before?.at ?? 0));
   for (const request of replica.requests) names.set(request.key, nameOf(request));
   while (names.size > 2000) names.delete(names.keys().next().value);
   showRequests(activity.queued, replica, open);
-  const called = (key) => names.get(key) ?? `request ${key}`;
+  const called = (key) => (names.has(key) ? idOf(names.get(key)) : `request ${key}`);
   timeline.add(replica.steps, replica.stats?.max_num_batched_tokens ?? timeline.budget, called);
   pool.set(replica.blocks, replica.stats?.block_size ?? pool.blockSize, called);
   draw();
 }
 
 function draw() {
+  history.draw();
   timeline.draw();
   pool.draw();
+}
+
+/** The class and the words of the dot at the head: green is what takes requests and runs them. */
+function stateOfAll({ replicas, draining }) {
+  const ready = replicas.filter((replica) => replica.ready);
+  if (!ready.length) return ["away", "no replica is ready"];
+  const paused = ready.filter((replica) => replica.stats?.paused);
+  const which = (some) => (replicas.length > 1 ? `${some.map((one) => one.name).join(", ")}: ` : "");
+  if (paused.length) return ["paused", `${which(paused)}${stateOf(paused[0])}`];
+  const away = replicas.filter((replica) => !replica.ready);
+  if (away.length) return ["paused", `${which(away)}${stateOf(away[0])}`];
+  return draining ? ["paused", "draining"] : ["live", "live"];
 }
 
 function choose(address) {

@@ -7,8 +7,8 @@ const isOperator = document.body.dataset.role === "operator";
 
 /** Tabs to choose the replica that is drawn; none where there is one. */
 export function showTabs(replicas, chosen, choose) {
-  const tabs = replicas.length < 2 ? [] : replicas.map((replica, index) => {
-    const tab = element("button", { type: "button", textContent: `replica ${index}`, title: replica.address });
+  const tabs = replicas.length < 2 ? [] : replicas.map((replica) => {
+    const tab = element("button", { type: "button", textContent: replica.name, title: replica.address });
     tab.setAttribute("aria-pressed", String(replica.address === chosen));
     tab.addEventListener("click", () => choose(replica.address));
     return tab;
@@ -25,7 +25,7 @@ export function showReplicas(replicas, problem) {
 
 function card(replica, problem) {
   const stats = replica.stats;
-  const rows = [["state", state(replica)]];
+  const rows = [["state", stateOf(replica)], ["address", replica.address]];
   if (replica.cached_tokens !== null) {
     const known = replica.directory || "in free blocks";
     rows.push(["cached", `${count(replica.cached_tokens)} tokens of prompts (${known})`]);
@@ -41,12 +41,13 @@ function card(replica, problem) {
   }
   const list = element("dl");
   for (const [name, value] of rows) list.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
-  const made = element("div", { class: "replica" }, element("h3", { textContent: replica.address }), list);
+  const made = element("div", { class: "replica" }, element("h3", { textContent: replica.name, title: replica.address }), list);
   if (isOperator) made.append(calls(replica, problem));
   return made;
 }
 
-function state(replica) {
+/** What a replica does, in a few words. */
+export function stateOf(replica) {
   if (!replica.ready) return replica.reason || "not ready";
   const stats = replica.stats;
   if (!stats) return "ready; its scheduler does not answer";

@@ -1,13 +1,10 @@
 // The requests of a replica, those that run and those that wait, with the reason; and the numbers above.
 
-import { byId, colour, count, element, percent, seconds, waitsFor } from "./text.js";
+import { byId, colour, count, element, idOf, percent, seconds, waitsFor } from "./text.js";
 
 const HIDDEN_ID = "another tenant's";
 
 export const nameOf = (request) => request.request_id || HIDDEN_ID;
-
-/** What tells ids apart: not the kind of answer that they begin with. */
-const shortOf = (name) => name.replace(/^(chat)?cmpl-/, "");
 
 /** Rows for all requests; `open` is called with one that is clicked. */
 export function showRequests(queued, replica, open) {
@@ -40,7 +37,7 @@ function queuedRow(queued) {
   return element(
     "tr",
     {},
-    element("td", { title: name }, swatch(null), shortOf(name)),
+    element("td", { title: name }, swatch(null), idOf(name)),
     element("td", { class: "waits", textContent: `at the gateway, for ${waitsFor(queued.wait_reason)}` }),
     element("td"),
     element("td", { class: "wide" }),
@@ -59,7 +56,7 @@ function row(request, open) {
   return element(
     "tr",
     { tabIndex: 0, onclick: () => open(request), onkeydown: (event) => event.key === "Enter" && open(request) },
-    element("td", { title: nameOf(request) }, swatch(request.key), shortOf(nameOf(request))),
+    element("td", { title: nameOf(request) }, swatch(request.key), idOf(nameOf(request))),
     element("td", { class: runs ? "" : "waits", textContent: state + again }),
     element("td", {}, bar, `${request.num_prompt_tokens} + ${request.num_output_tokens}`),
     element("td", { class: "wide", textContent: request.num_cached_tokens }),

@@ -14,6 +14,11 @@ export function element(name, properties = {}, ...children) {
   return made;
 }
 
+/** An id as it stands everywhere: without the kind of answer that it begins with. */
+export const idOf = (name) => name.replace(/^(chatcmpl|cmpl|msg|resp|embd|score)-/, "");
+
+export const clock = (unixSeconds) => new Date(1000 * unixSeconds).toLocaleTimeString([], { hour12: false });
+
 const digits = (value) => value.toFixed(value >= 100 ? 0 : value >= 10 ? 1 : 2);
 
 export function seconds(value) {
@@ -71,12 +76,20 @@ export function themed(name) {
   return themes.get(name);
 }
 
-/** A request's colour, the same in all drawings: neighbouring keys have distant hues. */
+/** Hue, saturation and lightness of Okabe and Ito's colours, which differ for all kinds of eyes. */
+const PALETTE = [
+  [202, 100, 35], [41, 100, 45], [164, 100, 31], [327, 45, 64], [202, 77, 63], [26, 100, 42], [56, 85, 55], [0, 0, 45],
+];
+const SHADES = [0, 14, -12];
+
+/** A request's colour, the same in all drawings: neighbouring keys have another hue, and those of
+ * the next round another shade. */
 export function colour(key) {
   if (colours.size > 5000) colours = new Map();
   if (!colours.has(key)) {
-    const hue = ((key * 137.508) % 360).toFixed(1);
-    colours.set(key, `hsl(${hue} ${themed("--request-saturation")} ${themed("--request-lightness")})`);
+    const [hue, saturation, lightness] = PALETTE[key % PALETTE.length];
+    const shade = SHADES[Math.floor(key / PALETTE.length) % SHADES.length];
+    colours.set(key, `hsl(${hue} ${saturation}% ${lightness + shade}%)`);
   }
   return colours.get(key);
 }

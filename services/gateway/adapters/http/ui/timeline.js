@@ -1,10 +1,13 @@
-// The steps of a replica: a column for each, its tokens in the colours of their requests.
+// The steps of a replica in time: a column for each, its tokens in the colours of their requests.
 
 import { byId, colour, context, seconds, themed, waitsFor } from "./text.js";
 
-const MOST_KEPT = 400;
+const MOST_KEPT = 1200;
 const GAP = 1;
-const TIME_HEIGHT = 26;
+const PIXELS_OF_A_STEP = 5;
+const WINDOWS = [0.2, 0.5, 1, 2, 5, 10, 20, 60, 120];
+const TICKS = 5;
+const TIME_HEIGHT = 28;
 const LABEL_HEIGHT = 16;
 
 export class Timeline {
@@ -36,38 +39,57 @@ export class Timeline {
 
   draw() {
     const { drawing, width, height } = context(this.canvas);
-    const columns = this.#columns(width);
-    const shown = this.steps.slice(-columns.number);
+    const view = this.#view(width);
     const tall = height - TIME_HEIGHT - LABEL_HEIGHT;
-    const most = niceTop(Math.max(1, ...shown.map(tokens)), this.budget);
-    const slowest = Math.max(1e-4, ...shown.map((step) => step.seconds));
-    this.#say(shown);
-    if (shown.length) this.#label(drawing, width, most, slowest);
+    const most = niceTop(Math.max(1, ...view.shown.map(tokens)));
+    const slowest = Math.max(1e-4, ...view.shown.map((step) => step.seconds));
+    this.#say(view.shown);
     drawing.fillStyle = themed("--blank");
     drawing.fillRect(0, LABEL_HEIGHT, width, tall);
-    shown.forEach((step, index) => {
-      const x = width - (shown.length - index) * columns.width;
-      this.#column(drawing, step, x, columns.width - GAP, tall, most);
-      const high = ((TIME_HEIGHT - 6) * step.seconds) / slowest;
+    if (view.shown.length) this.#label(drawing, width, height, view, most, slowest);
+    for (const step of view.shown) {
+      const [x, wide] = view.place(step);
+      this.#column(drawing, step, x, wide, tall, most);
+      const high = ((TIME_HEIGHT - 8) * step.seconds) / slowest;
       drawing.fillStyle = step.num_preemptions ? themed("--bad") : themed("--cached");
-      drawing.fillRect(x, height - high, columns.width - GAP, high);
-    });
-    this.#mark(drawing, shown, columns, width, tall);
+      drawing.fillRect(x, height - high, wide, high);
+    }
+    this.#mark(drawing, view, tall);
   }
 
-  #label(drawing, width, most, slowest) {
+  /** The steps of the last seconds, and where each lies: as many seconds as give a step some pixels. */
+  #view(width) {
+    const last = this.steps.at(-1);
+    if (!last) return { shown: [], long: 0, place: () => [0, 0] };
+    const end = endOf(last);
+    const recent = this.steps.slice(-100).map((step) => step.seconds).sort((one, other) => one - other);
+    const usual = Math.max(1e-4, recent[recent.length >> 1]);
+    const wanted = (width / PIXELS_OF_A_STEP) * usual;
+    const window = WINDOWS.find((one) => one >= wanted) ?? WINDOWS.at(-1);
+    const long = Math.min(window, Math.max(end - this.steps[0].began_unix_seconds, usual));
+    const shown = this.steps.filter((step) => endOf(step) > end - long);
+    const scale = width / long;
+    const place = (step) => {
+      const from = Math.max(0, width - (end - step.began_unix_seconds) * scale);
+      const wide = width - (end - endOf(step)) * scale - from;
+      return [from, Math.max(1, wide - (wide > 3 ? GAP : 0))];
+    };
+    return { shown, long, end, scale, place };
+  }
+
+  #label(drawing, width, height, view, most, slowest) {
     drawing.font = "11px system-ui, sans-serif";
     drawing.fillStyle = themed("--soft");
-    const scale = most < this.budget ? `0 to ${most} of ${this.budget} tokens` : `budget ${this.budget} tokens`;
-    drawing.fillText(scale, 2, 11);
+    const isNarrow = width < 480;
+    drawing.fillText(isNarrow ? `≤ ${most} tokens` : `up to ${most} tokens a step, of a budget of ${this.budget}`, 2, 11);
     drawing.textAlign = "right";
-    drawing.fillText(`time of a step, up to ${seconds(slowest)}`, width - 2, 11);
+    const times = isNarrow ? `steps ≤ ${seconds(slowest)}` : `; below, the time of each step, up to ${seconds(slowest)}`;
+    drawing.fillText(isNarrow ? `${seconds(view.long)}, ${times}` : `${seconds(view.long)} in all${times}`, width - 2, 11);
     drawing.textAlign = "left";
-  }
-
-  #columns(width) {
-    const wide = width < 500 ? 5 : 7;
-    return { width: wide, number: Math.max(1, Math.floor(width / wide)) };
+    drawing.fillStyle = themed("--line");
+    for (let tick = 1; tick < TICKS; tick++) {
+      drawing.fillRect((width * tick) / TICKS, LABEL_HEIGHT, 1, height - LABEL_HEIGHT);
+    }
   }
 
   #column(drawing, step, x, wide, tall, most) {
@@ -83,13 +105,13 @@ export class Timeline {
     }
   }
 
-  #mark(drawing, shown, columns, width, tall) {
-    const index = shown.findIndex((step) => step.step === this.pointed);
-    if (index < 0) return;
-    const x = width - (shown.length - index) * columns.width;
+  #mark(drawing, view, tall) {
+    const step = view.shown.find((one) => one.step === this.pointed);
+    if (!step) return;
+    const [x, wide] = view.place(step);
     drawing.strokeStyle = themed("--text");
-    drawing.strokeRect(x - 0.5, LABEL_HEIGHT + 0.5, columns.width, tall - 1);
-    byId("step-detail").textContent = this.#detail(shown[index]);
+    drawing.strokeRect(x - 0.5, LABEL_HEIGHT + 0.5, wide + 1, tall - 1);
+    byId("step-detail").textContent = this.#detail(step);
   }
 
   #say(shown) {
@@ -121,9 +143,10 @@ export class Timeline {
 
   #point(event) {
     const bounds = this.canvas.getBoundingClientRect();
-    const columns = this.#columns(bounds.width);
-    const fromEnd = Math.floor((bounds.right - event.clientX) / columns.width) + 1;
-    this.pointed = this.steps.at(-fromEnd)?.step ?? null;
+    const view = this.#view(bounds.width);
+    if (!view.shown.length) return;
+    const at = view.end - (bounds.right - event.clientX) / view.scale;
+    this.pointed = view.shown.findLast((step) => step.began_unix_seconds <= at)?.step ?? null;
     this.draw();
   }
 
@@ -135,8 +158,7 @@ export class Timeline {
 
 const tokens = (step) => step.num_prefill_tokens + step.num_decode_tokens;
 
-/** The top of the scale: the budget, or a power of two where steps use far less. */
-function niceTop(most, budget) {
-  const top = 2 ** Math.ceil(Math.log2(Math.max(8, most)));
-  return budget && top >= budget / 2 ? Math.max(budget, most) : top;
-}
+const endOf = (step) => step.began_unix_seconds + step.seconds;
+
+/** A round number of tokens that is not less. */
+const niceTop = (most) => (most <= 8 ? 8 : 2 ** Math.ceil(Math.log2(most)));

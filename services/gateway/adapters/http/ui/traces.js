@@ -1,11 +1,13 @@
 // Requests that were traced, and where the time of one of them went.
 
 import { get } from "./api.js";
-import { byId, element, seconds } from "./text.js";
+import { byId, element, idOf, seconds } from "./text.js";
 
 const FEW_ATTEMPTS = 12;
+const LABELLED_SHARE = 0.2;
 const BETWEEN_ATTEMPTS = 500;
 const REQUEST_ID = "stepwell.request.id";
+const TIME = /^stepwell\.time/;
 const OURS = /^(stepwell\.|gen_ai\.usage\.|gen_ai\.latency\.|error\.|http\.|rpc\.)/;
 
 export class Traces {
@@ -30,11 +32,11 @@ export class Traces {
   async open(name, attempts = 1) {
     try {
       let trace = await this.#find(name, attempts);
-      show(trace);
+      this.#show(trace);
       for (let left = attempts; (trace.is_running || left > 1) && byId("waterfall").open; ) {
         await pause(BETWEEN_ATTEMPTS);
         const again = await this.#again(trace);
-        if (again.is_running || again.has_ended || again.spans.length !== trace.spans.length) show(again);
+        if (again.is_running || again.has_ended || again.spans.length !== trace.spans.length) this.#show(again);
         if (again.has_ended) return;
         left = trace.is_running ? FEW_ATTEMPTS : left - 1;
         trace = again;
@@ -42,6 +44,11 @@ export class Traces {
     } catch (error) {
       this.problem(error.message);
     }
+  }
+
+  #show(trace) {
+    show(trace);
+    showTime(trace.time, (id) => this.open(id));
   }
 
   openSoon(name) {
@@ -74,9 +81,9 @@ export class Traces {
     const tokens = ["input", "output"].map((kind) => trace.attributes[`gen_ai.usage.${kind}_tokens`] ?? "–");
     const button = element(
       "button",
-      { type: "button", title: trace.trace_id },
+      { type: "button", title: `${trace.request_id} ${trace.attributes["stepwell.time"] ?? ""}` },
       element("span", { class: "took", textContent: seconds(trace.seconds) }),
-      element("span", { class: "name", textContent: trace.request_id || trace.trace_id }),
+      element("span", { class: "name", textContent: idOf(trace.request_id || trace.trace_id) }),
       element("span", { class: trace.error ? "failed" : "", textContent: outcome(trace, tokens.join(" + ")) }),
     );
     button.addEventListener("click", () => this.open(trace.trace_id));
@@ -103,7 +110,8 @@ const keyOf = (span) => `${span.name}@${span.start}`;
 function show(trace) {
   const total = Math.max(1e-6, ...trace.spans.map((span) => span.start + span.seconds));
   const opened = new Set([...document.querySelectorAll(".span dl")].map((list) => list.dataset.span));
-  byId("waterfall-title").textContent = trace.request_id || "Request";
+  byId("waterfall-title").textContent = idOf(trace.request_id) || "Request";
+  byId("waterfall-title").title = trace.request_id;
   byId("waterfall-says").replaceChildren(
     `${seconds(total)}, trace ${trace.trace_id}${state(trace)}`,
     ...legend(trace.spans),
@@ -112,6 +120,33 @@ function show(trace) {
   byId("waterfall-rows").replaceChildren(...rows);
   trace.spans.forEach((span, index) => opened.has(keyOf(span)) && toggle(rows[index], span));
   if (!byId("waterfall").open) byId("waterfall").showModal();
+}
+
+/** The parts of the time as a bar and a row of names; pointing at one, or touching it, explains it. */
+function showTime(time, open) {
+  byId("waterfall-time").textContent = time?.line ?? "";
+  byId("waterfall-part").replaceChildren();
+  const parts = time?.parts ?? [];
+  const bars = parts.map((part) => {
+    const bar = element("button", { type: "button", class: `part ${part.name}`, title: part.explanation });
+    bar.style.flexGrow = part.seconds;
+    if (part.seconds > LABELLED_SHARE * time.seconds) bar.append(`${part.name} ${seconds(part.seconds)}`);
+    bar.setAttribute("aria-label", `${part.name} ${seconds(part.seconds)}`);
+    for (const kind of ["click", "pointerenter", "focus"]) bar.addEventListener(kind, () => explain(part, open));
+    return bar;
+  });
+  byId("waterfall-parts").replaceChildren(...bars);
+}
+
+function explain(part, open) {
+  const told = [`${part.name}, ${seconds(part.seconds)}: ${part.explanation}`];
+  if (part.waited_for) {
+    const link = element("button", { class: "link", type: "button", textContent: idOf(part.waited_for) });
+    link.addEventListener("click", () => open(part.waited_for));
+    told.push(" Request ", link, " held most of what it lacked.");
+  }
+  if (part.step !== null) told.push(` Its longest wait began with step ${part.step}.`);
+  byId("waterfall-part").replaceChildren(...told);
 }
 
 function legend(spans) {
@@ -160,7 +195,7 @@ function row(span, total) {
 /** What a span says of itself in a line: its error, and attributes of ours that are not empty. */
 function said(span) {
   const parts = Object.entries(span.attributes)
-    .filter(([name, value]) => OURS.test(name) && name !== REQUEST_ID && ![0, "", null].includes(value))
+    .filter(([name, value]) => OURS.test(name) && !TIME.test(name) && name !== REQUEST_ID && ![0, "", null].includes(value))
     .filter(([, value]) => !span.name.endsWith(`.${value}`))
     .map(([name, value]) => `${name.replace(OURS, "")} ${shown(value)}`);
   const events = span.events.map((event) => {

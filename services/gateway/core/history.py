@@ -1,0 +1,166 @@
+"""What happened in the last minutes: latencies, rates, queues and pools in time, and events.
+
+Everything is bounded: MAX_BINS bins of BIN_SECONDS, MAX_VALUES latencies of a kind in each, and
+MAX_EVENTS events. Times are in seconds since 1970.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import quantiles
+
+BIN_SECONDS = 10
+MAX_BINS = 90
+MAX_VALUES = 512
+MAX_EVENTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """A replica at one time; without `incarnation` its scheduler did not answer."""
+
+    name: str
+    is_ready: bool
+    reason: str = ""
+    incarnation: str = ""
+    is_recovering: bool = False
+    is_paused: bool = False
+    is_drained: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    num_held_blocks: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that people should know of; equal ones of a bin are one, with a count."""
+
+    unix_seconds: float
+    kind: str
+    replica: str
+    text: str
+    count: int = 1
+
+
+@dataclass(slots=True)
+class Bin:
+    """BIN_SECONDS of time."""
+
+    began: int
+    first_token: list[float] = field(default_factory=list)
+    per_token: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    num_ended: int = 0
+    num_refused: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    held_share: float = 0.0
+    """Share of the blocks of all pools that are held."""
+
+
+class History:
+    """Bins and events, the newest last."""
+
+    def __init__(self) -> None:
+        self._bins: deque[Bin] = deque(maxlen=MAX_BINS)
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+        self._statuses: Mapping[str, ReplicaStatus] = {}
+        self._were_ready: set[str] = set()
+        """Addresses of replicas that have been ready."""
+
+    def bins(self, now: float) -> list[Bin]:
+        """The bins, up to the present one."""
+        self._bin(now)
+        return list(self._bins)
+
+    def events(self) -> list[Event]:
+        return list(self._events)
+
+    def answered(
+        self, now: float, whole: float, first_token: float | None, num_tokens: int, *, failed: bool
+    ) -> None:
+        """A request has ended that an engine had taken; its times are in seconds."""
+        one = self._bin(now)
+        one.num_ended += 1
+        one.num_tokens += num_tokens
+        one.num_failed += failed
+        if failed:
+            self._note(now, "failed", "", "a request failed")
+        if first_token is None or len(one.whole) == MAX_VALUES:
+            return
+        one.whole.append(whole)
+        one.first_token.append(first_token)
+        if num_tokens > 1:
+            one.per_token.append((whole - first_token) / (num_tokens - 1))
+
+    def refused(self, now: float, reason: str) -> None:
+        """A request was refused."""
+        self._bin(now).num_refused += 1
+        self._note(now, "refused", "", reason.replace("_", " "))
+
+    def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
+        """The replicas by address, and how many sequences wait at the gateway, at this time."""
+        one = self._bin(now)
+        one.num_running = sum(status.num_running for status in statuses.values())
+        one.num_waiting = num_queued + sum(status.num_waiting for status in statuses.values())
+        num_blocks = sum(status.num_blocks for status in statuses.values())
+        num_held = sum(status.num_held_blocks for status in statuses.values())
+        one.held_share = num_held / num_blocks if num_blocks else 0.0
+        for address, status in statuses.items():
+            before = self._statuses.get(address)
+            is_first = status.is_ready and address not in self._were_ready
+            if is_first:
+                self._were_ready.add(address)
+                self._note(now, "ready", status.name, "it takes requests")
+            elif before is not None:
+                for kind, text in changes(before, status):
+                    self._note(now, kind, status.name, text)
+        self._were_ready &= statuses.keys()
+        self._statuses = dict(statuses)
+
+    def _bin(self, now: float) -> Bin:
+        """The present bin; those without anything before it are filled in."""
+        began = int(now // BIN_SECONDS) * BIN_SECONDS
+        if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
+            self._bins.append(Bin(began))
+        while self._bins[-1].began < began:
+            self._bins.append(Bin(self._bins[-1].began + BIN_SECONDS))
+        return self._bins[-1]
+
+    def _note(self, now: float, kind: str, replica: str, text: str) -> None:
+        for event in reversed(self._events):
+            if event.unix_seconds < now - BIN_SECONDS:
+                break
+            if (event.kind, event.replica, event.text) == (kind, replica, text):
+                event.count += 1
+                return
+        self._events.append(Event(now, kind, replica, text))
+
+
+def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
+    """What has changed at a replica, as a kind of event and a sentence. The state of a scheduler
+    that does not answer is not known, and is no change.
+    """
+    if before.is_ready and not after.is_ready:
+        yield "lost", after.reason or "it cannot run steps"
+    elif after.is_ready and not before.is_ready:
+        yield "recovered", "it takes requests again"
+    if not (before.incarnation and after.incarnation):
+        return
+    if before.incarnation != after.incarnation:
+        yield "restarted", "its scheduler is another process"
+    if after.is_paused != before.is_paused:
+        yield ("paused", "an operator paused it") if after.is_paused else ("resumed", "it runs on")
+    if after.is_drained != before.is_drained:
+        yield ("drained" if after.is_drained else "undrained"), "by an operator"
+
+
+def median_and_p99(values: list[float]) -> tuple[float, float] | None:
+    """Both of them; None without values."""
+    if len(values) < 2:
+        return (values[0], values[0]) if values else None
+    hundredths = quantiles(values, n=100, method="inclusive")
+    return hundredths[49], hundredths[98]
