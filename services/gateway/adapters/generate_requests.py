@@ -10,6 +10,7 @@ from services.common.prompt_embeds_proto import prompt_embeds_from_proto
 from services.common.time_parts import time_line
 from services.gateway.adapters.auth import CALL_TENANT
 from services.gateway.adapters.converters import client_sampling_from_proto, logprobs_to_proto
+from services.gateway.adapters.high_temperature import noted
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.adapters.request_times import parts_of
 from services.gateway.core.choice import Piece
@@ -44,7 +45,9 @@ class GenerateRequests:
         return ClientRequest(
             request_id=request.request_id or f"{ID_PREFIX}-{record.request_id}",
             prompts=(await self._prompt(request, session),),
-            sampling=client_sampling_from_proto(request.sampling, self._inference.default_sampling),
+            sampling=noted(
+                client_sampling_from_proto(request.sampling, self._inference.default_sampling)
+            ),
             n=request.n if request.HasField("n") else 1,
             stop=tuple(request.stop),
             include_stop_str_in_output=request.include_stop_str_in_output,

@@ -7,6 +7,7 @@ from typing import Any
 from services.common.errors import InvalidArgument
 from services.common.repetition import RepetitionDetection
 from services.common.sampling import SamplingParams
+from services.gateway.adapters.high_temperature import noted
 from services.gateway.adapters.http.bodies import (
     RepetitionDetectionBody,
     SamplingBody,
@@ -56,7 +57,7 @@ async def sampling_from_body(
 ) -> SamplingParams:
     """Sampling parameters of a body; absent ones are the server's defaults."""
     logit_bias = _logit_bias(body.logit_bias)
-    return replace(
+    sampling = replace(
         inference.default_sampling,
         logit_bias_token_ids=tuple(logit_bias),
         logit_bias_values=tuple(logit_bias.values()),
@@ -69,6 +70,7 @@ async def sampling_from_body(
         ),
         **given_parameters(body, _SAME_NAMES),
     )
+    return noted(sampling)
 
 
 def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
