@@ -2,7 +2,24 @@
 
 from benchmarks.peers.faults import Fault
 
-UNDETECTABLE: dict[str, str] = {}
+_MODEL = "only the model knows which token is drawn, and how probable each one is"
+_CACHE = "only the pool knows how many tokens it had cached"
+_REFUSAL = "any sentence may be the reason of a refusal"
+_HANDLE = "another request of the same gateway may be meant as well"
+
+UNDETECTABLE: dict[str, str] = {
+    "Session response: deltas.token_ids": _MODEL,
+    "Session response: deltas.logprobs.sampled.token_ids": _MODEL,
+    "Session response: deltas.logprobs.sampled.logprobs": _MODEL,
+    "Session response: deltas.logprobs.sampled.ranks": _MODEL,
+    "Session response: deltas.logprobs.prompt.token_ids": _MODEL,
+    "Session response: deltas.logprobs.prompt.logprobs": _MODEL,
+    "Session response: deltas.logprobs.prompt.ranks": _MODEL,
+    "Session response: deltas.pooled.values": _MODEL,
+    "Session response: deltas.admitted.num_cached_tokens": _CACHE,
+    "Session response: deltas.rejected.message": _REFUSAL,
+    "Session response: deltas.rejected.handle": _HANDLE,
+}
 """Changes by `Lane: path: change`, or by `Lane: path` for every change of a field, each with the
 reason why the receiver cannot see it.
 """

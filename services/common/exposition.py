@@ -87,6 +87,15 @@ def open_metrics(text: bytes) -> bytes:
     return b"".join(written) + b"# EOF\n"
 
 
+def is_exposition(text: bytes) -> bool:
+    """Whether a text may be of this format: lines in UTF-8, the first one with a metric's help."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return not text or (text.startswith(_HEADER) and text.endswith(b"\n"))
+
+
 def merged(texts: Iterable[bytes]) -> bytes:
     """The metrics of several texts as one text. A metric that an earlier one has with another type
     is left out.

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 from stepwell.common.v1 import metrics_pb2, metrics_pb2_grpc
 
-from services.common.exposition import Exposition
+from services.common.exposition import Exposition, is_exposition
 from services.common.server import GrpcServer
 
 COLLECT_TIMEOUT_SECONDS = 1.0
@@ -46,7 +46,7 @@ async def collect_from(
     channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
 ) -> bytes | None:
     """The metrics of the process behind a channel, with these labels added to each series, and with
-    exemplars if they are wanted; None if it does not send them in time.
+    exemplars if they are wanted; None if it does not send them in time, or sends no such text.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
     try:
@@ -56,7 +56,8 @@ async def collect_from(
         )
     except grpc.aio.AioRpcError:
         return None
-    return bytes(response.text)
+    text = bytes(response.text)
+    return text if is_exposition(text) else None
 
 
 def collect_in_thread(exposition: Exposition) -> Collect:

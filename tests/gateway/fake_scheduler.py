@@ -208,9 +208,9 @@ class FakeScheduler(
         try:
             if self._is_hung:
                 await asyncio.Event().wait()
-            yield scheduler_pb2.SessionResponse(opened=self._opened())
+            yield session.numbered(scheduler_pb2.SessionResponse(opened=self.opened()))
             async for response in session.news():
-                yield response
+                yield session.numbered(response)
         finally:
             reader.cancel()
             if session in self._sessions:
@@ -294,7 +294,7 @@ class FakeScheduler(
         self.set_state(ready=True)
         return scheduler_pb2.UndrainResponse()
 
-    def _opened(self) -> scheduler_pb2.SessionOpened:
+    def opened(self) -> scheduler_pb2.SessionOpened:
         return scheduler_pb2.SessionOpened(
             incarnation="1",
             model_name=self.model_name,
@@ -338,10 +338,22 @@ class _Session:
         self.is_over = False
         self._rejected: list[scheduler_pb2.Rejection] = []
         self._numbers = itertools.count(1)
+        self._num_sent = self._num_ended = 0
+        self._taken = 0, 0
+
+    def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
+        self._num_sent += 1
+        self._num_ended += len(response.deltas.finished) + len(response.deltas.rejected)
+        if response.HasField("deltas"):
+            response.deltas.num_ended = self._num_ended
+        response.number = self._num_sent
+        response.taken_number, response.num_taken_requests = self._taken
+        return response
 
     async def read(self, requests: AsyncIterator[scheduler_pb2.SessionRequest]) -> None:
         try:
             async for request in requests:
+                self._taken = request.number, self._taken[1]
                 self._hear(request)
                 self.changed.set()
         except grpc.aio.AioRpcError:
@@ -366,6 +378,7 @@ class _Session:
             self._scheduler.keeps.append(request.keep)
 
     def _add(self, add: scheduler_pb2.AddRequest) -> None:
+        self._taken = self._taken[0], self._taken[1] + 1
         self._scheduler.adds.append(add)
         rejection = self._scheduler.rejection
         if self._scheduler.num_running == self._scheduler.max_requests:
@@ -440,6 +453,7 @@ class _Session:
             finish = _finish(sequence.output, sampling)
         deltas.handles.append(handle)
         deltas.num_tokens.append(len(made))
+        deltas.num_output_tokens.append(len(sequence.output))
         deltas.token_ids.extend(made)
         if sampling.HasField("logprobs"):
             rows = rows_of(made, sampling.logprobs, scheduler.logprob)

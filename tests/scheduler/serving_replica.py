@@ -71,6 +71,8 @@ class Gateway:
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self.error: Exception | None = None
+        self._num_sent = self._num_received = 0
+        self.taken = 0, 0
         self._news = asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
@@ -91,7 +93,9 @@ class Gateway:
 
     async def say(self, **message: Any) -> None:
         """Sends one message."""
-        await self.call.write(scheduler_pb2.SessionRequest(**message))
+        self._num_sent += 1
+        numbered = {"number": self._num_sent} | message
+        await self.call.write(scheduler_pb2.SessionRequest(**numbered))
 
     async def add(self, handle: int, prompt: Sequence[int], **fields: Any) -> None:
         """Sends a request."""
@@ -152,6 +156,9 @@ class Gateway:
     async def _read(self) -> None:
         try:
             async for response in self.call:
+                self._num_received += 1
+                assert response.number == self._num_received
+                self.taken = response.taken_number, response.num_taken_requests
                 match response.WhichOneof("message"):
                     case "opened":
                         self.opened = response.opened

@@ -191,6 +191,11 @@ def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
     return end
 
 
+def is_rejection_known(message: scheduler_pb2.Rejection) -> bool:
+    """Whether its code is one of a request that a scheduler refuses."""
+    return message.code in _REJECTIONS
+
+
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:
     """The scheduler's error, with the name that the client has for the field."""
     kind = _REJECTIONS.get(message.code, errors.InternalError)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,15 +20,14 @@ from services.common.watchdog.silence import Silence
 from services.gateway.adapters.converters import (
     chunk_to_proto,
     description_from_proto,
-    finish_from_proto,
-    inflight_to_proto,
-    logprobs_from_proto,
-    rejection_from_proto,
     replica_state_from_proto,
-    times_from_proto,
-    turn_end_from_proto,
 )
 from services.gateway.adapters.scheduler_admin import SchedulerAdmin
+from services.gateway.adapters.session.deltas import SessionDeltas
+from services.gateway.adapters.session.mail import Mail, messages_of
+from services.gateway.adapters.session.numbering import Numbering
+from services.gateway.adapters.session.reports import check_load, check_opened, check_queue
+from services.gateway.adapters.session.wrong_message import WrongMessage, require
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.replica import ENDED_HERE, Replica
 
@@ -37,12 +36,10 @@ if TYPE_CHECKING:
 
 SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
 
-_Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
-"""A message, or a sequence to send with its handle."""
-
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_SECONDS = 0.05
+_MAX_REST_SECONDS = 2.0
 _MAX_BACKOFF_SECONDS = 0.5
 _MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
@@ -52,8 +49,6 @@ _UNREAD_BYTES = 512
 that reads more slowly than steps are run is some steps behind. It would be hundreds behind, each
 with a message of its own to be read, if they could wait in the transport.
 """
-_ADDED_BYTES = 64 * 1024
-"""Of one message, where several sequences are sent together."""
 _LAST_CALLS_SECONDS = 1.0
 """For calls of GetStats that are going on when the link is closed."""
 
@@ -75,6 +70,11 @@ class SchedulerLink:
         self._received_at = 0.0
         self._num_timeouts = 0
         """Sessions in a row that timed out."""
+        self._numbering = Numbering()
+        self._deltas: SessionDeltas | None = None
+        """What comes of the sequences of the session; None before it is open."""
+        self._wrong_at = 0.0
+        self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""
         """What was logged last of a scheduler of another protocol."""
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
@@ -82,17 +82,21 @@ class SchedulerLink:
         self.admin = SchedulerAdmin(address, self._channel)
         # The message of a sequence is made when it is written: those of one request may be
         # hundreds, each with the whole prompt.
-        self._outbox: list[_Mail] = []
+        self._outbox: list[Mail] = []
         self._has_mail = asyncio.Event()
 
     def add(self, handle: int, inflight: Inflight) -> None:
+        self._note_sent(handle, inflight)
         self._post((handle, inflight))
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        self._note_sent(handle, inflight)
         chunk = chunk_to_proto(handle, inflight, num_tokens)
         self._post(scheduler_pb2.SessionRequest(chunk=chunk))
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
+        if self._deltas is not None:
+            self._deltas.aborted(handle)
         last = self._outbox[-1] if self._outbox else None
         if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
             message = last
@@ -155,15 +159,27 @@ class SchedulerLink:
                         backoff = _FIRST_BACKOFF_SECONDS
                 if backoff > _MAX_BACKOFF_SECONDS:
                     self._channel.renew()
-                await asyncio.sleep(backoff)
+                await asyncio.sleep(max(backoff, self._rest(began)))
                 backoff = min(2 * backoff, longest_backoff(loop.time() - away_since))
         finally:
             await self._channel.close(_LAST_CALLS_SECONDS)
 
+    def _rest(self, began: float) -> float:
+        """Seconds before the next session after one that began then: if a wrong message ended it,
+        the more the more of them came lately, so that most requests go to other schedulers.
+        """
+        if self._wrong_at < began:
+            self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
+            return 0.0
+        seconds, longest = self._rest_seconds, _MAX_REST_SECONDS
+        self._rest_seconds = min(4 * seconds, longest)
+        return seconds
+
     async def _session(self, replica: Replica) -> bool:
         """One session from beginning to end; returns whether it ever opened."""
-        call = self._stub.Session()
+        call, loop = self._stub.Session(), asyncio.get_running_loop()
         self._outbox.clear()
+        self._numbering, self._deltas = Numbering(), None
         hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id, release=own_release())
         self._post(scheduler_pb2.SessionRequest(open=hello))
         writer = asyncio.create_task(self._write(call))
@@ -173,13 +189,22 @@ class SchedulerLink:
             reason = "the scheduler ended the session"
         except TimeoutError:
             is_late = True
-            reason = f"no message for {self._session_timeout:g} s: the scheduler hangs"
+            seconds = f"for {self._session_timeout:g} s: the scheduler hangs"
+            is_silent = loop.time() >= self._received_at + self._session_timeout
+            reason = f"no message {seconds}" if is_silent else f"it took no message {seconds}"
+        except WrongMessage as error:
+            reason = f"a message of the scheduler is wrong: {error}"
+            self._note_wrong(replica, reason)
         except grpc.aio.AioRpcError as error:
             refusal = from_peer("the scheduler", error)
             reason = refusal.message
             if refusal.error_reason == OtherProtocol.reason and reason != self._refused_with:
                 logger.warning("scheduler %s opens no session: %s", self.address, reason)
                 self._refused_with = reason
+        except Exception as error:
+            reason = f"a message of the scheduler cannot be read: {type(error).__name__}"
+            logger.exception("a defect, or a wrong message of scheduler %s", self.address)
+            self._note_wrong(replica, reason)
         finally:
             writer.cancel()
             call.cancel()
@@ -187,6 +212,16 @@ class SchedulerLink:
             was_open = replica.is_connected
             replica.closed(reason)
         return was_open
+
+    def _note_wrong(self, replica: Replica, reason: str) -> None:
+        self._wrong_at = asyncio.get_running_loop().time()
+        if not replica.is_connected and reason != self._refused_with:
+            logger.warning("scheduler %s opens no session: %s", self.address, reason)
+            self._refused_with = reason
+
+    def _note_sent(self, handle: int, inflight: Inflight) -> None:
+        if self._deltas is not None:
+            self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
         """Has the next session begin on another connection after two in a row that timed out."""
@@ -206,37 +241,64 @@ class SchedulerLink:
             try:
                 async for response in call:
                     self._received_at = loop.time()
-                    match response.WhichOneof("message"):
-                        case "deltas":
-                            apply_deltas(response.deltas, replica)
-                        case "state":
-                            replica.state_changed(replica_state_from_proto(response.state))
-                        case "queue":
-                            replica.queue_changed(queue_state_from_proto(response.queue))
-                        case "load":
-                            replica.load_changed(replica_load_from_proto(response.load))
-                        case "opened":
-                            replica.opened(description_from_proto(response.opened))
+                    self._numbering.check(response, self._received_at)
+                    if self._deltas is not None:
+                        self._take(response, replica, self._deltas)
+                    else:
+                        self._open(response, replica)
             finally:
                 watch.cancel()
 
+    def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
+        """Begins with the first message. Raises WrongMessage."""
+        require(response.WhichOneof("message") == "opened", "a session began without `opened`")
+        check_opened(response.opened)
+        description = description_from_proto(response.opened)
+        self._deltas = SessionDeltas(replica, description.limits)
+        replica.opened(description)
+
+    def _take(
+        self, response: scheduler_pb2.SessionResponse, replica: Replica, deltas: SessionDeltas
+    ) -> None:
+        """Passes on what comes in a session that is open. Raises WrongMessage."""
+        match response.WhichOneof("message"):
+            case "deltas":
+                deltas.take(response.deltas)
+            case "state":
+                replica.state_changed(replica_state_from_proto(response.state))
+            case "queue":
+                check_queue(response.queue)
+                replica.queue_changed(queue_state_from_proto(response.queue))
+            case "load":
+                check_load(response.load)
+                replica.load_changed(replica_load_from_proto(response.load))
+            case kind:
+                raise WrongMessage(f"an open session got {kind or 'an empty message'}")
+
+    @property
+    def _heard_at(self) -> float:
+        """When something was received, and something taken of what was sent, last."""
+        if not self._numbering.has_untaken:
+            return self._received_at
+        return min(self._received_at, self._numbering.untaken_since)
+
     async def _watch(self, alarm: asyncio.Timeout) -> None:
-        """Fires the alarm when nothing was received for the session's timeout, as `Silence` counts
-        it. It reads nothing until half of the timeout is over.
+        """Fires the alarm when nothing was received for the session's timeout, or nothing taken of
+        what was sent, as `Silence` counts it. It reads nothing until half of the timeout is over.
         """
         loop, silence = asyncio.get_running_loop(), None
-        interval, received_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._received_at
+        interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
         read = watch_addresses(lambda: (self.address,))
         while True:
             await asyncio.sleep(interval)
             now = loop.time()
-            if self._received_at != received_at:
-                silence, received_at = None, self._received_at
-            if now < received_at + self._session_timeout / 2:
+            if self._heard_at != heard_at:
+                silence, heard_at = None, self._heard_at
+            if now < heard_at + self._session_timeout / 2:
                 continue
             if silence is None:
                 silence = Silence(
-                    received_at,
+                    heard_at,
                     longest_first_seconds=self._session_timeout / 2 + 2 * interval,
                     longest_turn_seconds=2 * interval,
                 )
@@ -245,17 +307,19 @@ class SchedulerLink:
                 return
 
     async def _write(self, call: SessionCall) -> None:
+        loop = asyncio.get_running_loop()
         try:
             while True:
                 await self._has_mail.wait()
                 self._has_mail.clear()
                 outbox, self._outbox = self._outbox, []
-                for message in _messages(outbox):
+                for message in messages_of(outbox):
+                    self._numbering.number(message, loop.time())
                     await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             return  # The reader sees the same end of the call, and its reason.
 
-    def _post(self, mail: _Mail) -> None:
+    def _post(self, mail: Mail) -> None:
         self._outbox.append(mail)
         self._has_mail.set()
 
@@ -266,69 +330,3 @@ def longest_backoff(away_seconds: float) -> float:
     a registry may list many that are gone.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)
-
-
-def _messages(outbox: Sequence[_Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
-    """What to write, in order. Sequences that follow each other go together: each message waits for
-    the one before, for as long as the event loop takes to turn a few times.
-    """
-    adds: list[scheduler_pb2.AddRequest] = []
-    num_bytes, now = 0, asyncio.get_running_loop().time()
-    for mail in outbox:
-        add = inflight_to_proto(*mail, now) if isinstance(mail, tuple) else None
-        more_bytes = 0 if add is None or len(outbox) == 1 else add.ByteSize()
-        if adds and (add is None or num_bytes + more_bytes > _ADDED_BYTES):
-            yield _message_of(adds)
-            adds, num_bytes = [], 0
-        if add is not None:
-            adds.append(add)
-            num_bytes += more_bytes
-        elif not isinstance(mail, tuple):
-            yield mail
-    if adds:
-        yield _message_of(adds)
-
-
-def _message_of(adds: Sequence[scheduler_pb2.AddRequest]) -> scheduler_pb2.SessionRequest:
-    if len(adds) == 1:
-        return scheduler_pb2.SessionRequest(add=adds[0])
-    return scheduler_pb2.SessionRequest(adds=scheduler_pb2.AddRequests(requests=adds))
-
-
-def apply_deltas(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
-    """Passes on what steps brought. Sequences that were aborted meanwhile are passed over."""
-    running = replica.running
-    token_ids, start = list(deltas.token_ids), 0
-    if deltas.HasField("queue"):  # in which those that the step admitted still wait
-        replica.queue_changed(queue_state_from_proto(deltas.queue))
-    for admitted in deltas.admitted:
-        replica.admitted(admitted.handle, admitted.num_cached_tokens)
-    for handle, num_tokens in zip(deltas.handles, deltas.num_tokens, strict=True):
-        if (inflight := running.get(handle)) is not None:
-            inflight.tokens(token_ids[start : start + num_tokens])
-        start += num_tokens
-    for message in deltas.logprobs:
-        if (inflight := running.get(message.handle)) is not None:
-            if len(message.sampled.ranks):
-                inflight.logprobs(logprobs_from_proto(message.sampled))
-            if len(message.prompt.ranks):
-                inflight.prompt_logprobs(logprobs_from_proto(message.prompt))
-    for pooled in deltas.pooled:
-        if (inflight := running.get(pooled.handle)) is not None:
-            inflight.pooled(pooled.values)
-    _apply_ends(deltas, replica)
-
-
-def _apply_ends(deltas: scheduler_pb2.StepDeltas, replica: Replica) -> None:
-    running = replica.running
-    for finished in (*deltas.finished, *deltas.turns):
-        if finished.HasField("times") and (inflight := running.get(finished.handle)) is not None:
-            inflight.trace.times = times_from_proto(finished.times)
-    for finished in deltas.finished:
-        replica.finished(finished.handle, finish_from_proto(finished))
-    for turn in deltas.turns:
-        replica.turn_ended(turn.handle, turn_end_from_proto(turn))
-    for rejected in deltas.rejected:
-        replica.rejected(rejected.handle, rejection_from_proto(rejected))
-    if deltas.HasField("load"):
-        replica.load_changed(replica_load_from_proto(deltas.load))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.common.errors import (
     Aborted,
     DeadlineExceeded,
+    InvalidArgument,
     ResourceExhausted,
     StepwellError,
     Unavailable,
@@ -177,10 +178,6 @@ class Fleet:
             self._clock.call_at(later, self._migrate)
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        if inflights:
-            logger.warning(
-                "%d requests go on elsewhere or when the scheduler is back", len(inflights)
-            )
         for inflight in inflights:
             inflight.lost(cause)
             self.admission.left(inflight)
@@ -197,8 +194,17 @@ class Fleet:
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
         """Another replica is asked. When all refuse, a new request is refused where queues are
-        full, and waits where schedulers drain; one that was accepted before waits in any case.
+        full, and waits where schedulers drain; one that was accepted before waits in any case. One
+        that is called invalid was checked here before it was sent, and may have changed on its way:
+        it is sent once more.
         """
+        if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
+            inflight.was_called_invalid = True
+            inflight.refused_by.add(replica.address)
+            if self._send(inflight) is None:
+                inflight.refused_by.discard(replica.address)
+                self._send_or_queue(inflight)
+            return
         if not isinstance(error, ResourceExhausted | Unavailable):
             inflight.failed(error)
             return

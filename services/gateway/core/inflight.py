@@ -74,6 +74,8 @@ class Inflight:
     """Whether a replica has taken it: from then on it waits where it would be refused before."""
     num_times_taken_back: int = 0
     """How often it was preempted, or left a replica that could not run steps."""
+    was_called_invalid: bool = False
+    """Whether a replica refused it as invalid."""
     was_sent: bool = False
     """Whether it was sent to a replica, at least once."""
     was_stopped: bool = False

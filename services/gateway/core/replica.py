@@ -303,7 +303,13 @@ class Replica:
         """The session ended, or none could be opened: what was there is lost."""
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
-            logger.log(level, "session with scheduler %s ended: %s", self.address, reason)
+            logger.log(
+                level,
+                "session with scheduler %s ended: %s; %d requests go on elsewhere or later",
+                self.address,
+                reason,
+                len(self.running),
+            )
             self._disconnected_since = self._clock.time()
         self._why_disconnected = reason
         self.is_connected = False

@@ -38,9 +38,13 @@ class Outbox:
         self.num_quiet_calls = 0
         """Calls of `Sessions.announce_to_quiet` since anything was taken."""
         self._step = 0
+        self._num_ended = 0
         self._handles: Sequence[int] = ()
         self._token_ids: Sequence[Sequence[int]] = ()
+        self._num_output: Sequence[int] = ()
         self._untaken: dict[int, list[int]] = {}
+        self._num_output_of: dict[int, int] = {}
+        """Output tokens with those of `_untaken`, by handle."""
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
         self._state: scheduler_pb2.ReplicaState | None = None
@@ -55,15 +59,23 @@ class Outbox:
         self._is_empty = False
 
     def tokens(
-        self, step: int, handles: Sequence[int], token_ids: Sequence[Sequence[int] | None]
+        self,
+        step: int,
+        handles: Sequence[int],
+        token_ids: Sequence[Sequence[int] | None],
+        num_output: Sequence[int],
     ) -> None:
-        """New tokens of the requests of a step, parallel to `handles`; empty ones are left out."""
+        """New tokens of the requests of a step, and their output tokens with these, parallel to
+        `handles`; requests without new ones are left out.
+        """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):
             handles = [handle for handle, tokens in zip(handles, token_ids, strict=True) if tokens]
+            num_output = [num for num, tokens in zip(num_output, token_ids, strict=True) if tokens]
         if new:
             self._merge_by_handle()
             self._step, self._handles, self._token_ids = step, handles, new
+            self._num_output = num_output
             self._is_empty = False
 
     def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
@@ -83,6 +95,7 @@ class Outbox:
     def finished(self, handle: int, request: Request) -> None:
         """The end of a request."""
         self._deltas.finished.append(_finished(handle, request))
+        self._num_ended += 1
         self._is_empty = False
 
     def turn_ended(self, handle: int, turn: Request) -> None:
@@ -93,6 +106,7 @@ class Outbox:
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
         """A request was refused."""
         self._deltas.rejected.append(rejection)
+        self._num_ended += 1
         self._is_empty = False
         self.flush()
 
@@ -163,22 +177,24 @@ class Outbox:
     def take(self) -> scheduler_pb2.StepDeltas:
         """All deltas that were collected."""
         deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
-        handles, token_ids = self._handles, self._token_ids
+        handles, token_ids, num_output = self._handles, self._token_ids, self._num_output
         if self._untaken:
             self._merge_by_handle()
             handles, token_ids = list(self._untaken), list(self._untaken.values())
-            self._untaken = {}
+            num_output = list(self._num_output_of.values())
+            self._untaken, self._num_output_of = {}, {}
         if self._queue is not None:
             deltas.queue.CopyFrom(self._queue)
         if self._load is not None:
             deltas.load.CopyFrom(self._load)
         self._queue = self._load = None
         self._are_reports_due = self._have_reports_waited = False
-        deltas.step = self._step
+        deltas.step, deltas.num_ended = self._step, self._num_ended
         deltas.handles.extend(handles)
         deltas.num_tokens.extend(map(len, token_ids))
         deltas.token_ids.extend(chain.from_iterable(token_ids))
-        self._handles = self._token_ids = ()
+        deltas.num_output_tokens.extend(num_output)
+        self._handles = self._token_ids = self._num_output = ()
         self._is_empty, self.has_deltas, self.num_quiet_calls = True, False, 0
         self._woken.clear()
         return deltas
@@ -187,7 +203,8 @@ class Outbox:
         """Adds the tokens of the last step to those of earlier steps."""
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
-        self._handles = self._token_ids = ()
+        self._num_output_of.update(zip(self._handles, self._num_output, strict=True))
+        self._handles = self._token_ids = self._num_output = ()
 
 
 def _finished(handle: int, request: Request) -> scheduler_pb2.Finished:

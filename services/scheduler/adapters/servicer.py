@@ -58,16 +58,23 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         if first is None or first.WhichOneof("message") != "open":
             raise InvalidArgument("a session begins with open", field="open")
         require_same_protocol("the gateway", first.open.release, "scheduler")
+        if first.number != 1:
+            raise InvalidArgument(f"a session begins with message {first.number}", field="number")
         session = self._sessions.open(first.open.gateway_id)
+        session.take(first)
         reader = asyncio.create_task(self._read(session, request_iterator))
         logger.info("session of %s opened", session.gateway_id)
         try:
-            yield scheduler_pb2.SessionResponse(opened=self._opened)
-            yield scheduler_pb2.SessionResponse(state=self._sessions.state)
+            yield session.numbered(scheduler_pb2.SessionResponse(opened=self._opened))
+            state = scheduler_pb2.SessionResponse(state=self._sessions.state)
+            yield session.numbered(state)
             async for response in self._responses(session, reader):
-                yield response
+                yield session.numbered(response)
             if reader.done():
                 reader.result()
+        except InvalidArgument as error:
+            logger.warning("the session of %s ends: %s", session.gateway_id, error.message)
+            raise
         finally:
             reader.cancel()
             aborted = self._sessions.close(session)
@@ -111,6 +118,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, session: GatewaySession, messages: AsyncIterator[scheduler_pb2.SessionRequest]
     ) -> None:
         async for message in messages:
+            session.take(message)
             match message.WhichOneof("message"):
                 case "add":
                     await self._add(session, message.add)
@@ -134,6 +142,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     )
 
     def _abort(self, session: GatewaySession, message: scheduler_pb2.AbortRequests) -> None:
+        if not set(message.stopped_handles) <= set(message.handles):
+            raise InvalidArgument("stopped_handles are not among handles", field="stopped_handles")
         stopped = set(message.stopped_handles)
         for reason, handles in (
             (FinishReason.ABORT, [handle for handle in message.handles if handle not in stopped]),
@@ -144,6 +154,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 self._engine.abort(requests, reason)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        if message.handle in session.requests:
+            raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
         try:
             await self._submitter.submit(session, message)
         except StepwellError as error:

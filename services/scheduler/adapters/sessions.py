@@ -8,7 +8,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.errors import StepwellError
+from services.common.errors import InvalidArgument, StepwellError
 from services.common.finish_reason import CLIENT_ERRORS, FinishReason
 from services.common.queue_state import QueueState
 from services.common.queue_state_proto import queue_state_to_proto
@@ -35,6 +35,29 @@ class GatewaySession:
     """The queue state that was sent last; None: none was."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     """The load that was sent last."""
+    taken_number: int = 0
+    """Number of the last message that was taken."""
+    num_taken_requests: int = 0
+    """New requests in the messages up to that one."""
+    _num_sent: int = 0
+
+    def take(self, message: scheduler_pb2.SessionRequest) -> None:
+        """Notes a message. Raises InvalidArgument unless it is the next one."""
+        if message.number != self.taken_number + 1:
+            raise InvalidArgument(
+                f"message {message.number} comes in place of {self.taken_number + 1}",
+                field="number",
+            )
+        self.taken_number = message.number
+        self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
+
+    def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
+        """The next message to send, with its number and what was taken by then."""
+        self._num_sent += 1
+        response.number = self._num_sent
+        response.taken_number = self.taken_number
+        response.num_taken_requests = self.num_taken_requests
+        return response
 
     def reject(self, handle: int, error: StepwellError) -> None:
         """Answers a request that was refused."""
@@ -226,12 +249,15 @@ class Sessions:
             owner = self._owners.get(request)
             if owner is not None and request.num_cached_tokens is not None:
                 owner.session.outbox.admitted(owner.handle, request.num_cached_tokens)
-        for share in self._shares_of(plan.requests):
+        shares = self._shares_of(plan.requests)
+        num_output = _num_output_tokens(update) if shares else []
+        for share in shares:
             if len(share.indexes) == len(token_ids):
-                share.session.outbox.tokens(plan.step, share.handles, token_ids)
+                share.session.outbox.tokens(plan.step, share.handles, token_ids, num_output)
             else:
                 theirs = [token_ids[index] for index in share.indexes]
-                share.session.outbox.tokens(plan.step, share.handles, theirs)
+                num_theirs = [num_output[index] for index in share.indexes]
+                share.session.outbox.tokens(plan.step, share.handles, theirs, num_theirs)
         if update.logprobs:
             self._deliver_logprobs(update)
         if update.pooled:
@@ -311,6 +337,14 @@ class Sessions:
                 share.handles.append(owner.handle)
             self._sorted, self._shares = requests, list(shares.values())
         return self._shares
+
+
+def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
+    """Output tokens of each request of a step with its new ones, of a session those of its turn."""
+    requests, turns = update.plan.requests, update.turns
+    if turns:
+        requests = [turns[one].turn if one in turns else one for one in requests]
+    return [len(request.token_ids) - request.num_prompt_tokens for request in requests]
 
 
 def _unsent(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.adapter_proto import adapter_from_proto
-from services.common.errors import InvalidArgument, StepwellError, Unavailable
+from services.common.errors import StepwellError, Unavailable
 from services.scheduler.adapters.client_sessions import ClientSessions
 from services.scheduler.adapters.grammar_preparation import GrammarPreparation
 from services.scheduler.adapters.request_intake import RequestIntake
@@ -59,8 +59,6 @@ class RequestSubmitter:
         """
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
-        if message.handle in session.requests:
-            raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
         request = self._intake.accept(message)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.queue_state import QueueState
+from services.common.sampling import SamplingParams
 from services.gateway.adapters.scheduler_link import SchedulerLink, longest_backoff
+from services.gateway.core.inflight import Mailbox
 from services.gateway.core.replica import Replica
 from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.request import EngineRequest
 from tests.gateway.fake_fleet import ManualClock
 from tests.gateway.fake_scheduler import FakeScheduler
 from tests.gateway.serving import serving as serving_gateway
@@ -23,7 +27,12 @@ from tests.scheduler.cuttable_proxy import CuttableProxy
 
 SECONDS = 60
 NUM_RUNNING = 32
+FIRST_HANDLE = 1000
 FEW_STEPS = 8
+
+
+def admitted(index: int) -> scheduler_pb2.Admitted:
+    return scheduler_pb2.Admitted(handle=FIRST_HANDLE + index)
 
 
 class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
@@ -41,15 +50,18 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
         context: Any,  # noqa: ARG002
     ) -> Iterator[scheduler_pb2.SessionResponse]:
         queue = scheduler_pb2.QueueState(max_num_waiting=1)
-        yield scheduler_pb2.SessionResponse(queue=queue)
+        yield scheduler_pb2.SessionResponse(number=1, opened=FakeScheduler().opened())
+        yield scheduler_pb2.SessionResponse(number=2, queue=queue)
         while True:
             step = scheduler_pb2.StepDeltas(
                 step=self.num_steps,
-                handles=range(1000, 1000 + NUM_RUNNING),
+                admitted=[] if self.num_steps else map(admitted, range(NUM_RUNNING)),
+                handles=range(FIRST_HANDLE, FIRST_HANDLE + NUM_RUNNING),
                 num_tokens=[1] * NUM_RUNNING,
+                num_output_tokens=[self.num_steps + 1] * NUM_RUNNING,
                 token_ids=range(NUM_RUNNING),
             )
-            yield scheduler_pb2.SessionResponse(deltas=step)
+            yield scheduler_pb2.SessionResponse(number=self.num_steps + 3, deltas=step)
             self.num_steps += 1
             if self.num_steps > FEW_STEPS:
                 self.is_far_ahead.set()
@@ -62,6 +74,18 @@ class BusyReplica(Replica):
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
         self._scheduler = scheduler
         self.looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
+        sampling = SamplingParams(max_tokens=1_000_000)
+        request = EngineRequest("r", [1], sampling, 0, "", 0)
+        mailbox = Mailbox([request] * NUM_RUNNING, count(), lambda _: None, lambda: 0)
+        for inflight in mailbox.inflights:
+            handle = FIRST_HANDLE + inflight.index
+            self.running[handle] = inflight
+            self._link.add(handle, inflight)
+
+    def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """There is no fleet to be told."""
 
     def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
         self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))

@@ -14,10 +14,11 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.queue_state import QueueState
-from services.gateway.adapters.scheduler_link import apply_deltas
+from services.gateway.adapters.session.deltas import SessionDeltas
 from services.gateway.core.replica_description import ReplicaState
 from services.gateway.core.tenant import ANYONE, Tenant
 from tests.gateway.fake_fleet import (
+    LIMITS,
     RESUBMIT_TIMEOUT_SECONDS,
     FakeFleet,
     error_of,
@@ -81,7 +82,8 @@ async def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
     world.connect("a", "b")
     mailbox = world.start()
     wrong = InvalidArgument("wrong")
-    reject(world, wrong)
+    refused_by = reject(world, wrong)
+    assert reject(world, wrong) != refused_by, "it may have changed on its way: it is sent again"
     assert await error_of(mailbox) is wrong
     assert not world.has("a")
     assert not world.has("b")
@@ -158,9 +160,11 @@ def test_a_queue_that_comes_with_a_step_is_the_one_before_it() -> None:
     (handle,) = replica.running
     admitted = scheduler_pb2.Admitted(handle=handle)
     full = scheduler_pb2.QueueState(num_waiting=4, max_num_waiting=4)
-    apply_deltas(scheduler_pb2.StepDeltas(admitted=[admitted], queue=full), replica)
+    deltas = SessionDeltas(replica, LIMITS)
+    deltas.sent(handle, replica.running[handle])
+    deltas.take(scheduler_pb2.StepDeltas(admitted=[admitted], queue=full))
     assert replica.queue_refusal(None) is None, "of the four that waited one was admitted"
-    apply_deltas(scheduler_pb2.StepDeltas(queue=full), replica)
+    deltas.take(scheduler_pb2.StepDeltas(queue=full))
     assert replica.queue_refusal(None) is not None
 
 

@@ -125,16 +125,36 @@ async def test_of_several_requests_in_a_message_each_is_served_or_refused(gatewa
         assert tokens == continuation(prompts[handle], len(tokens))
 
 
-async def test_a_handle_in_use_is_refused(replica: Replica, gateway: Gateway) -> None:
+WRONG_REQUESTS = {
+    "handle": {"add": scheduler_pb2.AddRequest(handle=1)},
+    "stopped_handles": {"abort": scheduler_pb2.AbortRequests(handles=[1], stopped_handles=[2])},
+    "number": {"number": 2, "keep": scheduler_pb2.KeepTrace()},
+}
+
+
+@pytest.mark.parametrize("field", WRONG_REQUESTS)
+async def test_a_wrong_message_ends_its_session_with_one_line_and_no_other_one(
+    field: str, replica: Replica, gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
     replica.worker.going.clear()
     await gateway.add(1, prompt(5))
-    await gateway.say(add=scheduler_pb2.AddRequest(handle=1))
-    await gateway.until(lambda: gateway.heard[1].rejected is not None)
-    rejected = gateway.heard[1].rejected
-    assert rejected is not None
-    assert rejected.field == "handle"
-    replica.worker.going.set()
-    await gateway.until(lambda: gateway.heard[1].finished is not None)
+    async with gateway_of(replica) as other:
+        await other.add(1, prompt(9))
+        await gateway.until(lambda: gateway.loads[-1:] != [])
+        await gateway.say(**WRONG_REQUESTS[field])
+        await gateway.until_ended()
+        assert isinstance(gateway.error, InvalidArgument)
+        assert gateway.error.field == field
+        replica.worker.going.set()
+        await other.finish(1)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+
+
+async def test_a_session_says_which_messages_it_has_taken(gateway: Gateway) -> None:
+    await gateway.add(1, prompt(5), sampling=sampling(2))
+    await gateway.finish(1)
+    assert gateway.taken == (2, 1)
 
 
 async def test_a_refusal_names_the_field_and_nothing_is_held(

@@ -64,21 +64,22 @@ def update(
 
 async def test_steps_that_were_not_taken_are_merged() -> None:
     outbox = Outbox()
-    outbox.tokens(4, [1], [[10]])
+    outbox.tokens(4, [1], [[10]], [1])
     outbox.flush()
-    outbox.tokens(5, [2, 3, 1], [[20, 21], None, [11]])
+    outbox.tokens(5, [2, 3, 1], [[20, 21], None, [11]], [6, 3, 2])
     outbox.admitted(2, 8)
     outbox.flush()
     deltas = outbox.take()
     assert deltas.step == 5
     assert (list(deltas.handles), list(deltas.num_tokens)) == ([1, 2], [2, 2])
     assert list(deltas.token_ids) == [10, 11, 20, 21]
+    assert list(deltas.num_output_tokens) == [2, 6]
     assert [(item.handle, item.num_cached_tokens) for item in deltas.admitted] == [(2, 8)]
 
 
 async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     outbox = Outbox()
-    outbox.tokens(1, [1], [[10]])
+    outbox.tokens(1, [1], [[10]], [1])
     assert not outbox.has_deltas, "a step is sent as a whole"
     outbox.flush()
     assert outbox.has_deltas
@@ -86,7 +87,7 @@ async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
     waiting = asyncio.create_task(outbox.wait())
     done, _ = await asyncio.wait({waiting}, timeout=0.01)
     assert not done
-    outbox.tokens(2, [1], [[11]])
+    outbox.tokens(2, [1], [[11]], [2])
     outbox.flush()
     await waiting
     assert list(outbox.take().token_ids) == [11]
@@ -94,7 +95,7 @@ async def test_nothing_is_told_twice_and_taking_waits_for_news() -> None:
 
 async def test_a_step_without_sampled_tokens_sends_nothing() -> None:
     outbox = Outbox()
-    outbox.tokens(1, [1, 2], [[], None])
+    outbox.tokens(1, [1, 2], [[], None], [0, 0])
     outbox.flush()
     assert not outbox.has_deltas
 

@@ -110,6 +110,9 @@ class ActivityFeed:
         except grpc.aio.AioRpcError as error:
             sample.reason = sample.reason or f"{error.code().name}: {error.details()}"
             sample.blocks = None
+        except ValueError as error:
+            sample.reason = sample.reason or f"what it says of itself is wrong: {error}"
+            sample.blocks = None
         self._look_up(replica, sample)
         return sample
 
@@ -141,6 +144,8 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
+        if cursor.step > answer.stats.num_steps:  # a step that was never run
+            cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))
             cursor.step = answer.steps[-1].step

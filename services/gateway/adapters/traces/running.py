@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
 import grpc
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -101,12 +102,12 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Empty while the scheduler does not answer."""
+        """Empty while the scheduler does not answer, or what it answers cannot be decoded."""
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
-        except (KeyError, grpc.aio.AioRpcError):
+            return ExportTraceServiceRequest.FromString(answer.otlp)
+        except (KeyError, grpc.aio.AioRpcError, DecodeError):
             return ExportTraceServiceRequest()
-        return ExportTraceServiceRequest.FromString(answer.otlp)
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
