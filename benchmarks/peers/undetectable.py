@@ -1,6 +1,7 @@
 """Faults that no receiver can see: one valid value of a message in place of another."""
 
 from benchmarks.peers.faults import Fault
+from benchmarks.peers.undetectable_below import UNDETECTABLE_BELOW
 
 _MODEL = "only the model knows which token is drawn, and how probable each one is"
 _CACHE = "only the pool knows how many tokens it had cached"
@@ -28,4 +29,5 @@ reason why the receiver cannot see it.
 def why_undetectable(fault: Fault) -> str:
     """The reason; empty for a fault that must be seen, or change nothing."""
     place = f"{fault.lane}: {'.'.join(fault.path)}"
-    return UNDETECTABLE.get(str(fault), UNDETECTABLE.get(place, ""))
+    known = UNDETECTABLE | UNDETECTABLE_BELOW
+    return known.get(str(fault), known.get(place, ""))

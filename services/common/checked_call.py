@@ -20,7 +20,7 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
     def read(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except DecodeError:
+        except (DecodeError, TypeError):  # the latter where a call has ended without a message
             return UNDECODABLE
 
     return read

@@ -290,7 +290,8 @@ def _raising(deserialize: Any, method: str) -> Any:
         try:
             return deserialize(data)
         except DecodeError as error:
-            raise errors.InvalidArgument(f"a message to {method} cannot be decoded") from error
+            problem = f"a message to {method} cannot be decoded"
+            raise errors.InvalidArgument(problem, reason=status.UNDECODABLE) from error
 
     return read
 

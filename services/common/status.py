@@ -16,6 +16,8 @@ from services.common.retry_hint import retry_hint_seconds
 
 DOMAIN = "stepwell"
 
+UNDECODABLE = "UNDECODABLE"
+"""The reason of a refusal of what cannot be decoded: by another service it was sent otherwise."""
 DETAILS_KEY = "grpc-status-details-bin"
 """The key of the trailing metadata that holds the status with its details."""
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -137,7 +139,8 @@ def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
 
 def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
     """As `from_rpc_error`, but errors of the connection itself become a sentence about the peer,
-    such as "the worker at 10.0.0.7:9003 closed the connection".
+    such as "the worker at 10.0.0.7:9003 closed the connection". A message that the peer cannot
+    decode was damaged on its way: the peer counts as one that is away for the moment.
     """
     if rpc_status.from_call(rpc_error) is None:
         if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -146,7 +149,8 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
             return errors.Unavailable(f"{peer} does not answer")
         if rpc_error.details() == _WRITE_FAILED:
             return errors.Unavailable(f"{peer} closed the connection")
-    return from_rpc_error(rpc_error)
+    error = from_rpc_error(rpc_error)
+    return errors.Unavailable(error.message) if error.error_reason == UNDECODABLE else error
 
 
 def _connection_end(details: str) -> str:

@@ -38,6 +38,8 @@ _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.E
 DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
+REASON_SECONDS = 1.0
+"""For how long the reason is waited for why a stream cannot be written to."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
 """Why a worker ends its stream, if it or another rank was told to stop."""
@@ -65,7 +67,7 @@ class Rank:
         self._has_answered = False
         """Whether a step was answered since this was set to False."""
         self._unanswered: deque[SentStep] = deque()
-        self._why_lost = f"the worker at {address} has no stream"
+        self._why_lost = f"the worker at {address} went away"
         self._pid = 0
         self._was_told_to_stop = False
 
@@ -134,7 +136,9 @@ class Rank:
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise WorkersLost(f"the worker at {self.address} went away") from error
+            if self._reader is not None:  # it ends with the stream, and has the reason
+                await asyncio.wait({self._reader}, timeout=REASON_SECONDS)
+            raise WorkersLost(self._why_lost) from error
 
     async def _read_answers(self, call: _ExecuteCall) -> None:
         why, reason = "it ended the stream", None

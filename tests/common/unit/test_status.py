@@ -20,10 +20,12 @@ from services.common.retry_hint import JITTER
 from services.common.server import StatusInterceptor
 from services.common.status import (
     STATUS_OF,
+    UNDECODABLE,
     from_peer,
     from_rpc_error,
     status_code,
     to_rich_status,
+    trailing_metadata,
 )
 from services.worker.backends.device import UnsuitableDevice
 from services.worker.backends.out_of_memory import NotEnoughMemory
@@ -274,6 +276,15 @@ def test_grpcs_message_about_a_connection_becomes_a_sentence(details: str, sente
     error = from_peer("the worker", failed)
     assert type(error) is errors.Unavailable
     assert error.message == sentence
+
+
+def test_a_message_that_the_peer_cannot_decode_is_no_fault_of_a_request() -> None:
+    refused = errors.InvalidArgument("a message to /it cannot be decoded", reason=UNDECODABLE)
+    details = grpc.aio.Metadata(*trailing_metadata(refused))
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), details, details=refused.message
+    )
+    assert type(from_peer("the worker", failed)) is errors.Unavailable
 
 
 async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> None:

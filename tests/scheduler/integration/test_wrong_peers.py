@@ -266,3 +266,25 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
         await worker.start()
         await gateway.finish(1)
         assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
+
+
+async def test_a_description_that_does_not_come_ends_nothing() -> None:
+    class Silent(Proxied):
+        """Answers the first question of each kind without a message."""
+
+        num_swallowed = 0
+
+        async def passed_on(self, lane: Lane, message: bytes) -> list[bytes]:
+            if lane == self._lane and self.num_swallowed < 2:
+                self.num_swallowed += 1
+                return []
+            return [message]
+
+    describe = Lane("/stepwell.worker.v1.Worker/Describe", Direction.RESPONSE)
+    open_pool = Lane("/stepwell.kvpool.v1.KVPool/OpenPool", Direction.RESPONSE)
+    worker, pool = Silent(FakeWorker(), describe, ()), Silent(Pool(), open_pool, ())
+    async with serving_replica(worker, pool=pool) as replica, gateway_of(replica) as gateway:
+        await gateway.add(1, PROMPTS[1], sampling=sampling(MANY))
+        await gateway.finish(1)
+        assert gateway.heard[1].tokens == continuation(PROMPTS[1], MANY)
+    assert worker.num_swallowed == pool.num_swallowed == 2
