@@ -15,7 +15,7 @@ export function showRequests(queued, replica, open) {
   const rows = [
     ...queued.map(queuedRow),
     ...waiting.map((request) => row(request, open)),
-    ...running.map((request) => row(request, open)),
+    ...running.map((request) => row(request, open, replica.stats?.state === "ENGINE_STATE_PAUSED")),
   ];
   byId("request-rows").replaceChildren(...rows);
 }
@@ -45,19 +45,20 @@ function queuedRow(queued) {
   );
 }
 
-function row(request, open) {
+function row(request, open, isPaused = false) {
   const runs = request.state === "running";
   const total = request.num_prompt_tokens + request.num_output_tokens;
   const bar = element("progress", { max: Math.max(1, total), value: request.num_computed_tokens });
   bar.setAttribute("aria-label", "computed tokens");
   const why = request.wait_reason ? `waits for ${waitsFor(request.wait_reason)}` : "waits";
-  const state = runs ? (request.num_output_tokens ? "decodes" : "prefill") : why;
+  const does = isPaused ? "paused" : request.num_output_tokens ? "decodes" : "prefill";
+  const state = runs ? does : why;
   const again = request.num_preemptions ? `, preempted ${request.num_preemptions}×` : "";
   return element(
     "tr",
     { tabIndex: 0, onclick: () => open(request), onkeydown: (event) => event.key === "Enter" && open(request) },
     element("td", { title: nameOf(request) }, swatch(request.key), idOf(nameOf(request))),
-    element("td", { class: runs ? "" : "waits", textContent: state + again }),
+    element("td", { class: runs && !isPaused ? "" : "waits", textContent: state + again }),
     element("td", {}, bar, `${request.num_prompt_tokens} + ${request.num_output_tokens}`),
     element("td", { class: "wide", textContent: request.num_cached_tokens }),
     element("td", { class: "wide", textContent: seconds(request.seconds) }),
