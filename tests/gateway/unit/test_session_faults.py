@@ -266,3 +266,33 @@ def test_a_description_is_of_a_model() -> None:
         setattr(wrong_one, field, value)
         with pytest.raises(WrongMessage):
             check_opened(wrong_one)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_output", "why"),
+    [
+        ([4], [2], "has 2 tokens, but 2 and 1 more came"),
+        ([4], [4], "has 4 tokens, but 2 and 1 more came"),
+        ([320], [3], "token 320 of 320 came"),
+        ([STOP], [3], "the end of a request is missing"),
+    ],
+)
+def test_a_step_that_is_like_the_one_before_is_checked_as_much(
+    tokens: list[int], num_output: list[int], why: str
+) -> None:
+    session = Session()
+    admitted = [scheduler_pb2.Admitted(handle=3)]
+    session.deltas.take(deltas(3, tokens=[[5]], admitted=admitted))
+    session.deltas.take(deltas(3, tokens=[[6]], num_output_tokens=[2]))
+    session.outcome()
+    assert why in wrong(deltas(3, tokens=[tokens], num_output_tokens=num_output), session)
+
+
+def test_the_last_token_of_a_length_comes_with_the_end() -> None:
+    session = Session()
+    session.deltas.take(deltas(1, tokens=[[5]], admitted=ADMITTED))
+    for number in (2, 3):
+        session.deltas.take(deltas(1, tokens=[[6]], num_output_tokens=[number]))
+    session.outcome()
+    last = deltas(1, tokens=[[6]], num_output_tokens=[4])
+    assert "the end of a request is missing" in wrong(last, session)

@@ -18,6 +18,7 @@ from services.gateway.adapters.converters import (
 from services.gateway.adapters.session.reports import check_load, check_queue
 from services.gateway.adapters.session.rows import check_rows, check_vector
 from services.gateway.adapters.session.sent import Sent
+from services.gateway.adapters.session.steady import SteadySteps
 from services.gateway.adapters.session.wrong_message import WrongMessage, require
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.model_limits import ModelLimits
@@ -35,15 +36,18 @@ class SessionDeltas:
         self._limits = limits
         self._sent: dict[int, Sent] = {}
         self._step = self._num_ended = 0
+        self._steady: SteadySteps | None = None
 
     def sent(self, handle: int, inflight: Inflight) -> None:
         """A sequence was sent, or the next turn of a session."""
         self._sent[handle] = Sent(inflight)
+        self._steady = None
 
     def aborted(self, handle: int) -> None:
         """A sequence or session was aborted: what still comes of it is passed over."""
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
+            self._steady = None
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
         """Passes a message on. Raises WrongMessage."""
@@ -67,22 +71,25 @@ class SessionDeltas:
         self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
     ) -> None:
         handles, totals = list(deltas.handles), list(deltas.num_output_tokens)
-        if not len(handles) == len(counts) == len(totals) == len(set(handles)):
-            raise WrongMessage(
-                f"{len(handles)} handles, {len(counts)} counts and {len(totals)} sums of tokens"
-            )
         if sum(counts) != len(token_ids):
             raise WrongMessage(f"{len(token_ids)} tokens came in place of {sum(counts)}")
         if token_ids and max(token_ids) >= self._limits.vocab_size:
             raise WrongMessage(f"token {max(token_ids)} of {self._limits.vocab_size} came")
         require(deltas.step >= self._step, f"step {deltas.step} comes after {self._step}")
-        for admitted in deltas.admitted:
-            self._of(admitted.handle).check_admitted(admitted.num_cached_tokens)
-            self._sent[admitted.handle].is_admitted = True
         num_ended = self._num_ended + len(deltas.finished) + len(deltas.rejected)
         if deltas.num_ended != num_ended:
             raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
         has_ends = bool(deltas.finished or deltas.turns or deltas.rejected)
+        steady = None if has_ends else self._steady
+        if steady is not None and steady.take(deltas, handles, counts, token_ids, totals):
+            return
+        if not len(handles) == len(counts) == len(totals) == len(set(handles)):
+            raise WrongMessage(
+                f"{len(handles)} handles, {len(counts)} counts and {len(totals)} sums of tokens"
+            )
+        for admitted in deltas.admitted:
+            self._of(admitted.handle).check_admitted(admitted.num_cached_tokens)
+            self._sent[admitted.handle].is_admitted = True
         ended = self._ended(deltas) if has_ends else frozenset()
         new: dict[int, list[int]] = {}
         start = 0
@@ -98,6 +105,7 @@ class SessionDeltas:
         self._check_vectors(deltas)
         for end in (*deltas.finished, *deltas.turns):
             self._of(end.handle).check_end(end, new.get(end.handle, []), self._limits)
+        self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
         """The handles of sequences and turns that end. Raises WrongMessage if one ends twice."""

@@ -42,6 +42,11 @@ class Sent:
         self.num_prompt_rows = 0
         """Rows of the prompt that came of it in this session."""
 
+    @property
+    def needs_more(self) -> bool:
+        """Whether a step of it is more than one token of its output."""
+        return self.is_leaving or self.wants_rows or self.repetition is not None
+
     def check_admitted(self, num_cached_tokens: int) -> None:
         """It was scheduled for the first time."""
         require(not self.is_admitted, "a request is admitted twice")
