@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from stepwell.scheduler.v1 import scheduler_pb2
 
-from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.fake_scheduler import FULL, FakeScheduler
 from tests.gateway.serving import Serving, serving
 
 HI = [{"role": "user", "content": "hi"}]
@@ -75,19 +74,22 @@ async def test_packages_pass_over_signs_of_life(waiting: Serving) -> None:
 
 
 @EACH
-async def test_an_error_after_a_sign_of_life_is_an_event_and_one_before_it_a_status(
+async def test_an_error_after_a_sign_of_life_is_an_event(
     waiting: Serving, path: str, body: dict[str, Any]
 ) -> None:
     ask = {**body, "stream": True}
-    late = {"X-Request-Timeout": "0.2"}
+    late = {"X-Request-Timeout": "1.5"}
     answer = await waiting.http.post(path, json=ask, headers=late)
     assert answer.status_code == 200
     assert "X-Request-Timeout" in answer.text.rpartition("data: {")[2]
-    waiting.scheduler.rejection = scheduler_pb2.Rejection(
-        code=8, reason="QUEUE_FULL", message="full"
-    )
-    answer = await waiting.http.post(path, json=ask)
-    assert answer.status_code == 503
+
+
+async def test_a_refusal_before_a_sign_of_life_has_its_status(model: Any) -> None:
+    fake = FakeScheduler(permits=0, rejection=FULL)
+    async with serving(model, fake, sse_keep_alive_interval=60.0) as served:
+        for path, body in APIS:
+            answer = await served.http.post(path, json={**body, "stream": True})
+            assert answer.status_code >= 429
 
 
 async def test_a_stream_may_be_silent_where_that_is_set(model: Any) -> None:
