@@ -345,3 +345,41 @@ def test_a_value_that_is_not_closed_ends_where_the_next_thing_begins(
     assert read(form, text) == whole
     assert content == "ok"
     assert [(n, json.loads(a)) for n, a in calls] == [("f", {"i": 1, "s": "x"}), *others]
+
+
+F, G = [("f", {"i": 1})], [("f", {"i": 1}), ("g", {})]
+CALL_F, CALL_G = '{"name": "f", "parameters": {"i": 1}}', '{"name": "g", "parameters": {}}'
+OTHER = '{"name": "Bob", "parameters": {"i": 1}}'
+ANYWHERE: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("llama3_json", f"Ok: {CALL_F}", "Ok:", F),
+    ("llama3_json", f"Ok: {CALL_F}; {CALL_G} bye", "Ok:bye", G),
+    ("llama3_json", f"[{CALL_F}, {CALL_G}]", "", G),
+    ("llama3_json", f"Ok: [{CALL_F}]", "Ok:", F),
+    ("llama3_json", f"a {{b}} [1] <i> {CALL_F}", "a {b} [1] <i>", F),
+    ("llama3_json", f"<|python_tag|>{CALL_F}", "", F),
+    ("llama3_json", OTHER, "", [("Bob", {"i": 1})]),
+    ("llama3_json", f"Such as {OTHER}.", f"Such as {OTHER}.", []),
+    ("llama3_json", f'{{"calls": [{CALL_F}]}}', f'{{"calls": [{CALL_F}]}}', []),
+    ("llama3_json", "if (a[0] < b) { return; }", "if (a[0] < b) { return; }", []),
+    ("llama4_json", f"<|python_start|>{CALL_F}<|python_end|>", "", F),
+    ("llama4_json", f"Ok<|python_start|>[{CALL_F}, {CALL_G}]<|python_end|>bye", "Okbye", G),
+    ("pythonic", "Ok: [f(i=1), g()]", "Ok:", G),
+    ("pythonic", "See [1] and [f(i=1)] and []", "See [1] andand []", F),
+    ("pythonic", "Such as [h(i=1)].", "Such as [h(i=1)].", []),
+    ("pythonic", "[h(i=1)]", "", [("h", {"i": 1})]),
+    ("llama4_pythonic", "Ok <|python_start|>[f(i=1)]<|python_end|>", "Ok", F),
+    ("mistral", '[TOOL_CALLS]f{"i": 1}[TOOL_CALLS]g{}', "", G),
+    ("mistral", 'Ok[TOOL_CALLS]f[ARGS]{"i": 1}[TOOL_CALLS]g{}', "Ok", G),
+    ("mistral", "[TOOL_CALLS]f i[TOOL_CALLS]g i", "[TOOL_CALLS]f i[TOOL_CALLS]g i", []),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), ANYWHERE)
+def test_a_call_is_found_where_it_stands_and_what_looks_like_one_is_content(
+    name: str, text: str, content: str, calls: list[tuple[str, Any]]
+) -> None:
+    form = OutputForm(tools=TOOL_FORMATS[name], schemas={"f": {}, "g": {}})
+    whole = read(form, [text])
+    assert read(form, text) == whole
+    assert whole[0] == content
+    assert [(n, json.loads(a)) for n, a in whole[2]] == calls

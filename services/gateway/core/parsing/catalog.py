@@ -63,6 +63,14 @@ def _without_schemas(read: ReadAnswer, _schemas: Schemas) -> ReadAnswer:
     return read
 
 
+def _llama3_json(schemas: Schemas) -> ReadAnswer:
+    return partial(read_llama3_json, schemas.keys())
+
+
+def _pythonic(schemas: Schemas) -> ReadAnswer:
+    return partial(read_pythonic, schemas.keys())
+
+
 def _qwen_xml(schemas: Schemas) -> ReadAnswer:
     return partial(read_qwen_xml, schemas)
 
@@ -76,9 +84,9 @@ _HERMES = ToolFormat(
     ("<tool_call>", "</tool_call>"),
     Envelope("<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
 )
-_LLAMA3 = ToolFormat(_same(read_llama3_json), LLAMA3_MARKS)
+_LLAMA3 = ToolFormat(_llama3_json, LLAMA3_MARKS)
 _QWEN_XML = ToolFormat(_qwen_xml, QWEN_TAGS.marks)
-_PYTHONIC = ToolFormat(_same(read_pythonic), PYTHONIC_MARKS)
+_PYTHONIC = ToolFormat(_pythonic, PYTHONIC_MARKS)
 _DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 TOOL_FORMATS = {

@@ -1,7 +1,7 @@
 """A call as a JSON object: its name, and its arguments as they come."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
@@ -9,14 +9,21 @@ from services.gateway.core.parsing.sink import Sink
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_call_object(reader: Reader, sink: Sink, *, needs_arguments: bool = False) -> Reading[None]:
+def read_call_object(
+    reader: Reader,
+    sink: Sink,
+    *,
+    needs_arguments: bool = False,
+    names: Container[str] | None = None,
+) -> Reading[None]:
     """Reads {"name": …, "arguments": {…}}, with "parameters" for the second as well. Before the
     call has a name and arguments, text that is no such object raises Malformed, and reads as
     content; after that a call that is broken off is left as it is.
 
-    With `needs_arguments` an object without any is none; else its arguments are empty.
+    With `needs_arguments` an object without any is none; else its arguments are empty. With `names`
+    an object of another name is none.
     """
-    call = _Call(sink, reader)
+    call = _Call(sink, reader, names)
     try:
         yield from _read_members(reader, call.member)
     except Malformed:
@@ -45,10 +52,11 @@ def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Rea
 class _Call:
     """Puts a call into the sink as its members are read: its name and arguments in any order."""
 
-    def __init__(self, sink: Sink, reader: Reader) -> None:
+    def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
         self.has_started = False
         self._sink = sink
         self._reader = reader
+        self._names = names
         self._name: str | None = None
         self._arguments: str | None = None
 
@@ -89,6 +97,8 @@ class _Call:
 
     def _start(self) -> None:
         assert self._name is not None
+        if self._names is not None and self._name not in self._names:
+            raise Malformed
         self.has_started = True
         self._reader.recorded()  # no content any more, whatever follows
         self._sink.call(self._name)

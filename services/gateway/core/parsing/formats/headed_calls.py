@@ -1,5 +1,7 @@
 """Calls whose name stands before their arguments: Mistral and DeepSeek."""
 
+import re
+
 from services.gateway.core.parsing.formats.json_calls import read_call_list
 from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
@@ -8,23 +10,35 @@ _TOOL_CALLS, _CALL_ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL_BEGIN, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEP = "<｜tool▁sep｜>"
+_NAME = re.compile(r"[\w.\-]+")
 MISTRAL_MARKS = (_TOOL_CALLS, _CALL_ID, _ARGS)
 DEEPSEEK_MARKS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEP)
 
 
 def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
-    """[TOOL_CALLS]name[ARGS]{…} or, of older models, [TOOL_CALLS][{"name": …, "arguments": …}]."""
-    while (yield from reader.until((_TOOL_CALLS,), sink.content)):
+    """[TOOL_CALLS]name[ARGS]{…}, [TOOL_CALLS]name{…} or, of older models, [TOOL_CALLS][{"name": …,
+    "arguments": …}].
+    """
+    opened = yield from reader.until((_TOOL_CALLS,), sink.content)
+    while opened:
         if (yield from reader.skip_space()) == "[":
             yield from read_call_list(reader, sink)
+            opened = yield from reader.until((_TOOL_CALLS,), sink.content)
             continue
-        name, marker = yield from reader.text_until((_ARGS, _CALL_ID, _TOOL_CALLS))
+        names: list[str] = []
+        if (yield from reader.matching(_NAME, names.append)) == "{" and names:
+            marker = _ARGS
+        else:
+            rest, marker = yield from reader.text_until((_ARGS, _CALL_ID, _TOOL_CALLS))
+            names.append(rest)
         if marker == _CALL_ID:
             _, marker = yield from reader.text_until((_ARGS,))
-        if marker != _ARGS:
-            sink.content(_TOOL_CALLS + name)
-            continue
-        yield from _arguments(reader, sink, name)
+        if marker == _ARGS:
+            yield from _arguments(reader, sink, "".join(names))
+        else:
+            sink.content(_TOOL_CALLS + "".join(names))
+        if marker != _TOOL_CALLS:
+            opened = yield from reader.until((_TOOL_CALLS,), sink.content)
 
 
 def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:

@@ -2,13 +2,17 @@
 nothing but arguments.
 """
 
+import re
+from collections.abc import Container
+
 from services.gateway.core.parsing.formats.call_object import read_call_object
 from services.gateway.core.parsing.reader import Malformed, Reader, Reading, drop
 from services.gateway.core.parsing.sink import Sink
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
-LLAMA3_MARKS = (_PYTHON_TAG,)
+LLAMA3_MARKS = (_PYTHON_TAG, "<|python_start|>", "<|python_end|>")
+_NO_OBJECT = re.compile(r"[^{\[<]+")
 
 
 def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
@@ -30,24 +34,42 @@ def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
             opened = yield from reader.until((_OPEN,), sink.content)
 
 
-def read_llama3_json(reader: Reader, sink: Sink) -> Reading[None]:
-    """{"name": …, "parameters": {…}} as the whole answer or after a tag; further ones after ;."""
-    first = yield from reader.skip_space()
-    if first != "{" and not (yield from reader.until((_PYTHON_TAG,), sink.content)):
-        return
-    while True:
+def read_llama3_json(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
+    """{"name": …, "parameters": {…}}, also several, joined by ; or in a list. At the beginning,
+    after a tag and after a call it may have any name; after other text it is a call of one of the
+    tools of these names, or content.
+    """
+    is_expected = True
+
+    def said(text: str) -> None:
+        nonlocal is_expected
+        is_expected = is_expected and not text.strip()
+        sink.content(text)
+
+    while character := (yield from reader.matching(_NO_OBJECT, said)):
         reader.record()
-        try:
-            yield from read_call_object(reader, sink, needs_arguments=True)
-        except Malformed:
-            sink.content(reader.recorded())
-            return
-        if (yield from reader.skip_space()) in (";", ","):
+        if character == "<":
+            if (yield from reader.starts_with(*LLAMA3_MARKS)):
+                is_expected = True
+            else:
+                reader.skip(1)
+                said(reader.recorded())
+            continue
+        if character == "[":
             reader.skip(1)
-        if (yield from reader.skip_space()) != "{":
-            yield from reader.starts_with(_PYTHON_TAG)
-        if (yield from reader.skip_space()) != "{":
-            return
+            if (yield from reader.skip_space()) != "{":
+                said(reader.recorded())
+                continue
+        known = None if is_expected else names
+        try:
+            yield from read_call_object(reader, sink, needs_arguments=True, names=known)
+        except Malformed:
+            said(reader.recorded())
+            continue
+        is_expected = True
+        ends = ";,]" if character == "[" or sink.num_calls > 1 else ";,"
+        while (following := (yield from reader.skip_space())) and following in ends:
+            reader.skip(1)
 
 
 def read_call_list(reader: Reader, sink: Sink) -> Reading[None]:

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections.abc import Container
 
 from services.gateway.core.parsing.reader import Malformed, Reader, Reading, Take
 from services.gateway.core.parsing.sink import Sink
@@ -10,6 +11,7 @@ from services.gateway.core.parsing.sink import Sink
 MAX_CALL_CHARACTERS = 65_536
 """A longer call is content: it is parsed as a whole."""
 
+_NO_LIST = re.compile(r"[^\[<]+")
 _NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"[^\"'()\[\]{}]+")
 _NAMES = {"true": True, "false": False, "null": None}
@@ -17,37 +19,56 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 PYTHONIC_MARKS = (_START, _END)
 
 
-def read_pythonic(reader: Reader, sink: Sink) -> Reading[None]:
-    """[f(a=1), g()] as the whole answer, or between <|python_start|> and <|python_end|>."""
-    yield from reader.skip_space()
-    yield from reader.starts_with(_START)
-    reader.record()
-    try:
-        if (yield from reader.skip_space()) != "[":
-            raise Malformed
-        reader.skip(1)
-        while (yield from reader.skip_space()) not in ("]", ""):
-            yield from _read_call(reader, sink)
-            if (yield from reader.skip_space()) == ",":
+def read_pythonic(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
+    """[f(a=1), g()]. At the beginning and after a mark calls may have any name; after other text
+    the first one is a call of one of the tools of these names, or content.
+    """
+    is_expected = True
+
+    def said(text: str) -> None:
+        nonlocal is_expected
+        is_expected = is_expected and not text.strip()
+        sink.content(text)
+
+    while character := (yield from reader.matching(_NO_LIST, said)):
+        reader.record()
+        if character == "<":
+            if (yield from reader.starts_with(_START, _END)):
+                is_expected = True
+            else:
                 reader.skip(1)
-    except Malformed:
-        sink.content(reader.recorded())
-        yield from reader.until((_START,), sink.content)
-        return
-    yield from reader.starts_with("]")
-    yield from reader.skip_space()
-    yield from reader.starts_with(_END)
+                said(reader.recorded())
+            continue
+        try:
+            yield from _read_list(None if is_expected else names, reader, sink)
+        except Malformed:
+            said(reader.recorded())
 
 
-def _read_call(reader: Reader, sink: Sink) -> Reading[None]:
-    name: list[str] = []
-    if (yield from reader.matching(_NAME, name.append)) != "(":
+def _read_list(names: Container[str] | None, reader: Reader, sink: Sink) -> Reading[None]:
+    reader.skip(1)
+    num_before = sink.num_calls
+    while (yield from reader.skip_space()) not in ("]", ""):
+        yield from _read_call(names if sink.num_calls == num_before else None, reader, sink)
+        if (yield from reader.skip_space()) == ",":
+            reader.skip(1)
+    if sink.num_calls == num_before:
         raise Malformed
+    yield from reader.starts_with("]")
+    reader.recorded()
+
+
+def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Reading[None]:
     pieces: list[str] = []
+    following = yield from reader.matching(_NAME, pieces.append)
+    name = "".join(pieces)
+    if following != "(" or (names is not None and name not in names):
+        raise Malformed
+    pieces = []
     yield from _nested(reader, pieces.append)
     arguments = _to_json("".join(pieces))
     reader.recorded()
-    sink.whole_call("".join(name), arguments)
+    sink.whole_call(name, arguments)
     reader.record()
 
 
