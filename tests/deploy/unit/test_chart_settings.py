@@ -19,21 +19,23 @@ from tests.deploy.service_settings import SETTINGS, json_schemas
 
 SECRET_FILES = ("tls.crt", "tls.key", "ca.crt", "keys.json")
 
+_HEALTH_FILE = "health_file"
+"""Images set it; the kubelet asks over gRPC."""
 LEFT_OUT = {
     # Operators' calls are served at a Unix socket, where no key is asked for. Traces go to a
     # collector: there may be several gateways, and each would keep what it is sent.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_bytes", "trace_store_max_per_minute"),
-        "trace_linger_seconds",
+        *("trace_linger_seconds", _HEALTH_FILE),
     },
-    "scheduler": set[str](),
+    "scheduler": {_HEALTH_FILE},
     # The pool is reached by a Unix socket alone, and its scheduler serves its metrics.
     "kvpool": {
         "metrics_address",
         *("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file"),
-        "internal_tls_allowed_names",
+        *("internal_tls_allowed_names", _HEALTH_FILE),
     },
-    "worker": set[str](),
+    "worker": {_HEALTH_FILE},
 }
 """Settings that no value leads to."""
 
