@@ -10,6 +10,7 @@ from services.common.addresses import is_on_this_machine
 from services.common.server import GrpcServer
 from services.gateway.adapters.auth import ApiKeys
 from services.gateway.adapters.call_records import CallRecords
+from services.gateway.adapters.class_labels import read_class_labels
 from services.gateway.adapters.http.activity_routes import ActivityRoutes
 from services.gateway.adapters.http.admin_routes import AdminRoutes, refuse_web_pages
 from services.gateway.adapters.http.app import guarded, make_app
@@ -17,12 +18,15 @@ from services.gateway.adapters.http.body_budget import BodyBudget
 from services.gateway.adapters.http.client_routes import client_routes
 from services.gateway.adapters.http.connections import ConnectionLimits, Connections
 from services.gateway.adapters.http.early_refusals import EarlyRefusals
-from services.gateway.adapters.http.generation_routes import OPERATIONS, GenerationRoutes
+from services.gateway.adapters.http.generation_routes import OPERATIONS as GENERATING
+from services.gateway.adapters.http.generation_routes import GenerationRoutes
 from services.gateway.adapters.http.hosts import HostNames, hosts_for
 from services.gateway.adapters.http.http_counts import HttpCounts
 from services.gateway.adapters.http.lora_routes import LoraRoutes
 from services.gateway.adapters.http.parse import BodyReader
 from services.gateway.adapters.http.quick_refusals import QuickRefusals
+from services.gateway.adapters.http.ranking.routes import OPERATIONS as RANKING
+from services.gateway.adapters.http.ranking.routes import RankingRoutes
 from services.gateway.adapters.http.route import Route
 from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.http.session_routes import SessionRoutes
@@ -63,19 +67,21 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
     bodies = BodyReader(
         settings.max_body_bytes, settings.max_items_per_request, budget, settings.unknown_fields
     )
+    generation = GenerationRoutes(
+        inference,
+        parts.keyed_requests,
+        gate,
+        parts.observer,
+        bodies,
+        parts.client_sessions,
+        settings.sse_keep_alive_interval,
+    )
     routes = client_routes(
-        GenerationRoutes(
-            inference,
-            parts.keyed_requests,
-            gate,
-            parts.observer,
-            bodies,
-            parts.client_sessions,
-            settings.sse_keep_alive_interval,
-        ),
+        generation,
         TokenizerRoutes(inference, parts.membership, gate, bodies),
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
+        RankingRoutes(generation, read_class_labels(settings.model)),
         _view_routes(parts, sees_all=False) if settings.ui else (),
         has_metrics=settings.metrics_address is None,
     )
@@ -86,17 +92,18 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.keys,
         asks_for_keys=parts.keys.are_needed,
     )
-    generating = tuple(OPERATIONS)
+    operations = GENERATING | RANKING
+    generating = tuple(operations)
     early = EarlyRefusals(app, generating, gate, inference, parts.keyed_requests, parts.observer)
     checked = TenantChecks(
         early, generating, parts.keys, parts.limits, parts.observer, settings.max_body_bytes
     )
     pages = UiPages(checked, UiRole.CLIENT) if settings.ui else checked
     hosts = HostNames(hosts_for(settings.http_address, settings.allowed_hosts))
-    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, OPERATIONS, app)
+    outer = guarded(pages, hosts, settings.allowed_origins, parts.recorder, operations, app)
     counted = HttpCounts(outer, routes, parts.metrics)
     quick = QuickRefusals(
-        OPERATIONS,
+        operations,
         hosts,
         parts.keys,
         gate,

@@ -198,6 +198,11 @@ def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
         body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
         answer = post(f"{stack.url}/score", body).json()
         refused = post(f"{stack.url}/v1/embeddings", {"input": "a"})
+        ranked = post(
+            f"{stack.url}/v2/rerank", {"query": TEXTS[0], "documents": TEXTS[1:], "top_n": 1}
+        ).json()
+        classified = post(f"{stack.url}/classify", {"input": TEXTS}).json()
+        pooled = post(f"{stack.url}/pooling", {"input": TEXTS, "task": "classify"}).json()
     first = tokens(TEXTS[0], tmp_path)
     expected = []
     for text in TEXTS[1:]:
@@ -206,3 +211,43 @@ def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
         expected.append(1 / (1 + math.exp(-logit)))
     np.testing.assert_allclose([item["score"] for item in answer["data"]], expected, atol=TOLERANCE)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    best = max((0, 1), key=expected.__getitem__)
+    [result] = ranked["results"]
+    assert (result["index"], result["document"]) == (best, {"text": TEXTS[1 + best]})
+    np.testing.assert_allclose(result["relevance_score"], expected[best], atol=TOLERANCE)
+    logits = [float(class_scores(model, tokens(text, tmp_path))[0]) for text in TEXTS]
+    probs = [1 / (1 + math.exp(-logit)) for logit in logits]
+    for item, prob, vector in zip(classified["data"], probs, pooled["data"], strict=True):
+        np.testing.assert_allclose(item["probs"], [prob], atol=TOLERANCE)
+        assert (item["label"], item["num_classes"]) == ("LABEL_0", 1)
+        assert vector["data"] == item["probs"]
+
+
+def test_an_embedder_reranks_by_cosines_and_pools_but_has_no_classes(embedder: Stack) -> None:
+    documents = [TEXTS[1], {"text": TEXTS[0]}, TEXTS[2]]
+    asked = {"query": TEXTS[0], "documents": documents}
+    scored = post(f"{embedder.url}/score", {"text_1": TEXTS[0], "text_2": [*TEXTS[1::-1], "x"]})
+    scores = [item["score"] for item in scored.json()["data"]]
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = post(f"{embedder.url}{path}", {**asked, "return_documents": False}).json()
+        results = answer["results"]
+        assert [(one["index"], one["relevance_score"]) for one in results] == sorted(
+            enumerate(scores), key=lambda pair: -pair[1]
+        )
+        assert not any("document" in one for one in results)
+    vectors = [
+        post(f"{embedder.url}{path}", {"input": TEXTS}).json()["data"]
+        for path in ("/pooling", "/v1/embeddings")
+    ]
+    assert [one["data"] for one in vectors[0]] == [one["embedding"] for one in vectors[1]]
+    for path, body, field in (
+        ("/classify", {"input": "a"}, "model"),
+        ("/pooling", {"input": "a", "task": "classify"}, "model"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "query"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["a", ""]}, "documents[1]"),
+        ("/rerank", {"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+    ):
+        refused = post(f"{embedder.url}{path}", body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field), path

@@ -288,17 +288,21 @@ class PooledBody(UnservedPoolingFields, TruncationFields):
         """The error with its field named as in this body."""
 
 
-class EmbeddingBody(PooledBody):
-    """POST /v1/embeddings."""
+class InputBody(PooledBody):
+    """What embeddings, classify and pooling share: prompts."""
 
     input: Prompts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Int | None = None
-    # vLLM's.
     add_special_tokens: bool | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         return renamed(error, {"prompt": "input"})
+
+
+class EmbeddingBody(InputBody):
+    """POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
 
 
 class ScoreBody(PooledBody):

@@ -18,6 +18,7 @@ from services.gateway.adapters.http.generation_routes import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
     EMBEDDINGS,
+    GENERATE_TOKENS,
     RESPONSES,
     SCORE,
     V1_SCORE,
@@ -34,11 +35,14 @@ from services.gateway.adapters.http.openapi import (
     responses_answers,
     server_answers,
 )
+from services.gateway.adapters.http.ranking.routes import RankingRoutes
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.route import READ, RequestHeader, Route
 from services.gateway.adapters.http.server_routes import METRICS, MODELS, ServerRoutes
 from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
+from services.gateway.adapters.http.tokens import answers as tokens_answers
+from services.gateway.adapters.http.tokens.bodies import GenerateTokensBody
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
 from services.gateway.core.request_check import MAX_SESSION_ID_BYTES
 
@@ -71,6 +75,7 @@ def client_routes(
     tokenizer: TokenizerRoutes,
     server: ServerRoutes,
     sessions: SessionRoutes,
+    ranking: RankingRoutes,
     views: Sequence[Route],
     *,
     has_metrics: bool,
@@ -78,7 +83,9 @@ def client_routes(
     """All routes of clients; `views` are those of displays, such as `/ui`."""
     return (
         *_generating(generation),
+        _tokens(generation),
         *_pooling(generation),
+        *ranking.routes(_POOLING_HEADERS),
         *sessions.routes(),
         *_tokenizing(tokenizer),
         *_about_the_server(server),
@@ -140,6 +147,21 @@ def _generating(generation: GenerationRoutes) -> Sequence[Route]:
             headers=_GENERATION_HEADERS,
             is_limited=True,
         ),
+    )
+
+
+def _tokens(generation: GenerationRoutes) -> Route:
+    return Route(
+        GENERATE_TOKENS,
+        generation.generate_tokens,
+        tokens_answers.GeneratedTokens,
+        ("POST",),
+        tag="tokens",
+        body=GenerateTokensBody,
+        events=tokens_answers.GeneratedTokensChunk,
+        errors=(404, 422, 504),
+        headers=_GENERATION_HEADERS,
+        is_limited=True,
     )
 
 

@@ -76,7 +76,7 @@ def by_type(value: Any) -> str | None:
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
-def _choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
+def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
     """Chooses one alternative first, so that what is wrong with it can be said in one sentence."""
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
@@ -86,11 +86,11 @@ Prompts = Annotated[
     | Annotated[Texts, Tag("<texts>")]
     | Annotated[TokenIds, Tag("<items>")]
     | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
-    _choice(_by_first_item, "must be a string, a list of strings, token ids, or lists of these"),
+    choice(_by_first_item, "must be a string, a list of strings, token ids, or lists of these"),
 ]
 TextOrTexts = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[Texts, Tag("<list>")],
-    _choice(text_or_list, "must be a string or a list of strings"),
+    choice(text_or_list, "must be a string or a list of strings"),
 ]
 
 

@@ -44,6 +44,8 @@ from services.gateway.adapters.http.request_state import ARRIVAL
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
 from services.gateway.adapters.http.responses.dialect import ResponsesDialect
 from services.gateway.adapters.http.responses.request import responses_request
+from services.gateway.adapters.http.tokens.bodies import GenerateTokensBody
+from services.gateway.adapters.http.tokens.dialect import TokensDialect, tokens_request
 from services.gateway.adapters.observation import Observer
 from services.gateway.adapters.request_record import RequestRecord
 from services.gateway.core.client_sessions import ClientSessions
@@ -64,6 +66,7 @@ COMPLETIONS = "/v1/completions"
 CHAT_COMPLETIONS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
+GENERATE_TOKENS = "/inference/v1/generate"
 SCORE = "/score"
 V1_SCORE = "/v1/score"
 OPERATIONS = {
@@ -72,6 +75,7 @@ OPERATIONS = {
     MESSAGES: MessagesDialect.operation,
     RESPONSES: ResponsesDialect.operation,
     EMBEDDINGS: EmbeddingDialect.operation,
+    GENERATE_TOKENS: TokensDialect.operation,
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
 }
@@ -133,11 +137,11 @@ class GenerationRoutes:
                 body = body.model_copy(update={"add_special_tokens": False})
             return replace(await completion_request(body, inference, name), session=session)
 
-        return self._reply(request, CompletionBody, to_request, CompletionDialect)
+        return self.reply(request, CompletionBody, to_request, CompletionDialect)
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         """Chat completions."""
-        return self._reply(request, ChatCompletionBody, chat_request, ChatDialect)
+        return self.reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
     async def messages(self, request: Request) -> ASGIApp:
         """Anthropic's messages; of an agent, requests of one session are kept together."""
@@ -146,25 +150,29 @@ class GenerationRoutes:
             asked = await messages_request(body, inference, name)
             return replace(asked, session_id=request.headers.get(SESSION_HEADER, ""))
 
-        return self._reply(request, MessagesBody, to_request, MessagesDialect)
+        return self.reply(request, MessagesBody, to_request, MessagesDialect)
 
     async def responses(self, request: Request) -> ASGIApp:
         """OpenAI's responses, of which none is kept."""
-        return self._reply(request, ResponsesBody, responses_request, ResponsesDialect)
+        return self.reply(request, ResponsesBody, responses_request, ResponsesDialect)
 
     async def embeddings(self, request: Request) -> ASGIApp:
         """Vectors of texts."""
-        return self._reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
+        return self.reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
+
+    async def generate_tokens(self, request: Request) -> ASGIApp:
+        """Tokens that follow tokens, without text."""
+        return self.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
 
     async def score(self, request: Request) -> ASGIApp:
         """How well texts go with texts."""
-        return self._reply(request, ScoreBody, score_request, ScoreDialect)
+        return self.reply(request, ScoreBody, score_request, ScoreDialect)
 
     async def v1_score(self, request: Request) -> ASGIApp:
         """The same as /score."""
         return await self.score(request)
 
-    def _reply(
+    def reply(
         self,
         request: Request,
         body_type: type[B],

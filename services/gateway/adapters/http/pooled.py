@@ -1,14 +1,20 @@
 """/v1/embeddings and /score: from a body to a request, from vectors to an answer."""
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from services.common import names
 from services.common.errors import InvalidArgument
 from services.common.pooling import PoolingParams, PoolingTask
 from services.common.sampling import SamplingParams
-from services.gateway.adapters.http.bodies import EmbeddingBody, PooledBody, ScoreBody, renamed
+from services.gateway.adapters.http.bodies import (
+    EmbeddingBody,
+    InputBody,
+    PooledBody,
+    ScoreBody,
+    renamed,
+)
 from services.gateway.adapters.http.dialect import usage_body
 from services.gateway.adapters.http.json_pieces import LongList
 from services.gateway.adapters.http.sampling import check_texts
@@ -26,6 +32,14 @@ async def embedding_request(
     where the body has `input`.
     """
     inference.check_pools(PoolingTask.EMBED)
+    params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
+    return await prompts_request(body, inference, request_id, params)
+
+
+async def prompts_request(
+    body: InputBody, inference: Inference, request_id: str, params: PoolingParams
+) -> ClientRequest:
+    """The request for the vector of each prompt in `input`."""
     given = body.input
     is_single = isinstance(given, str) or not given or isinstance(given[0], int)
     inputs = [given] if is_single else given
@@ -39,29 +53,38 @@ async def embedding_request(
     else:
         given_ids = cast(list[list[int]], inputs)
         token_ids = given_ids if kept is None else [*map(kept.kept, given_ids)]
-    params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
     return _client_request(body, request_id, tuple(map(Prompt, token_ids)), params)
 
 
 async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
-    """The request that a body asks for: each text once for a model that embeds, else each pair."""
-    pooler = inference.check_pools()
+    """The request that a body asks for."""
     first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
-    for name, texts in (("text_1", first), ("text_2", second)):
+    return await pair_request(body, inference, request_id, {"text_1": first, "text_2": second})
+
+
+async def pair_request(
+    body: PooledBody, inference: Inference, request_id: str, texts_of: Mapping[str, list[str]]
+) -> ClientRequest:
+    """The request for scores of pairs of texts, by the names of their two fields: each text once
+    for a model that embeds, else each pair.
+    """
+    pooler = inference.check_pools()
+    for name, texts in texts_of.items():
         if not texts:
             raise InvalidArgument(f"{name} must not be empty", field=name)
         check_texts(texts, name)
+    (name, first), (other, second) = texts_of.items()
     if len(first) not in (1, len(second)):
         raise InvalidArgument(
-            f"text_1 holds {len(first)} texts and text_2 {len(second)}: give one, or as many",
-            field="text_1",
+            f"{name} holds {len(first)} texts and {other} {len(second)}: give one, or as many",
+            field=name,
         )
     params = PoolingParams(use_activation=body.use_activation)
     kept = inference.truncation(body.truncate_prompt_tokens, body.truncation_side)
     if pooler.task is PoolingTask.EMBED:
         inference.check_num_choices(len(first) + len(second), 1)
         prompts = []
-        for name, texts in (("text_1", first), ("text_2", second)):
+        for name, texts in texts_of.items():
             try:
                 encoded = await inference.encode(texts, add_special_tokens=True, kept=kept)
             except InvalidArgument as error:
@@ -116,20 +139,24 @@ class EmbeddingDialect:
         _tokenizer: Tokenizer,
     ) -> None:
         self._in_base64 = body.encoding_format == "base64"
-        self._head = _head(request, created, model_name)
+        self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """The body of the answer, whose vectors are written out as it is sent."""
         data = (
-            {"object": "embedding", "index": index, "embedding": self._vector(answer.pooled)}
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": vector_body(answer.pooled, in_base64=self._in_base64),
+            }
             for index, answer in enumerate(answers)
         )
         return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
 
-    def _vector(self, values: bytes) -> str | list[float]:
-        if self._in_base64:
-            return base64.b64encode(values).decode()
-        return numbers(values).tolist()
+
+def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
+    """A vector as numbers, or as base64 of them."""
+    return base64.b64encode(values).decode() if in_base64 else numbers(values).tolist()
 
 
 class ScoreDialect:
@@ -147,26 +174,30 @@ class ScoreDialect:
         _tokenizer: Tokenizer,
     ) -> None:
         self._num_second = 1 if isinstance(body.text_2, str) else len(body.text_2)
-        self._head = _head(request, created, model_name)
+        self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """The body of the answer."""
         data = (
             {"index": index, "object": "score", "score": score}
-            for index, score in enumerate(self._scores(answers))
+            for index, score in enumerate(pair_scores(answers, self._num_second))
         )
         return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
 
-    def _scores(self, answers: Sequence[Answer]) -> Iterator[float]:
-        vectors = [numbers(answer.pooled) for answer in answers]
-        num_first = len(vectors) - self._num_second
-        if not num_first:
-            return (vector[0] for vector in vectors)
-        first = vectors[:num_first] * (self._num_second // num_first)
-        return map(cosine, first, vectors[num_first:])
+
+def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
+    """The scores of pairs, of which there are `num_second`: each is an answer, or the cosine of two
+    embeddings.
+    """
+    vectors = [numbers(answer.pooled) for answer in answers]
+    num_first = len(vectors) - num_second
+    if not num_first:
+        return [vector[0] for vector in vectors]
+    first = vectors[:num_first] * (num_second // num_first)
+    return [*map(cosine, first, vectors[num_first:])]
 
 
-def _head(request: ClientRequest, created: int, model_name: str) -> dict[str, Any]:
+def answer_head(request: ClientRequest, created: int, model_name: str) -> dict[str, Any]:
     return {
         "id": request.request_id,
         "object": "list",

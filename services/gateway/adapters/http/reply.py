@@ -19,6 +19,7 @@ from services.gateway.adapters.http.keep_alive import kept_alive
 from services.gateway.adapters.http.messages.bodies import MessagesBody
 from services.gateway.adapters.http.request_state import CLIENT
 from services.gateway.adapters.http.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.tokens.bodies import GenerateTokensBody
 from services.gateway.adapters.http.while_connected import while_connected
 from services.gateway.adapters.observation import Observation, Observer
 from services.gateway.adapters.request_record import RequestRecord
@@ -39,7 +40,7 @@ from services.gateway.core.timeline import Part
 
 logger = logging.getLogger(__name__)
 
-AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody
+AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody | GenerateTokensBody
 """What asks for something that a model computes."""
 
 

@@ -1,0 +1,16 @@
+"""The names of a model's classes."""
+
+import json
+from pathlib import Path
+
+
+def read_class_labels(model: Path) -> tuple[str, ...]:
+    """The names in the order of the classes, from `id2label` of config.json; none where it has no
+    such names for the classes from 0 on.
+    """
+    try:
+        named = json.loads((model / "config.json").read_bytes()).get("id2label") or {}
+        labels = tuple(str(named[str(number)]) for number in range(len(named)))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return ()
+    return labels

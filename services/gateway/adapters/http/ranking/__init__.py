@@ -1,0 +1,1 @@
+"""vLLM's routes of models that pool prompts: rerank, classify and pooling."""

@@ -1,0 +1,1 @@
+"""vLLM's route of tokens in and tokens out."""

@@ -1,0 +1,62 @@
+"""The bodies of its answers, for OpenAPI documents."""
+
+from typing import Literal
+
+from services.gateway.adapters.http.openapi.answers import (
+    Answer,
+    FinishReason,
+    RequestMetrics,
+    Usage,
+)
+
+
+class RankedToken(Answer):
+    """A token and its log-probability; its rank in the vocabulary where it is known."""
+
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class GeneratedToken(RankedToken):
+    """A token of the answer, and the most probable ones in its place."""
+
+    top_logprobs: list[RankedToken]
+
+
+class TokenLogprobs(Answer):
+    """One entry for each token."""
+
+    content: list[GeneratedToken]
+
+
+class TokensChoice(Answer):
+    """An answer, or a piece of one."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+
+
+class GeneratedTokens(Answer):
+    """A whole answer of /inference/v1/generate."""
+
+    request_id: str
+    model: str
+    created: int
+    output_mode: Literal["tokens"]
+    choices: list[TokensChoice]
+    usage: Usage
+    metrics: RequestMetrics | None = None
+
+
+class GeneratedTokensChunk(Answer):
+    """One event of a streamed answer."""
+
+    request_id: str
+    output_mode: Literal["tokens"]
+    choices: list[TokensChoice]
+    usage: Usage | None = None
+    metrics: RequestMetrics | None = None
