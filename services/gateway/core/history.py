@@ -122,12 +122,17 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """The present bin; those without anything before it are filled in."""
+        """The present bin; those without anything before it are filled in. A queue and a pool are
+        as they were until the next sample.
+        """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
             self._bins.append(Bin(began))
-        while self._bins[-1].began < began:
-            self._bins.append(Bin(self._bins[-1].began + BIN_SECONDS))
+        while (last := self._bins[-1]).began < began:
+            following = Bin(last.began + BIN_SECONDS)
+            following.num_running, following.num_waiting = last.num_running, last.num_waiting
+            following.held_share = last.held_share
+            self._bins.append(following)
         return self._bins[-1]
 
     def _note(self, now: float, kind: str, replica: str, text: str) -> None:

@@ -71,6 +71,7 @@ def history_document(history: History, now: float) -> dict[str, Any]:
     """The bins as parallel lists, each with median and 99th percentile of latencies, and events."""
     bins = history.bins(now)
     return {
+        "unix_seconds": now,
         "bin_seconds": BIN_SECONDS,
         "began_unix_seconds": [one.began for one in bins],
         "first_token_seconds": [median_and_p99(one.first_token) for one in bins],

@@ -185,6 +185,7 @@ class History(Answer):
     Latencies are pairs of median and 99th percentile, or null where no request ended.
     """
 
+    unix_seconds: float
     bin_seconds: int
     began_unix_seconds: list[int]
     first_token_seconds: list[list[float] | None]

@@ -15,9 +15,12 @@ const number = (name, line, key, text = count) => ({ name, line, value: (history
 const rate = (name, line, key) => ({
   name,
   line,
-  value: (history, at) => history[key][at] / history.bin_seconds,
+  value: (history, at) => history[key][at] / lengthOf(history, at),
   text: (value) => `${value < 10 ? value.toFixed(1) : count(value)}/s`,
 });
+/** Seconds of a bin; of the present one, those that are over. */
+const lengthOf = (history, at) =>
+  Math.min(history.bin_seconds, Math.max(2, history.unix_seconds - history.began_unix_seconds[at]));
 const CHARTS = [
   ["Time to first token", latency("first_token_seconds")],
   ["Time per token", latency("per_token_seconds")],
