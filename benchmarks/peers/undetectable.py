@@ -1,11 +1,15 @@
 """Faults that no receiver can see: one valid value of a message in place of another."""
 
+from stepwell.common.v1.common_pb2 import SamplingParams
+
 from benchmarks.peers.faults import Fault
 from benchmarks.peers.undetectable_below import UNDETECTABLE_BELOW
 
 _MODEL = "only the model knows which token is drawn, and how probable each one is"
 _CACHE = "only the pool knows how many tokens it had cached"
 _REFUSAL = "any sentence may be the reason of a refusal"
+_LIMIT = "a model may have any such limit; it is told anew with the next session"
+_ASKED = "a client may ask for any such value"
 _HANDLE = "another request of the same gateway may be meant as well"
 
 UNDETECTABLE: dict[str, str] = {
@@ -20,6 +24,19 @@ UNDETECTABLE: dict[str, str] = {
     "Session response: deltas.admitted.num_cached_tokens": _CACHE,
     "Session response: deltas.rejected.message": _REFUSAL,
     "Session response: deltas.rejected.handle": _HANDLE,
+    "Session request: abort.handles": _HANDLE,
+    **{
+        f"Session response: opened.{field}": _LIMIT
+        for field in ("vocab_size", "max_model_len", "max_request_tokens", "eos_token_ids")
+    },
+    **{
+        f"Session request: {path}.{field}": _ASKED
+        for path in ("add", "adds.requests", "chunk")
+        for field in (
+            *("prompt_token_ids", "output_token_ids", "token_ids", "sampling", "priority"),
+            *(f"sampling.{name}" for name in SamplingParams.DESCRIPTOR.fields_by_name),
+        )
+    },
 }
 """Changes by `Lane: path: change`, or by `Lane: path` for every change of a field, each with the
 reason why the receiver cannot see it.

@@ -7,7 +7,13 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from google.protobuf.message import DecodeError
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2
 
+from benchmarks.peers.faults import faults_of
+from benchmarks.peers.fields import changed
+from benchmarks.peers.methods import Direction, Lane
 from services.common.block_hash import BlockHash
 from services.common.ids import PoolId
 from services.gateway.adapters.directory.counts import ReaderCounts
@@ -93,3 +99,40 @@ class TestWatchedPools(DirectoryConformance):
         pools = WatchedPools(index)
         yield FollowedDirectory(pools, index)
         await pools.end()
+
+
+EVENTS = Lane("/stepwell.kvpool.v1.KVPool/WatchEvents", Direction.RESPONSE)
+
+
+def watched_messages() -> list[kvpool_pb2.WatchEventsResponse]:
+    """A snapshot of two groups, and a batch with an event of each kind."""
+    groups = [
+        common_pb2.KVCacheGroup(attention_type=kind, block_size=4, window=8 * (kind - 1))
+        for kind in (1, 2)
+    ]
+    snapshot = kvpool_pb2.WatchEventsResponse(snapshot=True, groups=groups, sequence=3)
+    snapshot.events.add().stored.hashes = b"h" * 64
+    batch = kvpool_pb2.WatchEventsResponse(sequence=4)
+    batch.events.add().stored.hashes = b"i" * 32
+    batch.events.add().removed.hashes = b"h" * 32
+    batch.events.add().cleared.SetInParent()
+    return [snapshot, batch]
+
+
+async def test_no_changed_field_of_an_event_ends_its_reader() -> None:
+    """Wrong keys cost cache hits; a defect of a reader would end the gateway."""
+    for position, message in enumerate(watched_messages()):
+        for fault in faults_of(EVENTS):
+            data = changed(message, fault.path, fault.change) if fault.path else None
+            if data is None:
+                continue
+            messages = watched_messages()
+            try:
+                messages[position] = kvpool_pb2.WatchEventsResponse.FromString(data)
+            except DecodeError:  # the channel ends the call
+                continue
+            index = PrefixIndex()
+            reader = PoolReader("node", index, itertools.count(1), ReaderCounts())
+            for one in messages:
+                await reader.apply(one)
+            index.match([1, 2])

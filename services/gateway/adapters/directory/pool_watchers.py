@@ -94,6 +94,9 @@ class PoolWatchers:
                         why = from_peer("it", error)
                         logger.info("pool %s is not followed: %s", pool.node, why)
                     self.counts.failures += 1
+                except Exception as error:
+                    logger.warning("an event of pool %s is wrong: %r", pool.node, error)
+                    self.counts.failures += 1
                 finally:
                     self._index.remove(pool.node)
                 await asyncio.sleep(backoff)
