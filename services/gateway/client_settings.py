@@ -53,6 +53,13 @@ class ClientSettings(ServiceSettings):
     client_session_idle_seconds: float = setting(
         60.0, doc="time without a turn after which a client's session ends", check=at_least(0.1)
     )
+    max_num_queued_tokens: int | None = setting(
+        None,
+        doc="prompt tokens of requests without output, waiting or computed; at so many further "
+        "requests get 503. The wanted time to the first token times the tokens of prompts that "
+        "are computed in a second (default: no limit)",
+        check=at_least(1),
+    )
     max_num_waiting_per_tenant: int = setting(
         256,
         doc="sequences of one tenant that may wait here for a place at the replicas; further "

@@ -178,6 +178,7 @@ def _make_fleet(
             settings.max_num_waiting_per_tenant,
             settings.max_concurrent_requests // 2,
             settings.max_queue_seconds_per_tenant,
+            settings.max_num_queued_tokens,
         ),
         nanos=time.perf_counter_ns,
     )

@@ -99,6 +99,7 @@ class FakeFleet:
         tokenizer_fingerprint: bytes = b"",
         policy: str = "least-loaded",
         max_load_delta: int = MAX_LOAD_DELTA,
+        bounds: QueueBounds = BOUNDS,
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
@@ -114,7 +115,7 @@ class FakeFleet:
             resubmit_timeout_seconds=RESUBMIT_TIMEOUT_SECONDS,
             migrate_after_seconds=MIGRATE_AFTER_SECONDS,
             tokenizer_fingerprint=tokenizer_fingerprint,
-            queue_bounds=BOUNDS,
+            queue_bounds=bounds,
             nanos=lambda: int(1e9 * self.clock.time()),
         )
         self.fleet.set_addresses("test", "abcdefgh"[:num_replicas])

@@ -90,6 +90,7 @@ class Fleet:
         self._clock = clock
         self._migrate_after = migrate_after_seconds
         self._nanos = nanos
+        self._bounds = queue_bounds
         self._numbers = itertools.count()
         self.num_resubmissions = 0
         """Sequences that were sent again, after a replica was lost, stalled or refused them."""
@@ -124,9 +125,16 @@ class Fleet:
     def limits(self) -> ModelLimits:
         return self.membership.limits()
 
+    def _num_queued_tokens(self) -> int:
+        """Prompt tokens of the sequences without output, those that are computed included."""
+        running = [one for replica in self.membership.replicas for one in replica.running.values()]
+        sequences = (*running, *self._waiting, *self.admission)
+        return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
+
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
         if deadline is not None and deadline <= self._clock.time():
             raise DeadlineExceeded("the time that this request allows passed before it was read")
+        self._bounds.check_tokens(self._num_queued_tokens)
         if tenant != ANYONE:
             self.admission.check_room(tenant, deadline)
         self._placement.check_queues(deadline, self.admission.arrivals.num(ANYONE))

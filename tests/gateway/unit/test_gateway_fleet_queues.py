@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -18,6 +19,7 @@ from services.gateway.adapters.session.deltas import SessionDeltas
 from services.gateway.core.replica_description import ReplicaState
 from services.gateway.core.tenant import ANYONE, Tenant
 from tests.gateway.fake_fleet import (
+    BOUNDS,
     LIMITS,
     RESUBMIT_TIMEOUT_SECONDS,
     FakeFleet,
@@ -207,3 +209,23 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
         with pytest.raises(DeadlineExceeded) as refused:
             world.fleet.check_room(tenant, 99.9)
         assert not refused.value.may_retry
+
+
+def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() -> None:
+    """A sequence counts whether it waits or is computed, until its first token."""
+    world = FakeFleet(1, bounds=replace(BOUNDS, max_num_queued_tokens=9))
+    ann = Tenant("ann")
+    first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet
+    for tenant in (ANYONE, ann):
+        world.fleet.check_room(tenant, None)
+    world.connect("a")
+    world.start(prompt=[1] * 2, tenant=ann)
+    for tenant in (ANYONE, ann):
+        with pytest.raises(ResourceExhausted, match=r"9 prompt tokens wait .* may be 9") as refused:
+            world.fleet.arriving(tenant, None)
+        assert refused.value.retry_after_seconds == 1.0
+    running = next(one for one in world.has("a") if one.mailbox is first)
+    running.output_token_ids.append(7)
+    world.fleet.check_room(ANYONE, None)
+    first.close()
+    world.fleet.check_room(ann, None)

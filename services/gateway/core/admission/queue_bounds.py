@@ -1,6 +1,6 @@
 """The bounds of a tenant's queue at the gateway, in number and in time."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from services.common.errors import (
@@ -30,6 +30,21 @@ class QueueBounds:
     max_num_waiting: int
     max_total_waiting: int
     max_queue_seconds: float
+    max_num_queued_tokens: int | None = None
+    """Prompt tokens of all tenants' sequences without output; None: no limit."""
+
+    def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
+        """Raises ResourceExhausted where that many prompt tokens, or more, have no output yet."""
+        if self.max_num_queued_tokens is None:
+            return
+        queued = num_queued_tokens()
+        if queued >= self.max_num_queued_tokens:
+            raise ResourceExhausted(
+                f"{queued} prompt tokens wait for their first output, and may be "
+                f"{self.max_num_queued_tokens}",
+                reason="QUEUED_TOKENS",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
         """Raises TenantQueueFull if a queue of `num_waiting` is full, for a tenant whose part of
