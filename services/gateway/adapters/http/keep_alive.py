@@ -23,7 +23,7 @@ def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -
             silent = 0.0
             if stream.keep_alive():
                 wake()
-        timer = loop.call_later(interval - silent, tick)
+        timer = loop.call_later(interval - silent, tick)  # noqa: F821 - deleted at the end
 
     if interval:
         timer = loop.call_later(interval, tick)
@@ -32,3 +32,4 @@ def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -
     finally:
         if timer is not None:
             timer.cancel()
+        del tick  # it refers to itself, and to the stream
