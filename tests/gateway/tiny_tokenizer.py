@@ -24,19 +24,23 @@ def write_tokenizer(
     *,
     chat_template: str | None = CHAT_TEMPLATE,
     special: Sequence[str] = SPECIAL,
+    texts: Sequence[str] = ("the stop string, the hello world of them",),
+    size: int = 320,
 ) -> Path:
-    """Writes the files of a tokenizer of a few hundred tokens; returns the directory."""
+    """Writes the files of a tokenizer of up to `size` tokens, with those that make `texts` short;
+    returns the directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
+        vocab_size=size,
         special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["the stop string, the hello world of them"] * 4, trainer)
+    tokenizer.train_from_iterator([*texts] * 4, trainer)
     return _write(directory, tokenizer, chat_template)
 
 
