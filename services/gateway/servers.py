@@ -32,6 +32,7 @@ from services.gateway.adapters.http.server import HttpServer
 from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tenant_checks import TenantChecks
 from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
+from services.gateway.adapters.http.tokens.routes import RenderRoutes
 from services.gateway.adapters.http.trace_routes import TraceRoutes
 from services.gateway.adapters.http.ui_pages import UiPages, UiRole
 from services.gateway.adapters.inference_servicer import (
@@ -82,6 +83,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         parts.server_routes,
         SessionRoutes(parts.client_sessions, inference, gate, bodies),
         RankingRoutes(generation, read_class_labels(settings.model)),
+        RenderRoutes(inference, gate, bodies),
         _view_routes(parts, sees_all=False) if settings.ui else (),
         has_metrics=settings.metrics_address is None,
     )

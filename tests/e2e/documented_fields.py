@@ -51,7 +51,7 @@ def examples() -> dict[str, list[Example]]:
         if base is None:
             shared = rows
             continue
-        if "completions" in call:
+        if call.endswith("/completions"):
             rows += shared
         found[call] = [
             Example(call, field, json.loads(base[1]), json.loads(added)) for field, added in rows

@@ -138,11 +138,17 @@ class HfTokenizer:
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        def work() -> list[list[int]]:
+        offsets = await self.token_offsets(texts, add_special_tokens=add_special_tokens)
+        return [_starts(of_text) for of_text in offsets]
+
+    async def token_offsets(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[tuple[int, int]]]:
+        def work() -> list[list[tuple[int, int]]]:
             encodings = self._backend.encode_batch(
                 list(texts), add_special_tokens=add_special_tokens
             )
-            return [_starts(encoding.offsets) for encoding in encodings]
+            return [encoding.offsets for encoding in encodings]
 
         return await self._off_loop(sum(map(len, texts)), work)
 

@@ -237,6 +237,13 @@ class Tokenizer(Protocol):
         starts where the character does.
         """
 
+    async def token_offsets(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[tuple[int, int]]]:
+        """The part of each text that each of its tokens is made of, in characters; (0, 0) for a
+        token that was added to it.
+        """
+
     async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

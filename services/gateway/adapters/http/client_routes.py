@@ -43,6 +43,7 @@ from services.gateway.adapters.http.session_routes import SessionRoutes
 from services.gateway.adapters.http.tokenizer_routes import COUNT_TOKENS, TokenizerRoutes
 from services.gateway.adapters.http.tokens import answers as tokens_answers
 from services.gateway.adapters.http.tokens.bodies import GenerateTokensBody
+from services.gateway.adapters.http.tokens.routes import RenderRoutes
 from services.gateway.core.idempotency.key import FIELD, MAX_LENGTH
 from services.gateway.core.request_check import MAX_SESSION_ID_BYTES
 
@@ -76,6 +77,7 @@ def client_routes(
     server: ServerRoutes,
     sessions: SessionRoutes,
     ranking: RankingRoutes,
+    rendering: RenderRoutes,
     views: Sequence[Route],
     *,
     has_metrics: bool,
@@ -86,6 +88,7 @@ def client_routes(
         _tokens(generation),
         *_pooling(generation),
         *ranking.routes(_POOLING_HEADERS),
+        *rendering.routes(),
         *sessions.routes(),
         *_tokenizing(tokenizer),
         *_about_the_server(server),

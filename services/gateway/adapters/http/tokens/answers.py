@@ -1,6 +1,8 @@
 """The bodies of its answers, for OpenAPI documents."""
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import RootModel
 
 from services.gateway.adapters.http.openapi.answers import (
     Answer,
@@ -60,3 +62,24 @@ class GeneratedTokensChunk(Answer):
     choices: list[TokensChoice]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
+
+
+class RenderedPrompt(Answer):
+    """What /inference/v1/generate takes. `token_offsets` says where in the text each token begins
+    and ends.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    token_offsets: list[tuple[int, int]] | None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    skip_reading_prefix_cache: bool | None
+
+
+class Rendered(RootModel[list[RenderedPrompt]]):
+    """One for each prompt of a completion."""
