@@ -133,6 +133,9 @@ class UpSettings:
     enable_auto_tool_choice: bool | None = passed_to(
         "gateway", doc="let the model choose to call tools"
     )
+    enable_tokenizer_info_endpoint: bool | None = passed_to(
+        "gateway", doc="serve the tokenizer's configuration at /tokenizer_info"
+    )
     redis_url: str | None = passed_to(
         "gateway",
         "kvpool",

@@ -86,6 +86,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
         RenderRoutes(inference, gate, bodies),
         _view_routes(parts, sees_all=False) if settings.ui else (),
         has_metrics=settings.metrics_address is None,
+        has_tokenizer_info=settings.enable_tokenizer_info_endpoint,
     )
     app = make_app(
         "Stepwell",

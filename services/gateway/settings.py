@@ -134,6 +134,9 @@ class GatewaySettings(ClientSettings):
     enable_auto_tool_choice: bool = setting(
         False, doc="let the model choose to call tools, in the form that tool_call_parser reads"
     )
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, doc="serve the tokenizer's configuration and chat template at /tokenizer_info"
+    )
     schedulers: tuple[str, ...] | None = setting(
         None,
         doc="addresses of schedulers, comma-separated: host:port, unix:PATH, or dns:NAME:PORT for "

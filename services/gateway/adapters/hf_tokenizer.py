@@ -16,6 +16,7 @@ from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.tokenizer_files import has_tokenizer
 from services.gateway.adapters.chat_content import Messages, render_content, texts_of
 from services.gateway.adapters.chat_template_options import ChatTemplateOptions
+from services.gateway.adapters.tokenizer_description import described
 from services.gateway.adapters.transformers_package import import_auto_tokenizer
 from services.gateway.adapters.truncated_texts import truncated
 from services.gateway.core.ports import TextTooLong
@@ -216,6 +217,9 @@ class HfTokenizer:
 
     def token_name(self, token_id: int) -> str:
         return self._backend.id_to_token(token_id) or ""
+
+    def description(self) -> Mapping[str, Any]:
+        return described(self._tokenizer)
 
     def to_json(self) -> str:
         """The text of a tokenizer.json."""

@@ -268,5 +268,8 @@ class Tokenizer(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; none for an id the tokenizer does not know."""
 
+    def description(self) -> Mapping[str, Any]:
+        """The tokenizer's configuration as JSON, without paths of files."""
+
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it."""

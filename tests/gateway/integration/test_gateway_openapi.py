@@ -89,7 +89,7 @@ async def test_every_generated_answer_is_as_documented(served: Serving) -> None:
 
 async def test_every_other_answer_is_as_documented(served: Serving) -> None:
     document = await documented(served)
-    assert len(document.document["paths"]) == 30
+    assert len(document.document["paths"]) == 34
     opened = await served.http.post("/v1/sessions", json={})
     document.check("/v1/sessions", opened)
     session = opened.json()["id"]

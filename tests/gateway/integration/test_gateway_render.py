@@ -1,10 +1,12 @@
 """/render and /derender: with /inference/v1/generate between them they are a completion."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema_rs import Draft202012Validator
 
 from services.common.api_keys import TenantRecord
 from tests.gateway.documented import Documented
@@ -221,3 +223,18 @@ async def test_each_route_needs_a_key(calling: Path, tmp_path: Path) -> None:
                 assert (await served.http.post(where, json={})).status_code == 401
                 answer = await served.http.post(where, json={}, headers=bearer(key))
                 assert answer.status_code == 400
+
+
+async def test_tokenizer_info_is_served_where_it_is_enabled(calling: Path, served: Serving) -> None:
+    assert (await served.http.get("/tokenizer_info")).status_code == 404
+    async with serving(calling, enable_tokenizer_info_endpoint=True, api_keys=("k",)) as enabled:
+        assert (await enabled.http.get("/tokenizer_info")).status_code == 401
+        answer = await enabled.http.get("/tokenizer_info", headers=bearer("k"))
+        document = (await enabled.http.get("/openapi.json")).json()
+    info = answer.json()
+    assert (answer.status_code, info["chat_template"]) == (200, TEMPLATE)
+    Draft202012Validator(document["components"]["schemas"]["TokenizerInfo"]).validate(info)
+    assert "/tokenizer_info" in document["paths"]
+    written = json.loads((calling / "tokenizer_config.json").read_text())
+    assert info["eos_token"] == written["eos_token"]
+    assert str(calling) not in answer.text

@@ -81,6 +81,7 @@ def client_routes(
     views: Sequence[Route],
     *,
     has_metrics: bool,
+    has_tokenizer_info: bool,
 ) -> Sequence[Route]:
     """All routes of clients; `views` are those of displays, such as `/ui`."""
     return (
@@ -91,6 +92,7 @@ def client_routes(
         *rendering.routes(),
         *sessions.routes(),
         *_tokenizing(tokenizer),
+        *(_tokenizer_info(tokenizer) if has_tokenizer_info else ()),
         *_about_the_server(server),
         *((Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False),) if has_metrics else ()),
         *views,
@@ -229,6 +231,11 @@ def _tokenizing(tokenizer: TokenizerRoutes) -> Sequence[Route]:
             error=messages_answers.AnthropicError,
         ),
     )
+
+
+def _tokenizer_info(tokenizer: TokenizerRoutes) -> Sequence[Route]:
+    handler = tokenizer.tokenizer_info
+    return (Route("/tokenizer_info", handler, server_answers.TokenizerInfo, tag="tokenizer"),)
 
 
 def _about_the_server(server: ServerRoutes) -> Sequence[Route]:

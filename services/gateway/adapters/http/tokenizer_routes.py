@@ -1,4 +1,6 @@
-"""The routes of the tokenizer: /tokenize, /detokenize, and /v1/messages/count_tokens."""
+"""The routes of the tokenizer: /tokenize, /detokenize, /tokenizer_info, and
+/v1/messages/count_tokens.
+"""
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -64,6 +66,10 @@ class TokenizerRoutes:
             self._inference.check_model(body.model, request.state.tenant)
             text = await self._inference.detokenize(body.tokens)
         return JSONResponse({"prompt": text})
+
+    async def tokenizer_info(self, _request: Request) -> Response:
+        """The tokenizer's configuration and chat template."""
+        return JSONResponse(self._inference.tokenizer.description())
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a conversation of Anthropic's messages has."""

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from services.gateway.adapters.http.openapi.answers import Answer
 
 
@@ -18,6 +20,15 @@ class Text(Answer):
     """An answer of /detokenize."""
 
     prompt: str
+
+
+class TokenizerInfo(Answer):
+    """An answer of /tokenizer_info, with all else that tokenizer_config.json says."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    chat_template: str | dict[str, str] | None = None
 
 
 class ModelCard(Answer):

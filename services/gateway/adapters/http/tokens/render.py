@@ -51,7 +51,7 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
     """The request of tokens that a chat is. Raises InvalidArgument."""
     check_renders(body)
-    request = await chat_request(body, inference, _new_name("chatcmpl"))
+    request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
     if body.return_token_offsets and body.truncate_prompt_tokens is None:
         text = await render(body, inference)
@@ -65,7 +65,7 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
     """The request of tokens for each prompt of a completion. Raises InvalidArgument."""
     check_renders(body)
-    request = await completion_request(body, inference, _new_name("cmpl"))
+    request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     offsets = None
