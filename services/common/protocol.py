@@ -2,7 +2,8 @@
 
 A client names its protocol and its version with its first call: a gateway as it opens a session, a
 scheduler as it opens its pool and asks what its workers run. A service of another protocol refuses
-it there, and neither side reads what it might take for something else.
+it there. The answer names the service's own, which the client compares: neither side reads what it
+might take for something else.
 """
 
 from functools import cache
@@ -21,7 +22,7 @@ number in statistics, leaves it as it is.
 
 
 class OtherProtocol(FailedPrecondition):
-    """The client is of another protocol; the message has the versions of both."""
+    """The other side is of another protocol; the message has the versions of both."""
 
     reason = "OTHER_PROTOCOL"
 
@@ -32,13 +33,13 @@ def own_release() -> common_pb2.Release:
     return common_pb2.Release(protocol=PROTOCOL, version=version("stepwell"))
 
 
-def require_same_protocol(client: str, theirs: common_pb2.Release, service: str) -> None:
-    """Raises OtherProtocol. `client` and `service` are names for people, such as "the scheduler"
-    and "worker".
+def require_same_protocol(peer: str, theirs: common_pb2.Release, service: str) -> None:
+    """Raises OtherProtocol. `peer` and `service` are names for people, such as "the scheduler" and
+    "worker".
     """
     if theirs.protocol != PROTOCOL:
         raise OtherProtocol(
-            f"this {service} has {_shown(own_release())}, {client} {_shown(theirs)}: "
+            f"this {service} has {_shown(own_release())}, {peer} {_shown(theirs)}: "
             "services of different protocols do not work together"
         )
 

@@ -20,6 +20,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.common.block_hash import unpack_token_ids
 from services.common.errors import FailedPrecondition, StepwellError
 from services.common.metrics_servicer import serve_collect
+from services.common.protocol import own_release
 from services.common.server import GrpcServer
 
 VOCAB_SIZE = 320
@@ -296,6 +297,7 @@ class FakeScheduler(
 
     def opened(self) -> scheduler_pb2.SessionOpened:
         return scheduler_pb2.SessionOpened(
+            release=own_release(),
             incarnation="1",
             model_name=self.model_name,
             max_model_len=self.max_model_len,

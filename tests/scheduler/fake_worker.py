@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.common import names
 from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.errors import InternalError, InvalidArgument
-from services.common.protocol import PROTOCOL, OtherProtocol
+from services.common.protocol import PROTOCOL, OtherProtocol, own_release
 from services.common.server import GrpcServer
 from services.common.telemetry import Tracing
 from services.scheduler.adapters.replica import ReplicaShape
@@ -51,6 +51,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         tracing: Tracing | None = None,
     ) -> None:
         self.description = worker_pb2.DescribeResponse(
+            release=own_release(),
             incarnation=f"worker-{id(self)}",
             model_name="paged",
             fingerprint=fingerprint,

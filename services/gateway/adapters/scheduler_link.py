@@ -10,7 +10,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.channel import open_channel
 from services.common.metrics_servicer import collect_from
-from services.common.protocol import OtherProtocol, own_release
+from services.common.protocol import OtherProtocol, own_release, require_same_protocol
 from services.common.queue_state_proto import queue_state_from_proto
 from services.common.replica_load_proto import replica_load_from_proto
 from services.common.status import from_peer
@@ -195,12 +195,14 @@ class SchedulerLink:
         except WrongMessage as error:
             reason = f"a message of the scheduler is wrong: {error}"
             self._note_wrong(replica, reason)
+        except OtherProtocol as error:
+            reason = error.message
+            self._warn_once(reason)
         except grpc.aio.AioRpcError as error:
             refusal = from_peer("the scheduler", error)
             reason = refusal.message
-            if refusal.error_reason == OtherProtocol.reason and reason != self._refused_with:
-                logger.warning("scheduler %s opens no session: %s", self.address, reason)
-                self._refused_with = reason
+            if refusal.error_reason == OtherProtocol.reason:
+                self._warn_once(reason)
         except Exception as error:
             reason = f"a message of the scheduler cannot be read: {type(error).__name__}"
             logger.exception("a defect, or a wrong message of scheduler %s", self.address)
@@ -215,7 +217,11 @@ class SchedulerLink:
 
     def _note_wrong(self, replica: Replica, reason: str) -> None:
         self._wrong_at = asyncio.get_running_loop().time()
-        if not replica.is_connected and reason != self._refused_with:
+        if not replica.is_connected:
+            self._warn_once(reason)
+
+    def _warn_once(self, reason: str) -> None:
+        if reason != self._refused_with:
             logger.warning("scheduler %s opens no session: %s", self.address, reason)
             self._refused_with = reason
 
@@ -250,8 +256,9 @@ class SchedulerLink:
                 watch.cancel()
 
     def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
-        """Begins with the first message. Raises WrongMessage."""
+        """Begins with the first message. Raises WrongMessage, and OtherProtocol."""
         require(response.WhichOneof("message") == "opened", "a session began without `opened`")
+        require_same_protocol("the scheduler", response.opened.release, "gateway")
         check_opened(response.opened)
         description = description_from_proto(response.opened)
         self._deltas = SessionDeltas(replica, description.limits)

@@ -17,7 +17,7 @@ from services.common.pool_operations_proto import (
     operations_from_proto,
     outcome_to_proto,
 )
-from services.common.protocol import require_same_protocol
+from services.common.protocol import own_release, require_same_protocol
 from services.common.telemetry import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
@@ -76,7 +76,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
             self._leases[pool_id] = lease, holder
         finally:
             lease.release(holder)
-        return kvpool_pb2.OpenPoolResponse(generation=hosted.generation)
+        return kvpool_pb2.OpenPoolResponse(generation=hosted.generation, release=own_release())
 
     async def Transact(
         self, request_iterator: AsyncIterator[kvpool_pb2.TransactRequest], _context: Context

@@ -15,7 +15,7 @@ from services.common.kv_cache_groups import KVCacheGroup
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pool_operations import Operation, Outcome
 from services.common.pool_operations_proto import operation_to_proto, outcome_from_proto
-from services.common.protocol import own_release
+from services.common.protocol import own_release, require_same_protocol
 from services.common.status import from_peer
 from services.common.watchdog.proc import watch_addresses
 from services.scheduler.adapters.alarm import Alarm
@@ -114,6 +114,7 @@ class PoolClient:
             )
         except grpc.aio.AioRpcError as error:
             raise from_peer("the kvpool", error) from error
+        require_same_protocol("the kvpool", response.release, "scheduler")
         if response.generation <= max(seen_generation, self._generation):
             raise ports.PoolLost(f"the kvpool began generation {response.generation} again")
         self._generation, self._sequence = response.generation, 0

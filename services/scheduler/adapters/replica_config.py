@@ -7,6 +7,7 @@ from stepwell.scheduler.v1 import scheduler_pb2
 from services.common.errors import FailedPrecondition
 from services.common.kv_cache_groups import chain_block_size
 from services.common.pooling_proto import pooler_to_proto
+from services.common.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
@@ -104,6 +105,7 @@ def session_opened_to_proto(
     built = shape.description
     return scheduler_pb2.SessionOpened(
         incarnation=incarnation,
+        release=own_release(),
         model_name=built.model_name,
         max_model_len=built.max_model_len,
         vocab_size=built.vocab_size,

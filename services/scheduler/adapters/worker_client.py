@@ -14,7 +14,7 @@ from services.common.adapter import Adapter
 from services.common.adapter_proto import adapter_to_proto
 from services.common.errors import StepwellError, Unavailable
 from services.common.pooling_proto import pooler_from_proto
-from services.common.protocol import own_release
+from services.common.protocol import own_release, require_same_protocol
 from services.common.status import from_peer
 from services.common.structured_outputs import StructuredOutputs
 from services.common.structured_outputs_proto import structured_outputs_to_proto
@@ -77,13 +77,18 @@ class Rank:
         return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
-        """What the worker runs. Raises StepwellError if it is not reached or is still loading."""
+        """What the worker runs. Raises StepwellError if it is not reached, is still loading, or is
+        of another protocol.
+        """
+        name = f"the worker at {self.address}"
         try:
-            return await self._stub.Describe(
+            response: worker_pb2.DescribeResponse = await self._stub.Describe(
                 worker_pb2.DescribeRequest(release=own_release()), timeout=DESCRIBE_TIMEOUT_SECONDS
             )
         except grpc.aio.AioRpcError as error:
-            raise from_peer(f"the worker at {self.address}", error) from error
+            raise from_peer(name, error) from error
+        require_same_protocol(name, response.release, "scheduler")
+        return response
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Lets the worker compile it. Raises StepwellError: InvalidArgument if that cannot be

@@ -12,6 +12,7 @@ from services.common.block_hash import HASH_BYTES
 from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
 from services.common.pooling_proto import pooler_to_proto, pooling_from_proto
 from services.common.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.protocol import own_release
 from services.common.sampling_proto import sampling_from_proto
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import (
@@ -118,6 +119,7 @@ def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeR
     return worker_pb2.DescribeResponse(
         groups=[kv_cache_group_to_proto(group) for group in groups],
         pooler=pooler_to_proto(pooler),
+        release=own_release(),
         **values,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.queue_state import QueueState
@@ -100,6 +101,7 @@ class WatchedReplica(Replica):
     def __init__(self, address: str, link: SchedulerLink) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
         self.has_opened = asyncio.Event()
+        self.has_closed = asyncio.Event()
         self.reasons: list[str] = []
 
     def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
@@ -110,6 +112,7 @@ class WatchedReplica(Replica):
 
     def closed(self, reason: str) -> None:
         self.reasons.append(reason)
+        self.has_closed.set()
 
 
 @contextmanager
@@ -162,6 +165,29 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
             await proxy.close()
         assert proxy.num_connections == 2
         assert replica.reasons[:2] == ["no message for 0.2 s: the scheduler hangs"] * 2
+
+
+async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:
+    """An old one may not compare protocols itself."""
+
+    class OtherScheduler(FakeScheduler):
+        def opened(self) -> scheduler_pb2.SessionOpened:
+            opened = super().opened()
+            opened.release.CopyFrom(common_pb2.Release(protocol=99, version="9.0"))
+            return opened
+
+    async with OtherScheduler().running() as target:
+        link = SchedulerLink(target, "gateway", SECONDS)
+        replica = WatchedReplica("s", link)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                await replica.has_closed.wait()
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
+        assert not replica.has_opened.is_set()
+        assert "the scheduler version 9.0 (protocol 99)" in replica.reasons[0]
 
 
 @pytest.mark.parametrize(
