@@ -3,6 +3,7 @@ measure.
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import MappingProxyType
@@ -156,9 +157,9 @@ class SessionClient:
         self, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
         """Sends all prompts at once; yields each message with tokens, until all have ended."""
-        call = self._stub.Session()
+        call, numbers = self._stub.Session(), itertools.count(1)
         hello = scheduler_pb2.OpenSession(gateway_id="benchmark", release=own_release())
-        await call.write(scheduler_pb2.SessionRequest(open=hello))
+        await call.write(scheduler_pb2.SessionRequest(number=next(numbers), open=hello))
         await call.read()
         for handle, prompt in enumerate(prompts):
             add = scheduler_pb2.AddRequest(
@@ -167,7 +168,7 @@ class SessionClient:
                 prompt_token_ids=pack_token_ids(prompt),
                 sampling=common_pb2.SamplingParams(temperature=0, seed=0, max_tokens=num_tokens),
             )
-            await call.write(scheduler_pb2.SessionRequest(add=add))
+            await call.write(scheduler_pb2.SessionRequest(number=next(numbers), add=add))
         num_open = len(prompts)
         while num_open:
             response = await call.read()

@@ -312,4 +312,5 @@ def _settings(
         num_blocks=options.num_blocks,
         otlp_endpoint=endpoint,
         trace_sample_ratio=ratio,
+        trace_step_sample_ratio=None if endpoint is None else 1.0,
     )

@@ -127,6 +127,7 @@ async def run(options: Options, directory: Path) -> TraceReport:
             max_num_batched_tokens=64,
             otlp_endpoint=receiver.endpoint,
             trace_sample_ratio=1.0,
+            trace_step_sample_ratio=1.0,
         )
         async with Replicas(settings, directory, RestartPolicy(steady_seconds=1.0)) as replicas:
             client = GrpcClient(replicas.grpc)

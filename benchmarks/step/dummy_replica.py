@@ -50,7 +50,10 @@ class DummyReplica:
         limits = ("--max-num-seqs", options.max_num_seqs, "--num-blocks", options.num_blocks)
         traces = ("--otlp-endpoint", options.otlp_endpoint)
         asynchronous = "--async-scheduling" if options.async_scheduling else "--no-async-scheduling"
-        sample = ("--trace-sample-ratio", options.trace_sample_ratio)
+        sample = (
+            *("--trace-sample-ratio", options.trace_sample_ratio),
+            *("--trace-step-sample-ratio", 1.0),
+        )
         connect = ("--kvpool", self._socket("kvpool"), "--workers", self._socket("worker"))
         self._start("worker", "benchmarks.step.dummy_worker", *limits, *traces)
         self._start("kvpool", "services.kvpool", *traces)

@@ -54,10 +54,11 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
         raise NoAnswer from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         return "it says that it cannot go on"
-    return _why_unreachable(address)
+    return why_unreachable(address)
 
 
-def _why_unreachable(address: str) -> str:
+def why_unreachable(address: str) -> str:
+    """Why nothing can connect to the address: its socket was removed. Empty if that is not so."""
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()
     return f"its socket {socket} was removed" if is_removed else ""

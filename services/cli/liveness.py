@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.cli.child import Child
-from services.cli.health import NoAnswer, why_not_live
+from services.cli.health import NoAnswer, why_not_live, why_unreachable
 from services.common.channel import open_channel
 from services.common.watchdog.proc import watch_pids
 from services.common.watchdog.silence import Silence
@@ -102,7 +102,8 @@ class _Watch:
         if is_stopped and seconds >= self._policy.stopped_share * self._child.spec.silence_seconds:
             return f"it was stopped, and has answered no health check for {seconds:.1f} s"
         if seconds >= self._bound_seconds:
-            return f"it has answered no health check for {seconds:.1f} s"
+            removed = why_unreachable(self._child.spec.liveness_address or "")
+            return removed or f"it has answered no health check for {seconds:.1f} s"
         return ""
 
     def _silence_since(self, began: float) -> Silence:

@@ -8,8 +8,10 @@ from tests.e2e.stack import ROOT, Stack
 LONGEST_LINE = 170
 
 
-def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> str:
-    """What the command writes; it must succeed."""
+def stepwell(
+    stack: Stack, command: str, *arguments: str, stdin: str = "", complaint: str = ""
+) -> str:
+    """What the command writes; it must succeed, with this line on standard error."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", command, "--url", stack.url, *arguments],
         input=stdin.encode(),
@@ -18,7 +20,7 @@ def stepwell(stack: Stack, command: str, *arguments: str, stdin: str = "") -> st
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr.decode().strip()) == (0, complaint)
     return done.stdout.decode()
 
 
@@ -31,9 +33,10 @@ def test_a_start_is_logged_in_lines_that_can_be_parsed(stack: Stack) -> None:
 
 def test_a_completion_is_the_same_each_time(stack: Stack) -> None:
     flags = ("--max-tokens", "20", "--temperature", "0", "once upon")
-    first = stepwell(stack, "complete", *flags)
+    cut = "stopped at max_tokens 20; --max-tokens N allows more"
+    first = stepwell(stack, "complete", *flags, complaint=cut)
     assert len(first) > 1
-    assert stepwell(stack, "complete", *flags) == first
+    assert stepwell(stack, "complete", *flags, complaint=cut) == first
 
 
 def test_each_line_of_a_piped_conversation_is_answered(stack: Stack) -> None:
@@ -42,10 +45,11 @@ def test_each_line_of_a_piped_conversation_is_answered(stack: Stack) -> None:
 
 
 def test_status_counts_what_was_done(stack: Stack) -> None:
-    stepwell(stack, "complete", "--max-tokens", "3", "x")
+    cut = "stopped at max_tokens 3; --max-tokens N allows more"
+    stepwell(stack, "complete", "--max-tokens", "3", "x", complaint=cut)
     lines = stepwell(stack, "status").splitlines()
     rows = dict(line.split(maxsplit=1) for line in lines[2:])
     assert lines[0] == f"{stack.model}: 0 requests here"
-    assert lines[1].endswith(": ready")
+    assert lines[1].endswith(": idle")
     assert rows["running"] == "0 of 64"
     assert int(rows["generated"].split()[0]) >= 1

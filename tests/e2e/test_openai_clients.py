@@ -145,7 +145,7 @@ def test_the_models_are_listed(client: openai.OpenAI, stack: Stack) -> None:
         ({"n": 0}, "n"),
         ({"max_tokens": -5}, "max_tokens"),
         ({"extra_body": {"top_k": -7}}, "top_k"),
-        ({"extra_body": {"frobnicate": 1}}, "frobnicate"),
+        ({"suffix": "y"}, "suffix"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": "x" * 5_000}, "prompt"),
     ],

@@ -136,8 +136,8 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
         environ={"TMPDIR": str(temporary), "STEPWELL_WORKER_MAX_MODEL_LEN": "128"},
     )
     try:
-        # Its settings, on the way: quiet is the ready line and no more.
-        assert [line.split()[0] for line in stack.output] == ["ready:", "curl"]
+        # Its settings, on the way: quiet is what to do with the server and no more.
+        assert [line.split()[0] for line in stack.output] == ["ready:", "curl", "export"]
         assert httpx.get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
         key = {"Authorization": "Bearer second"}
         (model,) = httpx.get(f"{stack.url}/v1/models", headers=key).json()["data"]

@@ -89,8 +89,8 @@ def test_two_replicas_answer_and_heal(two: Stack) -> None:
     # By turns: each replica has served one.
     wait_for(lambda: [r["stats"]["num_finished"] for r in replicas(two)] == [1, 1])
     first, second = shown_by_status(two)
-    assert first.endswith("/scheduler-0.sock: ready")
-    assert second.endswith("/scheduler-1.sock: ready")
+    assert first.endswith("/scheduler-0.sock: idle")
+    assert second.endswith("/scheduler-1.sock: idle")
 
     two.hit("scheduler-0")
     assert complete(two) == text

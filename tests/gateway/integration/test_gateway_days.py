@@ -59,8 +59,8 @@ class ScriptedScheduler(FakeScheduler):
     script: Iterator[list[int]] = field(default_factory=lambda: iter(()))
     begun: dict[int, tuple[Sequence, list[int]]] = field(default_factory=dict)
 
-    def _opened(self) -> scheduler_pb2.SessionOpened:
-        opened = super()._opened()
+    def opened(self) -> scheduler_pb2.SessionOpened:
+        opened = super().opened()
         opened.vocab_size = 1000
         return opened
 
