@@ -26,6 +26,7 @@ SETTINGS: dict[str, type[Any]] = {
 EVERYTHING = {
     "served_model_name": "other",
     "enable_lora": True,
+    "enable_tokenizer_info_endpoint": True,
     "lora_modules": ("sql=adapters/sql",),
     "lora_dir": Path(__file__).parent,
     "max_loras": 2,

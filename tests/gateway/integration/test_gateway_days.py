@@ -200,8 +200,7 @@ async def test_anthropics_package_with_what_claude_code_sends(served: Serving) -
     check_day(served)
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_openais_agents_sdk(served: Serving, api: str) -> None:
+async def test_openais_agents_sdk(served: Serving) -> None:
     agents = pytest.importorskip("agents")
     agents.set_tracing_disabled(True)
 
@@ -211,14 +210,11 @@ async def test_openais_agents_sdk(served: Serving, api: str) -> None:
         return f"sunny{city[:0]}"
 
     async with served.openai() as client:
-        kind = (
-            agents.OpenAIResponsesModel if api == "responses" else agents.OpenAIChatCompletionsModel
-        )
         agent = agents.Agent(
             name="clerk",
             instructions=SYSTEM,
             tools=[weather],
-            model=kind(model="tiny", openai_client=client),
+            model=agents.OpenAIResponsesModel(model="tiny", openai_client=client),
         )
         items: list[Any] = []
         for turn in turns(served):
@@ -261,14 +257,13 @@ async def test_langchain(served: Serving, api: str) -> None:
     check_day(served)
 
 
-@pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_pydantic_ai(served: Serving, api: str) -> None:
+async def test_pydantic_ai(served: Serving) -> None:
     pydantic_ai = pytest.importorskip("pydantic_ai")
     models = pytest.importorskip("pydantic_ai.models.openai")
     providers = pytest.importorskip("pydantic_ai.providers.openai")
     async with served.openai() as client:
-        kind = models.OpenAIResponsesModel if api == "responses" else models.OpenAIChatModel
-        model = kind("tiny", provider=providers.OpenAIProvider(openai_client=client))
+        provider = providers.OpenAIProvider(openai_client=client)
+        model = models.OpenAIChatModel("tiny", provider=provider)
         agent: Any = pydantic_ai.Agent(model, system_prompt=SYSTEM, retries=9)
 
         @agent.tool_plain

@@ -113,7 +113,7 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
         assert (await over_http).is_success
         assert (await second).is_success
         # However a request ends, it gives its slot back.
-        for fields in ({"max_tokens": 0}, {"prompt": []}, {"nonsense": 1}, {"model": "other"}):
+        for fields in ({"max_tokens": 0}, {"prompt": []}, {"suffix": "x"}, {"model": "other"}):
             for _ in range(3):
                 assert (await post(served, key, **fields)).status_code in (400, 404)
         scheduler.permits = 0

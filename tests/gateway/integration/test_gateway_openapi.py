@@ -238,7 +238,7 @@ async def test_bodies_say_what_is_accepted_without_effect(served: Serving) -> No
     chat = schemas["ChatCompletionBody"]
     assert chat["properties"]["store"]["enum"] == [None, False]
     assert chat["properties"]["temperature"]["minimum"] == 0
-    assert chat["additionalProperties"] is False
+    assert "additionalProperties" not in chat
     assert chat["required"] == ["messages"]
     assert schemas["CompletionBody"]["properties"]["n"]["minimum"] == 1
 

@@ -134,7 +134,7 @@ class SessionDeltas:
                 sent.num_prompt_rows += len(message.prompt.ranks)
             if message.HasField("sampled") and (num_rows := len(message.sampled.ranks)):
                 num_top = sent.inflight.request.sampling.logprobs
-                require(num_top is not None, "log-probabilities came that nobody wants")
+                require(num_top is not None, "log-probabilities came unasked")
                 start = rows.get(message.handle, 0)
                 tokens = new.get(message.handle, [])[start : start + num_rows]
                 check_rows(message.sampled, tokens, num_top or 0, vocab_size)
@@ -152,7 +152,7 @@ class SessionDeltas:
         require(len(vectors) == len(set(vectors)), "a prompt has two vectors")
         for pooled in deltas.pooled:
             params = self._of(pooled.handle).inflight.request.pooling
-            require(params is not None and pooler is not None, "a vector came that nobody wants")
+            require(params is not None and pooler is not None, "a vector came unasked")
             assert params is not None
             assert pooler is not None
             check_vector(pooled.values, params.dimensions or pooler.size)

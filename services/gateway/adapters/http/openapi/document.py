@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from services.gateway.adapters.http.fields import Body
 from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
@@ -195,6 +196,17 @@ def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
     )
     definitions: dict[str, Any] = schemas["$defs"]
+    bodies = {body.__name__ for body in _subclasses(Body)}
+    for name, definition in definitions.items():
+        # Unknown fields of requests are ignored, unless a setting refuses them.
+        if name.rpartition("__")[2] in bodies and definition.get("additionalProperties") is False:
+            del definition["additionalProperties"]
     for model in filter(generates, models):
         add_ranges(definitions[model.__name__])
     return definitions
+
+
+def _subclasses(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for child in kind.__subclasses__():
+        yield child
+        yield from _subclasses(child)

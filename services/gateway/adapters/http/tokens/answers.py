@@ -1,8 +1,8 @@
 """The bodies of its answers, for OpenAPI documents."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import RootModel
+from pydantic import Field, RootModel
 
 from services.gateway.adapters.http.openapi.answers import (
     Answer,
@@ -71,7 +71,7 @@ class RenderedPrompt(Answer):
 
     request_id: str
     token_ids: list[int]
-    token_offsets: list[tuple[int, int]] | None
+    token_offsets: list[Annotated[list[int], Field(min_length=2, max_length=2)]] | None
     sampling_params: dict[str, Any]
     model: str
     stream: bool
