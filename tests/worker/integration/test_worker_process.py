@@ -96,7 +96,16 @@ async def test_a_damaged_model_ends_the_start_with_one_sentence(directory: Path)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 async def test_cuda_without_a_gpu_ends_the_start_with_one_sentence(directory: Path) -> None:
-    arguments = ("--model", str(directory), "--address", "127.0.0.1:0", "--device", "cuda")
+    arguments = (
+        "--model",
+        str(directory),
+        "--address",
+        "127.0.0.1:0",
+        "--device",
+        "cuda",
+        "--log-level",
+        "error",
+    )
     status, lines = await outcome(await start(*arguments))
     assert status == 1
     assert lines == [
