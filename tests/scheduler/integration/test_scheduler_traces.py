@@ -24,6 +24,7 @@ SPAN_ID = 0x1234567890ABCDEF
 TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"
 SLOW_TRACE_ID = 0x51
 SLOW_TRACEPARENT = f"00-{SLOW_TRACE_ID:032x}-{SPAN_ID:016x}-01"
+EVERY_STEP = ["--trace-step-sample-ratio", "1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
     """One traced request and one that is not, served by three services."""
     collector, exporter = SpanCollector(), InMemorySpanExporter()
     tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
-    flags = ["--otlp-endpoint", collector.endpoint, *request.param]
+    flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, *request.param]
     try:
         async with running_scheduler(
             *flags, worker=FakeWorker(tracing=tracing), pool=Pool(exporter)
@@ -74,7 +75,7 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
     finally:
         collector.close()
         tracing.shutdown()
-    assert collector.services == {"stepwell-scheduler"}
+    assert collector.services == {"stepwell-scheduler", "stepwell-engine-steps"}
     yield Traces([*collector.spans, *seen(exporter.get_finished_spans())])
 
 
@@ -213,7 +214,7 @@ async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> No
 @pytest.mark.parametrize("answers", [True, False], ids=["answers late", "never answers"])
 async def test_a_step_in_flight_at_the_end_leaves_a_whole_trace(answers: bool) -> None:
     collector, worker = SpanCollector(), FakeWorker()
-    flags = ["--otlp-endpoint", collector.endpoint, "--drain-seconds", "0.2"]
+    flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, "--drain-seconds", "0.2"]
     try:
         async with running_scheduler(*flags, worker=worker) as running:
             gateway = Gateway(running.stub)

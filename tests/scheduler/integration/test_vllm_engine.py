@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from stepwell.common.v1 import common_pb2 as stepwell_common_pb2
+from stepwell.worker.v1 import worker_pb2
 
 from services.common import names
 from services.common.block_hash import unpack_token_ids
@@ -198,11 +200,36 @@ async def test_what_cannot_be_served_is_refused_by_its_name(
         await replica.until_idle()
 
 
+def with_logprobs(
+    step: worker_pb2.ExecuteRequest, answer: worker_pb2.ExecuteResponse
+) -> list[worker_pb2.ExecuteResponse]:
+    """The answer to the steps of one request that wants two candidates for each token of its
+    output, and none beside the tokens of its prompt.
+    """
+    num_prompt = sum(len(unpack_token_ids(new.token_ids)) - 1 for new in step.new_requests)
+    for index, num_tokens in enumerate(unpack_token_ids(answer.num_tokens)):
+        answer.logprobs.add(
+            index=index, sampled=logprob_rows(3, num_tokens), prompt=logprob_rows(1, num_prompt)
+        )
+    return [answer]
+
+
+def logprob_rows(width: int, count: int) -> stepwell_common_pb2.Logprobs:
+    size = width * count
+    return stepwell_common_pb2.Logprobs(
+        width=width, token_ids=[5] * size, logprobs=[-0.5] * size, ranks=[1] * count
+    )
+
+
 async def test_logprobs_of_output_and_prompt(tmp_path: Path) -> None:
-    """Without a model none come; that they are asked for as the client wants is what is seen."""
-    async with vllm_replica(tmp_path) as (replica, stub):
+    worker = FakeWorker()
+    worker.spoil = with_logprobs
+    async with vllm_replica(tmp_path, worker) as (replica, stub):
         sampling: dict[str, Any] = {"logprobs": 2, "prompt_logprobs": 0}
-        await complete(stub, generate_request(prompt(5), sampling=sampling))
+        (answer,) = await complete(stub, generate_request(prompt(5), sampling=sampling))
+        assert list(answer.output_logprobs.token_logprobs) == [-0.5] * answer.completion_tokens
+        assert {len(top.values) for top in answer.output_logprobs.top_logprobs} == {2}
+        assert len(answer.input_logprobs.token_logprobs) == 5
         (new,) = [new for step in replica.worker.steps for new in step.new_requests]
         assert (new.sampling.logprobs, new.sampling.prompt_logprobs) == (2, 0)
 

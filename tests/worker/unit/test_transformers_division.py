@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import (
     AutoModelForCausalLM,
-    BloomConfig,
+    GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], int, str]] = {
         "ranks cannot divide 6 equally",
     ),
     "experts": (OlmoeConfig, {"num_experts": 2}, 2, "OlmoeForCausalLM divides model.layers.0.mlp."),
-    "no plan": (BloomConfig, {"n_layer": 2}, 2, "has no plan by which ranks could divide it"),
+    "no plan": (GPT2Config, {}, 2, "has no plan by which ranks could divide it"),
     "a plan for its head alone": (
         HunYuanDenseV1Config,
         {"head_dim": 8},

@@ -18,7 +18,8 @@ inline Register exponential(Register x) {
       fmadd(whole, 2.12194440e-4f, fmadd(whole, -0.693359375f, (Register)clamped));
 #else
   const Register magic = 12582912.0f - Register{};  // Adding it rounds to an integer.
-  const Register clamped = larger(x < 88.0f ? x : 88.0f - Register{}, -87.0f - Register{});
+  const Register below = x > 88.0f ? 88.0f - Register{} : x;
+  const Register clamped = larger(-87.0f - Register{}, below);  // NaN stays NaN.
   const Register shifted = fmadd(clamped, 1.44269504f, magic);
   const Register whole = shifted - magic;
   const Register rest = fmadd(whole, 2.12194440e-4f, fmadd(whole, -0.693359375f, clamped));
@@ -44,7 +45,7 @@ inline Register power_of_two(Register x) {
   const Register rest = (Register)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
 #else
   const Register magic = 12582912.0f - Register{};
-  const Register clamped = larger(x, -126.0f - Register{});
+  const Register clamped = larger(-126.0f - Register{}, x);  // NaN stays NaN.
   const Register shifted = clamped - 0.5f + magic;
   const Register rest = clamped - (shifted - magic);
 #endif
