@@ -96,8 +96,9 @@ class KVCacheManager:
         nothing was published or looked up. `steps` are those before.
         """
         operations: list[Operation] = []
-        if growing:
-            operations.append(self._grow(builder, growing, steps))
+        growth = self._grow(builder, growing, steps) if growing else None
+        if growth is not None:
+            operations.append(growth)
         filling = self._filling(builder, leaving)
         if filling:
             operations.append(self._commit(filling))
@@ -110,8 +111,8 @@ class KVCacheManager:
         if not operations:
             return None
         outcome = self._keep(await self._pool.transact(operations, traceparent))
-        if growing:
-            self._note_growth(builder, growing, outcome)
+        if growth is not None:
+            self._note_growth(builder, growing, growth, outcome)
         if outcome.stop is None:
             for _, end, request in filling:
                 num_full = end // self._hash_block_size
@@ -240,26 +241,27 @@ class KVCacheManager:
         return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
 
     def _note_growth(
-        self, builder: StepBuilder, growing: Sequence[Request], outcome: Outcome
+        self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
     ) -> None:
         """Takes in the new blocks of requests, as far as they fitted. Raises PoolLost if they are
         not as many as were asked for.
         """
-        size = self._config.block_size
-        for request, blocks in zip(growing, outcome.grown, strict=False):
-            request.num_slots += len(blocks[0]) * size
-            if self._only_grows:
-                self._require_slots(builder, request)
-            if self._only_grows or any(blocks):
-                builder.plan.appended_blocks[request] = blocks
-
-    def _require_slots(self, builder: StepBuilder, request: Request) -> None:
-        needed, size = self.num_slots(builder.off_fast_path[request]), self._config.block_size
-        if not needed <= request.num_slots < needed + size:
-            raise PoolLost(
-                f"the kvpool was lost: it gave a request {request.num_slots} slots, not {needed}",
-                suspects=[request.key],
-            )
+        size, appended = self._config.block_size, builder.plan.appended_blocks
+        if not self._only_grows:
+            for request, blocks in zip(growing, outcome.grown, strict=False):
+                request.num_slots += len(blocks[0]) * size
+                if any(blocks):
+                    appended[request] = blocks
+            return
+        for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
+            num_slots = request.num_slots + len(blocks[0]) * size
+            if not needed <= num_slots < needed + size:
+                raise PoolLost(
+                    f"the kvpool was lost: it gave a request {num_slots} slots, not {needed}",
+                    suspects=[request.key],
+                )
+            request.num_slots = num_slots
+            appended[request] = blocks
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
         """Requests of which the step fills blocks, in the order of admission."""

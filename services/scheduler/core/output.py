@@ -115,7 +115,7 @@ class SchedulerOutput:
     """New blocks of requests that ran before."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
-    prefill_chunks: set[Request] = field(default_factory=set)
+    prefill_chunks: frozenset[Request] = frozenset()
     """Requests of which tokens are left to compute before one can be sampled."""
     new: list[Request] = field(default_factory=list)
     """Admitted for the first time."""

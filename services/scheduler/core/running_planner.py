@@ -92,18 +92,22 @@ class RunningPlanner:
             moving = _moving(builder.off_fast_path, steps)
         set_off_fast_path(builder.off_fast_path)
         entering: dict[Request, int] = {}
+        prefill_chunks: list[Request] = []
         for request, num_computed in builder.off_fast_path.items():
-            request.is_prefill_chunk = num_computed < len(request.token_ids)
-            if request.is_prefill_chunk:
-                builder.plan.prefill_chunks.add(request)
+            is_prefill_chunk = num_computed < len(request.token_ids)
+            request.is_prefill_chunk = is_prefill_chunk
+            if is_prefill_chunk:
+                prefill_chunks.append(request)
             if self._has_drafts:
                 request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
             if num_drafts:
                 continue
-            if self._feeds_forward and not request.is_prefill_chunk and request not in moving:
+            if self._feeds_forward and not is_prefill_chunk and request not in moving:
                 num_steps = self._fast_path_end(request) - num_computed
                 if num_steps > 0:
                     entering[request] = num_steps
+        if prefill_chunks:
+            builder.plan.prefill_chunks = frozenset(prefill_chunks)
         if entering:
             self._running.enter_fast_path(entering)
 

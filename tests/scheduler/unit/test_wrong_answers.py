@@ -43,7 +43,7 @@ def plan_of_four() -> SchedulerOutput:
         make_request(3, 5, sampling=wanted),
     ]
     plan = SchedulerOutput(9, requests, [1, 3, 3, 5], [5, 0, 5, 0])
-    plan.prefill_chunks.add(requests[1])
+    plan.prefill_chunks = frozenset([requests[1]])
     plan.draft_token_ids[requests[2]] = [-1, -1]
     plan.block_tables[requests[3]] = ([BlockId(1)],)
     blocks = [BlockTransfer(BlockId(number), number, b"") for number in (4, 5)]
@@ -188,7 +188,7 @@ async def test_vectors_are_of_the_prompts_that_end(
     requests = [make_request(row, 5, sampling=plain) for row in range(3)]
     requests[2].pooling = PoolingParams(dimensions=2)
     plan = SchedulerOutput(9, requests, [5, 3, 5], [0, 0, 0])
-    plan.prefill_chunks.add(requests[1])
+    plan.prefill_chunks = frozenset([requests[1]])
     pooler = Pooler(PoolingTask.EMBED, PoolingType.LAST, 3)
     step = sent(plan, ModelFacts(10, pooler))
     answer = Answer(generation=3, step=9, num_tokens=packed(0, 0, 0), pooled=pooled)
