@@ -75,7 +75,8 @@ class SessionDeltas:
             raise WrongMessage(f"{len(token_ids)} tokens came in place of {sum(counts)}")
         if token_ids and max(token_ids) >= self._limits.vocab_size:
             raise WrongMessage(f"token {max(token_ids)} of {self._limits.vocab_size} came")
-        require(deltas.step >= self._step, f"step {deltas.step} comes after {self._step}")
+        if deltas.step < self._step:
+            raise WrongMessage(f"step {deltas.step} comes after {self._step}")
         num_ended = self._num_ended + len(deltas.finished) + len(deltas.rejected)
         if deltas.num_ended != num_ended:
             raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
@@ -94,15 +95,18 @@ class SessionDeltas:
         new: dict[int, list[int]] = {}
         start = 0
         for handle, count, total in zip(handles, counts, totals, strict=True):
-            sent = self._of(handle)
+            sent = self._sent.get(handle) or self._of(handle)
             if not sent.is_leaving:
                 tokens = token_ids[start : start + count]
-                sent.check_tokens(tokens, total, has_ended=handle in ended)
-                if has_ends or sent.wants_rows or sent.num_prompt_rows_wanted:
+                has_ended = handle in ended
+                sent.check_tokens(tokens, total, has_ended=has_ended)
+                if has_ended or sent.wants_rows or sent.num_prompt_rows_wanted:
                     new[handle] = tokens
             start += count
-        self._check_rows(deltas, new)
-        self._check_vectors(deltas)
+        if new or deltas.logprobs:
+            self._check_rows(deltas, new)
+        if has_ends or deltas.pooled:
+            self._check_vectors(deltas)
         for end in (*deltas.finished, *deltas.turns):
             self._of(end.handle).check_end(end, new.get(end.handle, []), self._limits)
         self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)

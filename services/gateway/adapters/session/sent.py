@@ -8,7 +8,7 @@ from services.common.finish_reason import FinishReason
 from services.common.finish_reason_proto import finish_reason_from_proto
 from services.common.sampling import MAX_INT32
 from services.gateway.adapters.session.rows import check_rows
-from services.gateway.adapters.session.wrong_message import require
+from services.gateway.adapters.session.wrong_message import WrongMessage, require
 from services.gateway.core.inflight import Inflight
 from services.gateway.core.model_limits import ModelLimits
 
@@ -59,11 +59,11 @@ class Sent:
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:
             given = f"{len(output)} and {len(token_ids)} more"
-            require(False, f"a request has {num_output} tokens, but {given} came")
+            raise WrongMessage(f"a request has {num_output} tokens, but {given} came")
         if num_output > self.max_tokens:
-            require(False, f"a request has {num_output} tokens of {self.max_tokens}")
+            raise WrongMessage(f"a request has {num_output} tokens of {self.max_tokens}")
         if not self.is_admitted:
-            require(False, "tokens came of a request that was not admitted")
+            raise WrongMessage("tokens came of a request that was not admitted")
         if not token_ids:
             return
         if len(token_ids) > 1 and not self.ending.isdisjoint(token_ids[:-1]):
@@ -71,13 +71,15 @@ class Sent:
             for number, token_id in enumerate(token_ids[:-1], num_kept + 1):
                 goes_on = token_id not in self.ending or number < self.min_tokens
                 require(goes_on, "tokens came after the end of a request")
-        if not has_ended:
-            is_last = num_output >= self.max_tokens or (
-                token_ids[-1] in self.ending and num_output >= self.min_tokens
-            )
-            if self.repetition is not None and num_output >= self.min_tokens:
+        if has_ended:
+            return
+        is_last = num_output >= self.max_tokens
+        if num_output >= self.min_tokens:
+            is_last |= token_ids[-1] in self.ending
+            if self.repetition is not None:
                 is_last |= self.repetition.found_at_end([*output, *token_ids], 0)
-            require(not is_last, "the end of a request is missing")
+        if is_last:
+            raise WrongMessage("the end of a request is missing")
 
     def check_end(
         self, message: scheduler_pb2.Finished, token_ids: list[int], limits: ModelLimits
