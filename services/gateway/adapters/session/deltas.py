@@ -67,10 +67,9 @@ class SessionDeltas:
             raise WrongMessage(f"no request has handle {handle}")
         return sent
 
-    def _check_tokens(
+    def _check_numbers(
         self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
     ) -> None:
-        handles, totals = list(deltas.handles), list(deltas.num_output_tokens)
         if sum(counts) != len(token_ids):
             raise WrongMessage(f"{len(token_ids)} tokens came in place of {sum(counts)}")
         if token_ids and max(token_ids) >= self._limits.vocab_size:
@@ -80,6 +79,12 @@ class SessionDeltas:
         num_ended = self._num_ended + len(deltas.finished) + len(deltas.rejected)
         if deltas.num_ended != num_ended:
             raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
+
+    def _check_tokens(
+        self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
+    ) -> None:
+        self._check_numbers(deltas, counts, token_ids)
+        handles, totals = list(deltas.handles), list(deltas.num_output_tokens)
         has_ends = bool(deltas.finished or deltas.turns or deltas.rejected)
         steady = None if has_ends else self._steady
         if steady is not None and steady.take(deltas, handles, counts, token_ids, totals):
