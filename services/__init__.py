@@ -2,6 +2,6 @@
 
 import os
 
-from services.common.grpc_core import tune_grpc
+from services.common.rpc.grpc_core import tune_grpc
 
 tune_grpc(os.environ)

@@ -17,9 +17,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from services.common.certificate_watch import CertificateWatch
-from services.common.certificates import CertificateFiles, PemFile
-from services.common.tls import Tls
+from services.common.tls.certificate_watch import CertificateWatch
+from services.common.tls.certificates import CertificateFiles, PemFile
+from services.common.tls.credentials import Tls
 
 ONE_DAY = 86_400.0
 LOOPBACK = ("127.0.0.1", "localhost")

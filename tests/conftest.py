@@ -35,12 +35,12 @@ SERVERS = {
 }
 """The tests of each of the first two processes, which take about as long."""
 LONG_FILES = (
-    "tests/parity/test_services_parity.py",
+    "tests/parity/parallel/test_services_parity.py",
     "tests/parity/test_exact_logits.py",
     "tests/parity/test_random_schedules.py",
     "tests/parity/test_greedy_parity.py",
     "tests/worker/unit/test_xformers_kernels.py",
-    "tests/parity/test_pipeline_parity.py",
+    "tests/parity/parallel/test_pipeline_parity.py",
     "tests/conformance/test_recordings.py",
     "tests/parity/test_offloading_parity.py",
     "tests/parity/test_speculation_parity.py",

@@ -10,7 +10,7 @@ from typing import Any
 
 from jsonschema_rs import Draft202012Validator
 
-from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 
 PERSON: dict[str, Any] = {
     "type": "object",

@@ -2,7 +2,7 @@
 
 from opentelemetry.trace import Span, TraceFlags
 
-from services.common.trace_context import traceparent_text
+from services.common.telemetry.trace_context import traceparent_text
 
 
 def traceparent_of(span: Span) -> str:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.common.metric_specs import SPECS, edge, process, replica, shared_state, vllm
-from services.common.metric_specs.spec import MetricSpec, Source
+from services.common.telemetry.metric_specs import SPECS, edge, process, replica, shared_state, vllm
+from services.common.telemetry.metric_specs.spec import MetricSpec, Source
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 TABLES: dict[str, tuple[MetricSpec, ...]] = {

@@ -13,9 +13,9 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.block_hash import pack_token_ids
-from services.common.channel import open_channel
-from services.common.protocol import own_release
+from services.common.pool.block_hash import pack_token_ids
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _EVENT, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"

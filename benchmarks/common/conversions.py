@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from services.common.block_hash import cache_key
-from services.common.ids import BlockId, RequestKey
-from services.common.pool_operations import BlockTables
-from services.gateway.core.request import EngineRequest
-from services.scheduler.core.kv_connector import (
+from services.common.pool.block_hash import cache_key
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.operations import BlockTables
+from services.gateway.core.request.request import EngineRequest
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request
+from services.scheduler.core.transfers.kv_connector import (
     BlockTransfer,
     KVConnectorMetadata,
     KVTransferResults,
 )
-from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
-from services.scheduler.core.request import Request
 from services.worker.core.step import (
     AppendedBlocks,
     Int32Array,

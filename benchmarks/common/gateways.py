@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.processes import end, spawn, until_serving
-from services.cli.child import ChildSpec
 from services.cli.health import until_ready
-from services.cli.ports import claim_port
-from services.common.addresses import join_host_port
-from services.common.settings import as_text, env_prefix
+from services.cli.processes.child import ChildSpec
+from services.cli.processes.ports import claim_port
+from services.common.process.settings import as_text, env_prefix
+from services.common.rpc.addresses import join_host_port
 
 _HOST = "127.0.0.1"
 _START_SECONDS = 60.0

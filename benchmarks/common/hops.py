@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from benchmarks.common.load import RequestTimes
 from benchmarks.common.spans import SpanRecord
 from benchmarks.common.tables import number_text, table_text
-from services.common import names
+from services.common.telemetry import names
 
 PLAN = "scheduler: plan, the pool's answer aside"
 TRANSACT = "scheduler ↔ kvpool: a transaction, there and back"

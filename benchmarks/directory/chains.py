@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.common.packed_keys import KEY_BITS
+from services.common.pool.packed_keys import KEY_BITS
 
 NUM_NODES = 64
 CHAIN_BLOCKS = 512

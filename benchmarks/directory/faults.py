@@ -39,16 +39,16 @@ from benchmarks.directory.redis_faults import (
     single_faults,
 )
 from benchmarks.directory.request_faults import Times, measure_requests, requests_table
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId, RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import block_keys
-from services.common.kv_directory_redis import DirectoryKeys
-from services.common.pool_operations import Admission, Admit, Lookup, LookupResult, Release
-from services.common.redis_connection import RedisConnection
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId, RequestKey
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import block_keys
+from services.common.pool.operations import Admission, Admit, Lookup, LookupResult, Release
+from services.common.redis.connection import RedisConnection
+from services.common.redis.directory_layout import DirectoryKeys
 from services.gateway.adapters.directory.redis_reader import RedisReader
 from services.gateway.adapters.directory.sweeper import sweep
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.pool_config import PoolConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.directory.chains import Chain
 from benchmarks.directory.log_layout import used_memory
-from services.common.redis_connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 
 _BLOCKS_PER_CALL = 64
 _CALL_SECONDS = 30.0

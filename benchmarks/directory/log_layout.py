@@ -5,10 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.directory.chains import NUM_NODES, Chain
-from services.common.in_turns import in_turns
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import KeyBatch, NodeLease, NodeRecord, NodeSnapshot, digest_of
-from services.common.kv_directory_redis import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import (
+    KeyBatch,
+    NodeLease,
+    NodeRecord,
+    NodeSnapshot,
+    digest_of,
+)
+from services.common.process.in_turns import in_turns
+from services.common.redis.connection import RedisConnection
+from services.common.redis.directory_layout import (
     FIELD,
     DirectoryKeys,
     batch_to_bytes,
@@ -16,7 +23,6 @@ from services.common.kv_directory_redis import (
     record_to_bytes,
     snapshot_to_bytes,
 )
-from services.common.redis_connection import RedisConnection
 
 FINGERPRINT = b"benchmark" + bytes(23)
 KEYS_PER_ENTRY = 64

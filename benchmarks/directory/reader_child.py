@@ -20,12 +20,12 @@ import uvloop
 from benchmarks.common.figures import percentile
 from benchmarks.directory.chains import make_chains
 from benchmarks.directory.log_layout import FINGERPRINT
-from services.common.block_hash import BlockHash
-from services.common.kv_directory import block_keys
-from services.common.redis_connection import RedisConnection
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.kv_directory import block_keys
+from services.common.redis.connection import RedisConnection
 from services.gateway.adapters.directory.redis_reader import RedisReader
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 _PASSES = 3
 _START_SECONDS = 120.0

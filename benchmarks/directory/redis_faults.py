@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.common.redis_servers import RedisServer
-from services.common.redis_connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 
 
 @dataclass(frozen=True, slots=True)

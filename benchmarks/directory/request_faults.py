@@ -26,9 +26,9 @@ from benchmarks.common.tables import table_text
 from benchmarks.directory.redis_faults import NO_FAULT, Fault, named, node_lost, single_faults
 from benchmarks.directory.request_load import Asked, RequestLoad, complaints
 from benchmarks.soak.replicas import Replicas
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
-from services.common.redis_connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 
 NUM_REPLICAS = NUM_GATEWAYS = 2
 EXACT_SECONDS = 30.0

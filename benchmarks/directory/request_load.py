@@ -13,7 +13,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from benchmarks.common.gateways import GatewayProgram
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 REQUESTS_PER_SECOND = 8.0
 NUM_PROMPTS, SYSTEM_TOKENS, OWN_TOKENS = 24, 32, 16

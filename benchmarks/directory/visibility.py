@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from benchmarks.common.figures import percentile
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import block_keys
-from services.common.redis_connection import RedisConnection
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import block_keys
+from services.common.redis.connection import RedisConnection
 from services.gateway.adapters.directory.redis_reader import RedisReader
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.events import BlocksStored, EventBatch
 from services.kvpool.core.pool_config import PoolConfig

@@ -20,10 +20,10 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.parity import largest_difference
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import CudaKernels
-from services.worker.core.input_batch import BatchLimits
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import NewRequest, StepInput

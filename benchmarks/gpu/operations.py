@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import Activation
 from services.worker.backends.cuda.kernels import CudaKernels
 from services.worker.backends.device import Device

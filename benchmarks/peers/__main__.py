@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 
-from services.common.grpc_core import silence_grpc
+from services.common.rpc.grpc_core import silence_grpc
 
 if __name__ == "__main__":
     # grpc reads this when it is imported. Lost connections are expected.

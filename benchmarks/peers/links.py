@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from services.cli.child import ChildSpec
-from services.common.settings import env_prefix
+from services.cli.processes.child import ChildSpec
+from services.common.process.settings import env_prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from benchmarks.soak.checked_streams import make_request
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 30.0
 _NUM_PROMPT_TOKENS, _NUM_TOKENS = 60, 24

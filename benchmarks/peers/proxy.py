@@ -9,11 +9,11 @@ import grpc
 
 from benchmarks.peers.faults import BrokenCallError, Clean
 from benchmarks.peers.methods import METHODS, Direction, Lane, streams_both_ways
-from services.common.addresses import is_unix_address, unix_path
-from services.common.channel import open_channel
-from services.common.local_server import LocalServer
-from services.common.local_stream import streams_path
-from services.common.server import SERVER_OPTIONS
+from services.common.rpc.addresses import is_unix_address, unix_path
+from services.common.rpc.channel import open_channel
+from services.common.rpc.local_server import LocalServer
+from services.common.rpc.local_stream import streams_path
+from services.common.rpc.server import SERVER_OPTIONS
 
 _Context = Any
 BROKEN = "the proxy ended the call"

@@ -34,8 +34,8 @@ from benchmarks.peers.methods import Direction, Lane
 from benchmarks.peers.proxy import BROKEN, PeerProxy
 from benchmarks.peers.report import Effect, report
 from benchmarks.soak.replicas import LOG_NAME, RECOVERY_SECONDS, Replicas
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 
 MOST_SPARED = 6
 """A fault happens to one of so many of the messages that it applies to."""

@@ -8,6 +8,7 @@ from benchmarks.peers.undetectable_below import UNDETECTABLE_BELOW
 _MODEL = "only the model knows which token is drawn, and how probable each one is"
 _CACHE = "only the pool knows how many tokens it had cached"
 _REFUSAL = "any sentence may be the reason of a refusal"
+_ABORT = "an operator may have aborted any request"
 _LIMIT = "a model may have any such limit; it is told anew with the next session"
 _ASKED = "a client may ask for any such value"
 _HANDLE = "another request of the same gateway may be meant as well"
@@ -22,6 +23,7 @@ UNDETECTABLE: dict[str, str] = {
     "Session response: deltas.logprobs.prompt.ranks": _MODEL,
     "Session response: deltas.pooled.values": _MODEL,
     "Session response: deltas.admitted.num_cached_tokens": _CACHE,
+    "Session response: deltas.finished.reason: another": _ABORT,
     "Session response: deltas.rejected.message": _REFUSAL,
     "Session response: deltas.rejected.handle": _HANDLE,
     "Session request: abort.handles": _HANDLE,

@@ -38,7 +38,7 @@ from benchmarks.routing.policies import (
     PolicyFigures,
     measure_policies,
 )
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.fleet.routing import POLICIES
 
 LOADS, QUICK_LOADS = (4, 24), (2,)
 NUM_REPLICAS, QUICK_NUM_REPLICAS = 4, 2

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,24 @@ from dataclasses import dataclass
 
 from benchmarks.common.figures import percentile
 from benchmarks.directory.chains import CHAIN_BLOCKS, make_chains
-from services.common.block_hash import hash_full_blocks
 from services.common.errors import StepwellError
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import KeyBatch, block_keys
-from services.common.replica_load import ReplicaLoad
-from services.common.sampling import SamplingParams
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.inflight import Inflight, Mailbox
-from services.gateway.core.model_limits import ModelLimits
+from services.common.pool.block_hash import hash_full_blocks
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import KeyBatch, block_keys
+from services.common.replica.load import ReplicaLoad
+from services.common.request.sampling import SamplingParams
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing.cache_aware import CacheAware
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Timer
-from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica
-from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.route import Route, RoutingReason
-from services.gateway.core.routing.cache_aware import CacheAware
-from services.gateway.core.routing.policy import RoutingParts
-from services.gateway.core.sequence_trace import ResubmitCause
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+from services.gateway.core.request.inflight import Inflight, Mailbox
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.request import EngineRequest
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = CHAIN_BLOCKS * BLOCK_SIZE

@@ -15,8 +15,8 @@ from benchmarks.common.figures import interleaved, percentile
 from benchmarks.common.gateways import running
 from benchmarks.routing.conversations import ConversationClient, TurnFigures, Workload
 from benchmarks.soak.replicas import Replicas
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 
 BLOCK_SIZE = 16
 

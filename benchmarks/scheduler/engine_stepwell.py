@@ -23,18 +23,18 @@ from benchmarks.scheduler.loads import (
     time_repeats,
 )
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.block_hash import BlockHash, hash_full_blocks
-from services.common.ids import RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import Admission, Admit, Lookup, Release
-from services.common.sampling import SamplingParams
+from services.common.pool.block_hash import BlockHash, hash_full_blocks
+from services.common.pool.ids import RequestKey
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import Admission, Admit, Lookup, Release
+from services.common.request.sampling import SamplingParams
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 
 
 def measure() -> Figures:

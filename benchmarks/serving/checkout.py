@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.common.processes import end, environment, spawn, until_serving
 from benchmarks.common.stack import HOST, START_SECONDS
-from services.cli.ports import claim_port
+from services.cli.processes.ports import claim_port
 
 _ASK_AGAIN_SECONDS = 0.2
 

@@ -20,15 +20,15 @@ import numpy as np
 from opentelemetry.sdk.trace.sampling import Decision
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common.finish_reason import FinishReason
-from services.common.ids import RequestKey
-from services.common.pool_operations import Operation, Outcome
-from services.common.sampling import SamplingParams
-from services.common.telemetry import Tracing, configure_tracing
+from services.common.pool.ids import RequestKey
+from services.common.pool.operations import Operation, Outcome
+from services.common.request.finish_reason import FinishReason
+from services.common.request.sampling import SamplingParams
+from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.kvpool.adapters.telemetry import traced
-from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.adapters.step_tracer import StepTracer as SchedulerTracer
-from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.adapters.telemetry.step_tracer import StepTracer as SchedulerTracer
+from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, TracedPool
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from services.worker.adapters.telemetry import StepTimes

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from services.common.grpc_core import silence_grpc
+from services.common.rpc.grpc_core import silence_grpc
 
 COMMANDS = {
     "endurance": "full load of mixed requests; fails if anything grows, leaks or breaks",

@@ -11,7 +11,7 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 120.0
 _ASK_AGAIN_SECONDS = 0.05

@@ -16,7 +16,7 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 _SHARED_PREFIXES = 6
 _MOST_PHRASES = 11

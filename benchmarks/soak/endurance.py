@@ -33,8 +33,8 @@ from benchmarks.common.console import log
 from benchmarks.common.models import read_config
 from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
+from benchmarks.soak.attack.findings import Finding, Sample, findings, table
 from benchmarks.soak.clients import KINDS, Endpoint
-from benchmarks.soak.findings import Finding, Sample, findings, table
 from benchmarks.soak.left_over import read_status, settle
 from services.cli.settings import UpSettings
 

@@ -45,8 +45,8 @@ from benchmarks.soak.fault_draws import Fault, draw_fault, draw_hit
 from benchmarks.soak.fault_report import Effect, report, storm_report
 from benchmarks.soak.left_over import settle
 from benchmarks.soak.replicas import LOG_NAME, RECOVERY_SECONDS, Replicas
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 
 NUM_STREAMS = 28
 NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200

@@ -6,7 +6,7 @@
 With --key the gateway asks for that key, and all clients send it; some attacks then come with a
 wrong key, or with none.
 
-A process of its own sends attacks of every kind (benchmarks/soak/attacks.py), HTTP and gRPC,
+A process of its own sends attacks of every kind (benchmarks/soak/attack/attacks.py), HTTP and gRPC,
 drawn from the seed, at the lowest priority, so that its own computing takes little from the
 services. Meanwhile one client streams an answer after the other. Before the first measurement every
 block of the KV cache is used, since a worker has the memory of a block from its first use on. The
@@ -31,7 +31,7 @@ import uvloop
 from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
-from benchmarks.soak.attacks import Target, attack
+from benchmarks.soak.attack.attacks import Target, attack
 from services.cli.settings import UpSettings
 
 MOST_PAUSE_SECONDS, MOST_GROWTH_BYTES, MORE_FILES = 0.05, 50_000_000, 8

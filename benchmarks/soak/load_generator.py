@@ -18,7 +18,7 @@ from typing import cast
 import uvloop
 
 from benchmarks.common.clients import completion_request
-from benchmarks.soak.exchanges import Connections, Ended
+from benchmarks.soak.attack.exchanges import Connections, Ended
 
 VOCAB_SIZE = 256
 """Token ids of prompts are below this: every model has as many."""

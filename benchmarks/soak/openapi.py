@@ -24,7 +24,7 @@ from benchmarks.common.stack import Stack
 from services.cli.settings import UpSettings
 
 ROOT = Path(__file__).parents[2]
-HOOKS = "benchmarks.soak.openapi_hooks"
+HOOKS = "benchmarks.soak.attack.openapi_hooks"
 NOT_COMPARED = "positive_data_acceptance"
 
 

@@ -35,7 +35,7 @@ from benchmarks.soak import overload_report, overload_tenants
 from benchmarks.soak.overload_clients import DONE, REFUSED, GrpcSender, HttpSender, Sender
 from benchmarks.soak.overload_tenants import TenantOptions
 from services.cli.settings import UpSettings
-from services.common.settings import SettingError, parse_settings
+from services.common.process.settings import SettingError, parse_settings
 
 VOCAB_SIZE = 256
 """Token ids of prompts are below this: every model has as many."""

@@ -10,8 +10,8 @@ from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 from benchmarks.common.clients import completion_request, read_chunk
-from services.common.channel import open_channel
-from services.common.status import from_rpc_error
+from services.common.rpc.channel import open_channel
+from services.common.rpc.status import from_rpc_error
 
 DONE = "done"
 REFUSED = "refused"

@@ -33,7 +33,7 @@ from benchmarks.common.process_usage import (
     usage_of,
 )
 from benchmarks.common.stack import Stack
-from benchmarks.soak.generators import generate, sink
+from benchmarks.soak.attack.generators import generate, sink
 from benchmarks.soak.load_generator import Sending, Sent, sum_sent
 from services.cli.settings import UpSettings
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from benchmarks.common.gateways import GatewayProgram
 from benchmarks.common.processes import environment
 from benchmarks.common.stack import HOST, START_SECONDS
-from services.cli.child import ChildSpec
-from services.cli.plan import Addresses, stages
-from services.cli.ports import claim_port
+from services.cli.processes.child import ChildSpec
+from services.cli.processes.plan import Addresses, stages
+from services.cli.processes.ports import claim_port
+from services.cli.processes.supervisor import RestartPolicy, Supervisor
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy, Supervisor
 
 LOG_NAME = "services.log"
 RECOVERY_SECONDS = 60.0

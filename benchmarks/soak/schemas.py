@@ -32,8 +32,8 @@ from benchmarks.common.arguments import add_model, count, make_parser
 from benchmarks.common.console import log, messages
 from benchmarks.common.tables import table_text
 from benchmarks.soak.replicas import Replicas
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
 
 REQUEST_SECONDS = 180.0
 NUM_NEIGHBORS = 4

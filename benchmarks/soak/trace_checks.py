@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.common.spans import SpanRecord
 from benchmarks.common.tables import table_text
-from services.common import names
+from services.common.telemetry import names
 
 MAX_UNEXPLAINED = 0.02
 """Share of a request's time that the spans without further parts may leave out, at the 99th

@@ -33,9 +33,9 @@ from benchmarks.common.models import vocab_size
 from benchmarks.common.spans import SpanReceiver
 from benchmarks.soak.replicas import RECOVERY_SECONDS, Replicas
 from benchmarks.soak.trace_checks import TracedRequest, TraceReport, check_traces
+from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
-from services.cli.supervisor import RestartPolicy
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 NUM_AT_ONCE = 16
 MAX_PROMPT_TOKENS, MAX_OUTPUT_TOKENS = 150, 60

@@ -24,12 +24,12 @@ import uvloop
 from stepwell.worker.v1 import worker_pb2_grpc
 
 from benchmarks.step.dummy_replica import BLOCK_SIZE
-from services.common.server import GrpcServer
-from services.common.telemetry import configure_tracing
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.tracing import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer
-from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import Worker, WorkerDescription

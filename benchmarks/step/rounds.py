@@ -14,7 +14,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from benchmarks.common.clients import SessionClient
 from benchmarks.common.process_usage import CLIENT, processor_seconds
 from benchmarks.step.dummy_replica import BLOCK_SIZE, DummyReplica
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16

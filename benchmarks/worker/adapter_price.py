@@ -26,7 +26,7 @@ from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.common.random_adapter import write_adapter
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
-from services.common.adapter_files import adapter_digest
+from services.common.request.adapter_files import adapter_digest
 from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings

@@ -7,7 +7,7 @@ import uvloop
 
 from benchmarks.common.in_process import InProcess
 from benchmarks.worker.loads import Prompts, Times, parse_arguments, serve
-from services.common.settings import parse_settings
+from services.common.process.settings import parse_settings
 from services.worker.settings import WorkerSettings
 
 NUM_BLOCKS = 1024

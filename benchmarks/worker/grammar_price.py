@@ -30,8 +30,8 @@ from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
 from benchmarks.serving.structured_neighbors import CONSTRAINED
 from benchmarks.worker.step_timer import BLOCK_SIZE, StepsLoad, StepTimer
-from services.common.sampling import SamplingParams
-from services.common.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.sampling import SamplingParams
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.sampling.grammar import Grammars

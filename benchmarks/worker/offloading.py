@@ -29,7 +29,7 @@ from benchmarks.common.console import log, show
 from benchmarks.common.in_process import InProcess
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.models import find_model
-from services.common.settings import parse_settings
+from services.common.process.settings import parse_settings
 from services.worker.settings import WorkerSettings
 
 NUM_PROMPT_TOKENS = 1024

@@ -21,7 +21,7 @@ import torch
 from benchmarks.common.arguments import count, counts, make_parser
 from benchmarks.common.console import show
 from benchmarks.common.machine import machine, machine_text
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.native.compiled import default_cache_directory, load_compiled
 from services.worker.backends.native.row_sampler import NativeRowSampler
 from services.worker.sampling.sampler import Sampler

@@ -24,7 +24,7 @@ class Text:
 
 def texts(num_tokens: int) -> list[Text]:
     """An edit, an extraction, a continuation, random tokens, what misleads."""
-    program = (ROOT / "services/worker/core/layout.py").read_text()
+    program = (ROOT / "services/worker/core/batch/layout.py").read_text()
     records = [
         {"id": 1000 + 37 * number, "name": name, "city": city, "paid": number % 3 == 0}
         for number, (name, city) in enumerate(zip(_NAMES, _CITIES, strict=True))

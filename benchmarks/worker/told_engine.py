@@ -20,7 +20,7 @@ from benchmarks.common.in_process import InProcess
 from benchmarks.worker.texts import Text
 from services.worker.backends.attention import LayerAttention
 from services.worker.backends.lora import LoraRows
-from services.worker.core.draft_model import DraftModel
+from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
 from services.worker.models.model import Model

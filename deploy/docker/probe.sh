@@ -3,7 +3,7 @@
 #
 #     probe.sh [FILE [SECONDS]]
 #
-# FILE is what the service writes once a second by --health-file; services/common/health_file.py
+# FILE is what the service writes once a second by --health-file; services/common/process/health_file.py
 # describes it. A line that is older than SECONDS is stale, unless the process waited for a processor
 # meanwhile. Only what the shell itself can do is used: to start a program costs more than all else.
 file=${1:-/tmp/health}

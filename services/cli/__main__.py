@@ -7,8 +7,8 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from services.cli.errors import CommandError
-from services.common.grpc_core import silence_grpc
-from services.common.standard_streams import complain, drop_unwritten
+from services.common.process.standard_streams import complain, drop_unwritten
+from services.common.rpc.grpc_core import silence_grpc
 
 COMMANDS = {
     "up": "start all four services and serve a model",

@@ -6,7 +6,7 @@ from typing import Any
 
 from services.cli.client import Client
 from services.cli.errors import CommandError, CommandParser
-from services.cli.tls_files import TlsFiles
+from services.cli.processes.tls_files import TlsFiles
 
 DEFAULT_URL = "http://127.0.0.1:8001"
 CALLS = ("pause", "resume", "reset-prefix-cache", "drain", "undrain")

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.cli.client import DEFAULT_URL, Client
 from services.cli.errors import CommandParser
-from services.cli.tls_files import TlsFiles
+from services.cli.processes.tls_files import TlsFiles
 
 _HIGH_TEMPERATURE = 2.0
 """The highest that OpenAI's API accepts."""

@@ -7,7 +7,7 @@ from typing import Any, Self
 import httpx
 
 from services.cli.errors import CommandError
-from services.cli.tls_files import TlsFiles, why_no_tls
+from services.cli.processes.tls_files import TlsFiles, why_no_tls
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

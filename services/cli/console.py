@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from services.common.line_stream import LineStream
+from services.common.process.line_stream import LineStream
 
 _COLOURS = {"gateway": 36, "scheduler": 33, "kvpool": 35, "worker": 32, "up": 1}
 _TAIL_SHOWN = 8

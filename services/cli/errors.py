@@ -2,7 +2,7 @@
 
 from typing import Any, NoReturn
 
-from services.common.argument_parser import ArgumentParser
+from services.common.process.argument_parser import ArgumentParser
 
 
 class CommandError(Exception):

@@ -7,8 +7,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.server import LIVENESS, READINESS
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import LIVENESS, READINESS
 
 _ASK_AGAIN_SECONDS = 0.1
 _ANSWER_SECONDS = 1.0

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from services.cli.errors import CommandError
-from services.common.api_keys import DamagedRecord, KeyRecord, TenantRecord
-from services.common.key_book import KeyBook
-from services.common.key_file import change_book, read_book
-from services.common.redis_url import NEEDS_REDIS, is_redis_url
+from services.common.keys.api_keys import DamagedRecord, KeyRecord, TenantRecord
+from services.common.keys.book import KeyBook
+from services.common.keys.book_file import change_book, read_book
+from services.common.redis.url import NEEDS_REDIS, is_redis_url
 
 T = TypeVar("T")
 
@@ -86,7 +86,8 @@ class RedisStore:
         if (complaint := is_redis_url(url)) is not None:
             raise CommandError(f"--redis-url {complaint}", exit_status=2)
         try:
-            from services.common import key_redis, redis_connection  # noqa: PLC0415 - an extra
+            from services.common.keys import book_redis as key_redis  # noqa: PLC0415 - an extra
+            from services.common.redis import connection as redis_connection  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             raise CommandError(NEEDS_REDIS.replace("--redis-url", "--redis")) from error
         self._records = key_redis

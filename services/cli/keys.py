@@ -13,8 +13,8 @@ from typing import Any
 
 from services.cli.errors import CommandError, CommandParser
 from services.cli.key_stores import FileStore, RedisStore, Store
-from services.cli.key_table import as_json, key_rows, show
-from services.common.api_keys import (
+from services.cli.views.key_table import as_json, key_rows, show
+from services.common.keys.api_keys import (
     KeyRecord,
     TenantRecord,
     is_tenant_id,

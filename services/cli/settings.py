@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.logs import LogFormat, LogLevel
 from services.common.model_source.find import find_model
-from services.common.redis_url import is_redis_url
-from services.common.settings import Check, at_least, between, existing_file, setting
+from services.common.process.logs import LogFormat, LogLevel
+from services.common.process.settings import Check, at_least, between, existing_file, setting
+from services.common.redis.url import is_redis_url
 
 MAX_REPLICAS, MAX_RANKS = 64, 64
 EVERY_SERVICE = ("gateway", "scheduler", "kvpool", "worker")

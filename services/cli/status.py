@@ -13,7 +13,7 @@ from rich.table import Table
 from services.cli.arguments import ClientParser, client_of
 from services.cli.client import Client, ServerAway
 from services.cli.errors import CommandError
-from services.cli.fleet_view import ReplicaView, Sample, headline, replica_views
+from services.cli.views.fleet_view import ReplicaView, Sample, headline, replica_views
 
 
 def main(argv: Sequence[str]) -> int:

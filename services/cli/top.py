@@ -13,9 +13,9 @@ from rich.text import Text
 from services.cli.arguments import ClientParser, client_of
 from services.cli.client import Client, ServerAway
 from services.cli.errors import CommandError
-from services.cli.top_view import Look, screen
 from services.cli.trace import writes_utf8
-from services.cli.waterfall import in_ascii
+from services.cli.views.top_view import Look, screen
+from services.cli.views.waterfall import in_ascii
 
 _PIPE_WIDTH, _PIPE_HEIGHT = 100, 40
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from services.cli.amounts import seconds_text
 from services.cli.arguments import ClientParser, client_of
 from services.cli.errors import CommandError
-from services.cli.waterfall import in_ascii, waterfall
+from services.cli.views.waterfall import in_ascii, waterfall
 
 _PIPE_WIDTH = 120
 _NOT_KEPT = "the gateway keeps no traces: they go to its collector, or tracing is off"

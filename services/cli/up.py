@@ -14,19 +14,19 @@ from typing import Any
 from services.cli.client import DEFAULT_URL
 from services.cli.console import Console, announce
 from services.cli.errors import CommandError
-from services.cli.plan import Addresses, stages
-from services.cli.ports import claim_port
-from services.cli.redis_check import require_redis
-from services.cli.replica_variables import check_variables
-from services.cli.run_directory import run_directory
+from services.cli.processes.plan import Addresses, stages
+from services.cli.processes.ports import claim_port
+from services.cli.processes.redis_check import require_redis
+from services.cli.processes.replica_variables import check_variables
+from services.cli.processes.run_directory import run_directory
+from services.cli.processes.supervisor import Stage, StartFailed, Supervisor
 from services.cli.settings import UpSettings
-from services.cli.supervisor import Stage, StartFailed, Supervisor
-from services.common.addresses import LARGEST_PORT, join_host_port
-from services.common.logs import LogFormat
 from services.common.model_source.find import model_name
-from services.common.settings import load_settings, variable_name
-from services.common.standard_streams import drop_unwritten
-from services.common.tokenizer_files import has_tokenizer
+from services.common.process.logs import LogFormat
+from services.common.process.settings import load_settings, variable_name
+from services.common.process.standard_streams import drop_unwritten
+from services.common.request.tokenizer_files import has_tokenizer
+from services.common.rpc.addresses import LARGEST_PORT, join_host_port
 from services.worker.models.errors import ModelError
 from services.worker.models.pooling_config import RunnerSetting
 from services.worker.models.suitability.check import check_model

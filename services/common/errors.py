@@ -16,7 +16,7 @@
     └── InternalError        a defect here
 
 A core subclasses the kind that fits and sets `reason`, the machine-readable name that travels in
-`google.rpc.ErrorInfo`. The map to statuses is `services.common.status`.
+`google.rpc.ErrorInfo`. The map to statuses is `services.common.rpc.status`.
 """
 
 from typing import ClassVar

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 from opentelemetry.metrics import Meter
 
 from services.common.errors import StepwellError, Unavailable
-from services.common.lifecycle import run_service
-from services.common.metrics import serving_metrics
-from services.common.otlp_metrics import service_meter
-from services.common.telemetry import Tracing
-from services.common.tls_settings import TlsFields, tls_of
-from services.gateway.adapters.chat_template_options import ChatTemplateOptions
-from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.common.process.lifecycle import run_service
+from services.common.telemetry.metrics import serving_metrics
+from services.common.telemetry.otlp_metrics import service_meter
+from services.common.telemetry.tracing import Tracing
+from services.common.tls.settings import TlsFields, tls_of
 from services.gateway.adapters.process_limits import connections_within_limit, give_memory_back
+from services.gateway.adapters.tokenizer.chat_template_options import ChatTemplateOptions
+from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
 from services.gateway.adapters.traces.tracing import gateway_tracing, make_trace_store
-from services.gateway.core.trace_store import TraceStore
+from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.parts import Parts
 from services.gateway.servers import admin_server, grpc_server, http_server, trace_server
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 SERVICE = "gateway"
 PUBLIC_TLS = TlsFields(

@@ -5,11 +5,11 @@ send, hold and wait for.
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.service_settings import ServiceSettings
-from services.common.settings import at_least, one_of, setting
-from services.gateway.adapters.http.ignored_fields import IGNORE, REFUSE
-from services.gateway.core.client_sessions import SessionLimits
+from services.common.process.service_settings import ServiceSettings
+from services.common.process.settings import at_least, one_of, setting
+from services.gateway.adapters.http.exchange.ignored_fields import IGNORE, REFUSE
 from services.gateway.core.idempotency.keyed_requests import KeyLimits
+from services.gateway.core.sessions.client_sessions import SessionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,54 +9,54 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import Meter, NoOpMeter
 
-from services.common.exposition import Exposition
-from services.common.telemetry import Tracing
-from services.common.tls_metrics import TlsCollector
-from services.common.tokenizer_files import tokenizer_fingerprint
-from services.common.tracing_metrics import TracingCollector
+from services.common.request.tokenizer_files import tokenizer_fingerprint
+from services.common.telemetry.exposition import Exposition
+from services.common.telemetry.tracing import Tracing
+from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.metrics import TlsCollector
 from services.gateway.adapters.activity.feed import ActivityFeed
 from services.gateway.adapters.activity.history import HistoryKeeper
-from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.client_session_metrics import ClientSessionsCollector
 from services.gateway.adapters.directory.follower import make_follower
 from services.gateway.adapters.directory.metrics import IndexCollector
 from services.gateway.adapters.discovery.discovery import Discovery
-from services.gateway.adapters.fleet_metrics import FleetCollector, FleetMetrics
-from services.gateway.adapters.genai_metrics import GenAiMetrics
-from services.gateway.adapters.generation_config import read_sampling_defaults
-from services.gateway.adapters.grammar_judge import GrammarJudge
-from services.gateway.adapters.hf_tokenizer import HfTokenizer
-from services.gateway.adapters.http.server_routes import ServerRoutes
+from services.gateway.adapters.grammars.judge import GrammarJudge
+from services.gateway.adapters.http.operators.server_routes import ServerRoutes
 from services.gateway.adapters.idempotency.metrics import KeyedCollector
 from services.gateway.adapters.idempotency.shared_answers import make_sharing
+from services.gateway.adapters.keys.auth import ApiKeys
 from services.gateway.adapters.keys.make import make_key_store
 from services.gateway.adapters.limits.make import make_limit_store
 from services.gateway.adapters.lora_files import lora_modules
-from services.gateway.adapters.metrics import Metrics
-from services.gateway.adapters.observation import Observer
-from services.gateway.adapters.request_recorder import RecorderSettings, RequestRecorder
-from services.gateway.adapters.scheduler_links import SchedulerLinks
-from services.gateway.adapters.tenant_queue_metrics import TenantQueueCollector
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.adapters.telemetry.client_session_metrics import ClientSessionsCollector
+from services.gateway.adapters.telemetry.fleet_metrics import FleetCollector, FleetMetrics
+from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
+from services.gateway.adapters.telemetry.metrics import Metrics
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_recorder import RecorderSettings, RequestRecorder
+from services.gateway.adapters.telemetry.tenant_queue_metrics import TenantQueueCollector
+from services.gateway.adapters.tokenizer.generation_config import read_sampling_defaults
+from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from services.gateway.adapters.traces.running import RunningTraces
 from services.gateway.core.admission.queue_bounds import QueueBounds
-from services.gateway.core.client_sessions import ClientSessions
-from services.gateway.core.fleet import Fleet
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.routing import make_policy
+from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.gate import Gate
-from services.gateway.core.history import History
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
-from services.gateway.core.inference import Inference
 from services.gateway.core.limits.cached_estimate import CachedEstimate
 from services.gateway.core.limits.tenant_limits import TenantLimits
-from services.gateway.core.parsing.output_formats import OutputFormats
-from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica
-from services.gateway.core.routing import make_policy
-from services.gateway.core.routing.policy import RoutingParts
-from services.gateway.core.trace_store import TraceStore
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.sessions.client_sessions import ClientSessions
+from services.gateway.core.text.parsing.output_formats import OutputFormats
+from services.gateway.core.traces.history import History
+from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 
 class Parts:

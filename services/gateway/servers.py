@@ -5,47 +5,47 @@ from collections.abc import Sequence
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
-from services.common import names
-from services.common.addresses import is_on_this_machine
-from services.common.server import GrpcServer
-from services.gateway.adapters.auth import ApiKeys
-from services.gateway.adapters.call_records import CallRecords
-from services.gateway.adapters.class_labels import read_class_labels
-from services.gateway.adapters.http.activity_routes import ActivityRoutes
-from services.gateway.adapters.http.admin_routes import AdminRoutes, refuse_web_pages
-from services.gateway.adapters.http.app import guarded, make_app
-from services.gateway.adapters.http.body_budget import BodyBudget
-from services.gateway.adapters.http.client_routes import client_routes
-from services.gateway.adapters.http.connections import ConnectionLimits, Connections
-from services.gateway.adapters.http.early_refusals import EarlyRefusals
-from services.gateway.adapters.http.generation_routes import OPERATIONS as GENERATING
-from services.gateway.adapters.http.generation_routes import GenerationRoutes
-from services.gateway.adapters.http.hosts import HostNames, hosts_for
-from services.gateway.adapters.http.http_counts import HttpCounts
-from services.gateway.adapters.http.lora_routes import LoraRoutes
-from services.gateway.adapters.http.parse import BodyReader
-from services.gateway.adapters.http.quick_refusals import QuickRefusals
-from services.gateway.adapters.http.ranking.routes import OPERATIONS as RANKING
-from services.gateway.adapters.http.ranking.routes import RankingRoutes
-from services.gateway.adapters.http.route import Route
-from services.gateway.adapters.http.server import HttpServer
-from services.gateway.adapters.http.session_routes import SessionRoutes
-from services.gateway.adapters.http.tenant_checks import TenantChecks
-from services.gateway.adapters.http.tokenizer_routes import TokenizerRoutes
-from services.gateway.adapters.http.tokens.routes import RenderRoutes
-from services.gateway.adapters.http.trace_routes import TraceRoutes
-from services.gateway.adapters.http.ui_pages import UiPages, UiRole
-from services.gateway.adapters.inference_servicer import (
+from services.common.rpc.addresses import is_on_this_machine
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry import names
+from services.gateway.adapters.grpc.call_records import CallRecords
+from services.gateway.adapters.grpc.inference_servicer import (
     EMBED,
     GENERATE,
     REQUEST_TYPES,
     InferenceServicer,
 )
-from services.gateway.adapters.message_stream import AnswerStreams
-from services.gateway.adapters.request_interceptor import RequestInterceptor
-from services.gateway.adapters.session_calls import STREAM_TYPES, SessionCalls
+from services.gateway.adapters.grpc.message_stream import AnswerStreams
+from services.gateway.adapters.grpc.request_interceptor import RequestInterceptor
+from services.gateway.adapters.grpc.session_calls import STREAM_TYPES, SessionCalls
+from services.gateway.adapters.http.exchange.app import guarded, make_app
+from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.exchange.tenant_checks import TenantChecks
+from services.gateway.adapters.http.openai.client_routes import client_routes
+from services.gateway.adapters.http.openai.generation_routes import OPERATIONS as GENERATING
+from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
+from services.gateway.adapters.http.openai.ranking.routes import OPERATIONS as RANKING
+from services.gateway.adapters.http.openai.ranking.routes import RankingRoutes
+from services.gateway.adapters.http.openai.session_routes import SessionRoutes
+from services.gateway.adapters.http.openai.tokenizer_routes import TokenizerRoutes
+from services.gateway.adapters.http.openai.tokens.routes import RenderRoutes
+from services.gateway.adapters.http.operators.activity_routes import ActivityRoutes
+from services.gateway.adapters.http.operators.admin_routes import AdminRoutes, refuse_web_pages
+from services.gateway.adapters.http.operators.lora_routes import LoraRoutes
+from services.gateway.adapters.http.operators.trace_routes import TraceRoutes
+from services.gateway.adapters.http.operators.ui_pages import UiPages, UiRole
+from services.gateway.adapters.http.transport.body_budget import BodyBudget
+from services.gateway.adapters.http.transport.connections import ConnectionLimits, Connections
+from services.gateway.adapters.http.transport.early_refusals import EarlyRefusals
+from services.gateway.adapters.http.transport.hosts import HostNames, hosts_for
+from services.gateway.adapters.http.transport.http_counts import HttpCounts
+from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
+from services.gateway.adapters.http.transport.server import HttpServer
+from services.gateway.adapters.keys.auth import ApiKeys
+from services.gateway.adapters.tokenizer.class_labels import read_class_labels
 from services.gateway.adapters.traces.keeping import TraceServicer
-from services.gateway.core.administration import Administration
+from services.gateway.core.fleet.administration import Administration
 from services.gateway.parts import Parts
 
 SERVICE_NAME = "stepwell.gateway.v1.Inference"

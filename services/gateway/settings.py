@@ -5,17 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.addresses import (
-    DNS,
-    is_dns_address,
-    is_host_port,
-    is_listen_address,
-    is_on_this_machine,
-)
 from services.common.model_source.find import find_model_files, model_name
-from services.common.redis_url import is_redis_url
-from services.common.service_settings import ServiceSettings, server_name
-from services.common.settings import (
+from services.common.process.service_settings import ServiceSettings, server_name
+from services.common.process.settings import (
     SettingError,
     at_least,
     between,
@@ -25,9 +17,17 @@ from services.common.settings import (
     setting,
     with_default,
 )
+from services.common.redis.url import is_redis_url
+from services.common.rpc.addresses import (
+    DNS,
+    is_dns_address,
+    is_host_port,
+    is_listen_address,
+    is_on_this_machine,
+)
 from services.gateway.client_settings import ClientSettings
-from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
-from services.gateway.core.routing import POLICIES
+from services.gateway.core.fleet.routing import POLICIES
+from services.gateway.core.text.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
 
 DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
 

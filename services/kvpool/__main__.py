@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.exposition import Exposition
-from services.common.lifecycle import run_service
-from services.common.metrics import serving_metrics
-from services.common.metrics_servicer import collect_in_thread, serve_collect
-from services.common.redis_url import NEEDS_REDIS
-from services.common.server import GrpcServer
-from services.common.settings import SettingError
-from services.common.telemetry import Tracing, service_tracing
-from services.common.tls_metrics import TlsCollector
-from services.common.tls_settings import tls_of
-from services.common.tracing_metrics import TracingCollector
+from services.common.process.lifecycle import run_service
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.exposition import Exposition
+from services.common.telemetry.metrics import serving_metrics
+from services.common.telemetry.metrics_servicer import collect_in_thread, serve_collect
+from services.common.telemetry.tracing import Tracing, service_tracing
+from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.metrics import TlsCollector
+from services.common.tls.settings import tls_of
 from services.kvpool.adapters.directory_metrics import DirectoryCollector
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
@@ -35,7 +35,7 @@ from services.kvpool.core.pool_host import PoolHost
 from services.kvpool.settings import KVPoolSettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
     from services.kvpool.adapters.redis_directory import RedisDirectory
 
 SERVICE = "kvpool"
@@ -124,7 +124,7 @@ class PoolService:
 def _shared(url: str) -> "RedisDirectory":
     """The directory in Redis. Raises SettingError where the package for it is missing."""
     try:
-        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SettingError(NEEDS_REDIS) from error

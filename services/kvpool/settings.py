@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from services.common.addresses import is_host_port
-from services.common.redis_url import is_redis_url
-from services.common.service_settings import ServiceSettings, allowed_names
-from services.common.settings import at_least, between, setting, with_default
+from services.common.process.service_settings import ServiceSettings, allowed_names
+from services.common.process.settings import at_least, between, setting, with_default
+from services.common.redis.url import is_redis_url
+from services.common.rpc.addresses import is_host_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

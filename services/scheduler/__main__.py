@@ -18,40 +18,40 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.channel import open_channel
 from services.common.errors import Aborted
-from services.common.exposition import Exposition
-from services.common.kv_directory import node_name
-from services.common.lifecycle import run_service
-from services.common.metrics import serving_metrics
-from services.common.metrics_servicer import serve_collect
-from services.common.server import GrpcServer
-from services.common.telemetry import Tracing, service_tracing
-from services.common.tls_metrics import TlsCollector
-from services.common.tls_settings import tls_of
-from services.common.tracing_metrics import TracingCollector
-from services.scheduler.adapters.admin_servicer import SchedulerAdminServicer
-from services.scheduler.adapters.pool_client import PoolClient
-from services.scheduler.adapters.registration import Registration
+from services.common.pool.kv_directory import node_name
+from services.common.process.lifecycle import run_service
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.exposition import Exposition
+from services.common.telemetry.metrics import serving_metrics
+from services.common.telemetry.metrics_servicer import serve_collect
+from services.common.telemetry.tracing import Tracing, service_tracing
+from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.metrics import TlsCollector
+from services.common.tls.settings import tls_of
+from services.scheduler.adapters.gateways.admin_servicer import SchedulerAdminServicer
+from services.scheduler.adapters.gateways.registration import Registration
+from services.scheduler.adapters.gateways.servicer import SchedulerServicer
+from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import (
     make_connector,
     scheduler_config,
 )
-from services.scheduler.adapters.replica_metrics import ReplicaMetrics
-from services.scheduler.adapters.servicer import SchedulerServicer
-from services.scheduler.adapters.step_log import scheduler_with_log
-from services.scheduler.adapters.step_tracer import STEP_SERVICE
-from services.scheduler.adapters.tier_metrics import TierCollector
-from services.scheduler.adapters.traced_ports import TracedExecutor, TracedPool
-from services.scheduler.adapters.worker_client import Rank, WorkerGroup
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.adapters.telemetry.replica_metrics import ReplicaMetrics
+from services.scheduler.adapters.telemetry.step_log import scheduler_with_log
+from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
+from services.scheduler.adapters.telemetry.tier_metrics import TierCollector
+from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor, TracedPool
+from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.ecosystem import Ecosystem
 from services.scheduler.parts import Parts
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument
-from services.common.server import GrpcServer
-from services.scheduler.adapters.kv_events.log import KVEventLog
-from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
+from services.common.rpc.server import GrpcServer
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
+from services.scheduler.adapters.pool.kv_events.log import KVEventLog
+from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.sessions import Sessions
-from services.scheduler.adapters.statistics import Statistics
-from services.scheduler.adapters.submitter import RequestSubmitter
-from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.adapters.telemetry.statistics import Statistics
+from services.scheduler.core.engine.engine_core import EngineCore
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
-    from services.scheduler.adapters.kv_events.zmq_publisher import ZmqEventPublisher
+    from services.common.tls.credentials import Tls
+    from services.scheduler.adapters.pool.kv_events.zmq_publisher import ZmqEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Ecosystem:
         settings = self._settings
         if settings.kv_events_endpoint is None:
             return
-        from services.scheduler.adapters.kv_events.zmq_publisher import (  # noqa: PLC0415
+        from services.scheduler.adapters.pool.kv_events.zmq_publisher import (  # noqa: PLC0415
             EventEncoder,
             ZmqEventPublisher,
         )

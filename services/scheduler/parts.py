@@ -7,29 +7,32 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from services.common.telemetry import Tracing
-from services.scheduler.adapters.activity import Activity, WatchedSteps
-from services.scheduler.adapters.adapter_loader import AdapterLoader
-from services.scheduler.adapters.client_sessions import ClientSessions
-from services.scheduler.adapters.engine_metrics import ClientSessionsCollector, EngineCollector
-from services.scheduler.adapters.engine_observer import EngineObserver
-from services.scheduler.adapters.grammar_preparation import GrammarPreparation
-from services.scheduler.adapters.queue_watch import QueueWatch
-from services.scheduler.adapters.readiness import ReplicaReadiness
+from services.common.telemetry.tracing import Tracing
+from services.scheduler.adapters.gateways.client_sessions import ClientSessions
+from services.scheduler.adapters.gateways.queue_watch import QueueWatch
+from services.scheduler.adapters.gateways.readiness import ReplicaReadiness
+from services.scheduler.adapters.gateways.request_intake import RequestIntake
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.replica import ReplicaClient, ReplicaShape
 from services.scheduler.adapters.replica_config import session_opened_to_proto
-from services.scheduler.adapters.request_intake import RequestIntake
-from services.scheduler.adapters.request_metrics import RequestMetrics
-from services.scheduler.adapters.sessions import Sessions
-from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
-from services.scheduler.adapters.statistics import Statistics, StepCounts
-from services.scheduler.adapters.step_tracer import StepTracer
-from services.scheduler.adapters.submitter import RequestSubmitter
-from services.scheduler.adapters.traced_ports import TracedExecutor
-from services.scheduler.adapters.worker_client import WorkerGroup
+from services.scheduler.adapters.telemetry.activity import Activity, WatchedSteps
+from services.scheduler.adapters.telemetry.engine_metrics import (
+    ClientSessionsCollector,
+    EngineCollector,
+)
+from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
+from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
+from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
+from services.scheduler.adapters.telemetry.statistics import Statistics, StepCounts
+from services.scheduler.adapters.telemetry.step_tracer import StepTracer
+from services.scheduler.adapters.telemetry.traced_ports import TracedExecutor
+from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
+from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
+from services.scheduler.adapters.workers.worker_client import WorkerGroup
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import EngineCore
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.engine.engine_core import EngineCore
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 
 

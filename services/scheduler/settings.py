@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.addresses import is_connect_address, is_host_port, is_listen_address
 from services.common.model_source.find import find_model_files
-from services.common.redis_url import is_redis_url
-from services.common.service_settings import ServiceSettings, allowed_names, server_name
-from services.common.settings import (
+from services.common.process.service_settings import ServiceSettings, allowed_names, server_name
+from services.common.process.settings import (
     at_least,
     between,
     not_empty,
@@ -15,6 +13,8 @@ from services.common.settings import (
     setting,
     with_default,
 )
+from services.common.redis.url import is_redis_url
+from services.common.rpc.addresses import is_connect_address, is_host_port, is_listen_address
 from services.scheduler.core.policies import POLICIES
 
 

@@ -15,9 +15,9 @@ import logging
 import os
 from importlib import import_module
 
-from services.common.lifecycle import run_service
-from services.common.telemetry import service_tracing
-from services.common.tls_settings import tls_of
+from services.common.process.lifecycle import run_service
+from services.common.telemetry.tracing import service_tracing
+from services.common.tls.settings import tls_of
 from services.worker.models.suitability.check import check_model
 from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings

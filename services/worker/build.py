@@ -15,7 +15,7 @@ import torch
 from services.worker.backends.device import dtype_name
 from services.worker.core.fingerprint import model_fingerprint
 from services.worker.core.worker import Worker
-from services.worker.models.checkpoint import Checkpoint, open_checkpoint
+from services.worker.models.files.checkpoint import Checkpoint, open_checkpoint
 from services.worker.models.pooling_config import PoolingConfig, read_pooling
 from services.worker.models.suitability.check import takes_whole_prompts
 from services.worker.parallel.group import Group

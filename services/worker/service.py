@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from stepwell.worker.v1 import worker_pb2_grpc
 
 from services.common.errors import Aborted, StepwellError
-from services.common.exposition import Exposition
-from services.common.lifecycle import end_at_once
-from services.common.metrics_servicer import collect_in_thread, serve_collect
-from services.common.server import GrpcServer
-from services.common.telemetry import Tracing
-from services.common.tls_metrics import TlsCollector
-from services.common.tracing_metrics import TracingCollector
+from services.common.process.lifecycle import end_at_once
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.exposition import Exposition
+from services.common.telemetry.metrics_servicer import collect_in_thread, serve_collect
+from services.common.telemetry.tracing import Tracing
+from services.common.telemetry.tracing_metrics import TracingCollector
+from services.common.tls.metrics import TlsCollector
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.group_member import GroupMember
 from services.worker.adapters.metrics import WorkerMetrics
@@ -30,7 +30,7 @@ from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.common.kv_cache_groups import MambaCacheMode
 from services.common.model_source.find import find_model, model_name
-from services.common.service_settings import ServiceSettings, allowed_names
-from services.common.settings import (
+from services.common.pool.kv_cache_groups import MambaCacheMode
+from services.common.process.service_settings import ServiceSettings, allowed_names
+from services.common.process.settings import (
     SettingError,
     at_least,
     between,

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from services.cli.child import ChildSpec
 from services.cli.health import until_ready, until_silent
-from services.cli.run_directory import ensure_directory
-from services.cli.supervisor import Supervisor
+from services.cli.processes.child import ChildSpec
+from services.cli.processes.run_directory import ensure_directory
+from services.cli.processes.supervisor import Supervisor
 
 # Serves until SIGTERM, then writes its name to the journal and takes its time to end.
 SERVE = """
@@ -33,7 +33,7 @@ while True:
 # the second.
 LINGER = """
 import asyncio, signal, sys
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 async def main():
     name, address, journal = sys.argv[1:]
     server, asked = GrpcServer(), asyncio.Semaphore(0)
@@ -51,7 +51,7 @@ asyncio.run(main())
 # Answers health checks. SIGUSR1 makes it say that it cannot go on, SIGUSR2 stops its event loop.
 ANSWER_HEALTH = """
 import asyncio, signal, sys, time
-from services.common.server import GrpcServer
+from services.common.rpc.server import GrpcServer
 async def main():
     time.sleep(float(sys.argv[2]))
     server, loop, stop = GrpcServer(), asyncio.get_running_loop(), asyncio.Event()

@@ -7,8 +7,8 @@ from typing import Any
 
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.server import GrpcServer
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
 
 NAME = "stepwell.kvpool.v1.KVPool"
 SECONDS = 60.0

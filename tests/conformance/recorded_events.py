@@ -11,22 +11,22 @@ from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.record import Record
-from services.cli.replay.scenario import Scenario
-from services.cli.replay.scenario_run import ScenarioRun
-from services.common.block_hash import BlockHash, unpack_token_ids
-from services.common.pool_operations import Operation, Outcome
-from services.common.pool_operations_proto import outcome_to_proto
+from services.cli.replay.scenarios.run import ScenarioRun
+from services.cli.replay.scenarios.scenario import Scenario
+from services.common.pool.block_hash import BlockHash, unpack_token_ids
+from services.common.pool.operations import Operation, Outcome
+from services.common.pool.operations_proto import outcome_to_proto
 from services.kvpool.adapters.converters import event_to_proto
-from services.scheduler.adapters.kv_events.events import (
+from services.scheduler.adapters.pool.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
 )
-from services.scheduler.adapters.kv_events.log import KVEventLog
-from services.scheduler.adapters.kv_events.recorder import KVEventRecorder
+from services.scheduler.adapters.pool.kv_events.log import KVEventLog
+from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 
 _Block = tuple[int, str]
 """Group and name."""

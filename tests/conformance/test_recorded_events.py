@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.replay.scenario import read_scenario
+from services.cli.replay.scenarios.scenario import read_scenario
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recorded_events import EventfulRun
 from tests.conformance.recording import Recording, load_recordings

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.cli.replay.scenario import read_scenario
-from services.cli.replay.scenario_run import ScenarioRun, run_scenario
-from services.common.channel import open_channel
-from services.common.ids import PoolId
-from services.common.server import GrpcServer
-from services.common.telemetry import configure_tracing
+from services.cli.replay.scenarios.run import ScenarioRun, run_scenario
+from services.cli.replay.scenarios.scenario import read_scenario
+from services.common.pool.ids import PoolId
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.tracing import configure_tracing
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
-from services.scheduler.adapters.pool_client import PoolClient
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.adapters.pool.pool_client import PoolClient
+from services.scheduler.core.planning.scheduler import Scheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import (
     DIRECTORY,

@@ -11,12 +11,12 @@ from services.cli.replay.fields import Field
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.cli.replay.scenario import read_scenario
-from services.cli.replay.scenario_run import ScenarioRun
+from services.cli.replay.scenarios.run import ScenarioRun
+from services.cli.replay.scenarios.scenario import read_scenario
 from services.cli.replay.table import ROWS
 from services.cli.replay.what_if import what_if
-from services.scheduler.core.log_entry import Entry
-from services.scheduler.core.recorder import RecordingScheduler
+from services.scheduler.core.step_log.log_entry import Entry
+from services.scheduler.core.step_log.recorder import RecordingScheduler
 from tests.conformance.differences import FIELDS, differences
 from tests.conformance.recording import RECORDINGS, Recording
 

@@ -5,8 +5,8 @@ import enum
 import typing
 from typing import Any
 
-from services.common.service_settings import ServiceSettings
-from services.common.settings import without_none
+from services.common.process.service_settings import ServiceSettings
+from services.common.process.settings import without_none
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings

@@ -4,13 +4,13 @@ import asyncio
 import random
 import time
 
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import block_keys
-from services.common.redis_connection import RedisConnection
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import PrefixIndex
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import block_keys
+from services.common.redis.connection import RedisConnection
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.node_writer import WriterTimes
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.events import (

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
-from services.common.kv_directory import block_keys
-from services.common.redis_connection import RedisConnection
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_directory import block_keys
+from services.common.redis.connection import RedisConnection
 from services.gateway.adapters.directory.redis_reader import ReaderTimes, RedisReader
 from services.gateway.adapters.directory.sweeper import sweep
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.node_writer import WriterTimes
 from services.kvpool.adapters.redis_directory import RedisDirectory

@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.common.errors import StepwellError
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.gateway.core.admission.queue_bounds import QueueBounds
-from services.gateway.core.delivery import received
-from services.gateway.core.delta import Delta
-from services.gateway.core.fleet import Fleet
-from services.gateway.core.inflight import Inflight, Mailbox
-from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.replica import Replica
-from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.routing import make_policy
-from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.fleet.routing import make_policy
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.request.delivery import received
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.inflight import Inflight, Mailbox
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
 LIMITS = ModelLimits(100, 90, 320, (0,), priority_scheduling=False, hidden_size=4)

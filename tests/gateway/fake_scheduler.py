@@ -17,11 +17,11 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.block_hash import unpack_token_ids
 from services.common.errors import FailedPrecondition, StepwellError
-from services.common.metrics_servicer import serve_collect
-from services.common.protocol import own_release
-from services.common.server import GrpcServer
+from services.common.pool.block_hash import unpack_token_ids
+from services.common.rpc.protocol import own_release
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.metrics_servicer import serve_collect
 
 VOCAB_SIZE = 320
 # Tokens below are special in the tests' tokenizer.

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import StepwellError
-from services.common.finish import Finish
-from services.common.finish_reason import FinishReason
-from services.common.sampling import SamplingParams
-from services.gateway.adapters.grammar_judge import GrammarJudge
-from services.gateway.adapters.hf_tokenizer import HfTokenizer
-from services.gateway.core.delivery import Answers
-from services.gateway.core.generation import Answer
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
+from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.grammars.judge import GrammarJudge
+from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer
 from services.gateway.core.idempotency.journal import Journal
 from services.gateway.core.idempotency.key import IdempotencyKey
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests, KeyLimits
 from services.gateway.core.idempotency.sharing import Sharing, SharingTimes
-from services.gateway.core.inference import Inference
-from services.gateway.core.inflight import Inflight, Mailbox
-from services.gateway.core.logprobs import LogprobRows
-from services.gateway.core.model_limits import ModelLimits
 from services.gateway.core.ports import Clock
-from services.gateway.core.progress import Progress
-from services.gateway.core.request import ClientRequest, EngineRequest, Prompt
-from services.gateway.core.sampling_defaults import SamplingDefaults
+from services.gateway.core.request.delivery import Answers
+from services.gateway.core.request.generation import Answer
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.inflight import Inflight, Mailbox
+from services.gateway.core.request.logprobs import LogprobRows
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.progress import Progress
+from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.request.sampling_defaults import SamplingDefaults
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_scheduler import VOCAB_SIZE, formula
 

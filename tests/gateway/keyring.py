@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.common.api_keys import KeyRecord, TenantRecord, key_id_of, new_key
-from services.common.key_file import change_book, read_book
-from services.common.key_redis import change_key
-from services.common.key_redis import read_book as read_redis_book
-from services.common.redis_connection import RedisConnection
+from services.common.keys.api_keys import KeyRecord, TenantRecord, key_id_of, new_key
+from services.common.keys.book_file import change_book, read_book
+from services.common.keys.book_redis import change_key
+from services.common.keys.book_redis import read_book as read_redis_book
+from services.common.redis.connection import RedisConnection
 
 
 class Keyring(Protocol):

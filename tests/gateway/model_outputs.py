@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.gateway.core.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
-from services.gateway.core.parsing.output_form import OutputForm
+from services.gateway.core.text.parsing.catalog import REASONING_FORMATS, TOOL_FORMATS
+from services.gateway.core.text.parsing.output_form import OutputForm
 
 SCHEMAS = {
     "get_weather": {

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.scheduler.adapters.registration import Registration
+from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.settings import SchedulerSettings
 from tests.gateway.fake_scheduler import FakeScheduler
 

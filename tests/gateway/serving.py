@@ -13,13 +13,13 @@ import grpc
 import httpx
 from stepwell.gateway.v1 import gateway_pb2_grpc
 
-from services.common.channel import open_channel
 from services.common.errors import StepwellError
-from services.common.settings import SettingError
-from services.common.telemetry import Tracing, configure_tracing
+from services.common.process.settings import SettingError
+from services.common.rpc.channel import open_channel
+from services.common.telemetry.tracing import Tracing, configure_tracing
 from services.gateway.__main__ import Gateway
-from services.gateway.adapters.hf_tokenizer import HfTokenizer, load_tokenizer
-from services.gateway.core.trace_store import TraceStore
+from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_tokenizer
+from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 from tests.gateway.fake_scheduler import FakeScheduler
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI
 
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 DEADLINE_SECONDS = 60.0
 

@@ -15,20 +15,20 @@ from functools import partial
 
 from benchmarks.common.figures import percentile
 from benchmarks.routing.conversations import Conversation, OpenConversations, Workload
-from services.common.finish import Finish
-from services.common.finish_reason import FinishReason
-from services.common.replica_load import ReplicaLoad
-from services.common.sampling import SamplingParams
+from services.common.replica.load import ReplicaLoad
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
+from services.common.request.sampling import SamplingParams
 from services.gateway.core.admission.queue_bounds import QueueBounds
-from services.gateway.core.fleet import Fleet
-from services.gateway.core.inflight import Inflight
-from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.replica import Replica
-from services.gateway.core.replica_description import ReplicaDescription, ReplicaState
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.routing import make_policy
-from services.gateway.core.routing.chain_keys import ChainKeys
-from services.gateway.core.routing.policy import RoutingParts
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.fleet.routing import make_policy
+from services.gateway.core.fleet.routing.chain_keys import ChainKeys
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.request import EngineRequest
 
 BLOCK_SIZE = 16
 STEP_SECONDS, PROMPT_TOKEN_SECONDS, DECODE_SECONDS = 3e-3, 1.5e-4, 5e-4

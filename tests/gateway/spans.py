@@ -6,9 +6,9 @@ from itertools import pairwise
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common import names
-from services.common.telemetry import Tracing, configure_tracing
-from services.common.time_parts import EXPLANATIONS
+from services.common.telemetry import names
+from services.common.telemetry.time_parts import EXPLANATIONS
+from services.common.telemetry.tracing import Tracing, configure_tracing
 from tests.gateway.serving import until
 
 

@@ -1,9 +1,9 @@
 """A fleet that serves two tenants."""
 
-from services.common.finish import Finish
-from services.common.finish_reason import FinishReason
-from services.common.queue_state import QueueState
-from services.gateway.core.inflight import Inflight
+from services.common.replica.queue_state import QueueState
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.tenant import Tenant
 from tests.gateway.fake_fleet import FakeFleet
 

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from services.common.lifecycle import run_service
+from services.common.process.lifecycle import run_service
 from services.gateway.__main__ import serve
 from services.gateway.settings import GatewaySettings
 

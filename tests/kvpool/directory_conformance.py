@@ -6,9 +6,9 @@ directory may lag: the examples wait, with a deadline, until it says what it mus
 
 import asyncio
 
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.ports import Directory

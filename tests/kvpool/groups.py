@@ -1,6 +1,6 @@
 """Groups of each kind of attention, and pools of them."""
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
 from tests.kvpool.worked_examples import (

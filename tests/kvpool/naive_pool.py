@@ -8,8 +8,8 @@ published. Which blocks a request needs is read off the tokens that its next que
 from collections.abc import Sequence
 from itertools import takewhile
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import (
     Admission,
     Admit,
     BeginStep,

@@ -6,8 +6,8 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common import status
-from services.common.protocol import own_release
+from services.common.rpc import status
+from services.common.rpc.protocol import own_release
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 SECONDS = 60.0

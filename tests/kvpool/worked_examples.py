@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from hashlib import sha256
 
-from services.common.block_hash import BlockHash
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import (
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import (
     Admission,
     Admit,
     AdmitResult,

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.worker.core.draft_source import DraftSource, WantedDrafts
-from services.worker.core.input_batch import InputBatch
+from services.worker.core.batch.input_batch import InputBatch
+from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.core.worker import Worker

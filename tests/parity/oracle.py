@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from services.common.prompt_embeds import EmbedsDtype, PromptEmbeds
+from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.worker.sampling.logprobs import LogprobRows
 from tests.worker.runner_driver import Request
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from tests.parity.oracle import assert_served
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.rank_threads import RankThread, on_ranks

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.kv_cache_groups import AttentionType
+from services.common.pool.kv_cache_groups import AttentionType
 from services.worker.build import build_worker
-from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.settings import WorkerSettings
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model

@@ -21,6 +21,7 @@ from services.worker.core.worker import Worker
 from services.worker.models.config import DtypeSetting
 from services.worker.settings import WorkerSettings
 from tests.parity.draft_models import Proposed, Recorded, record_drafts, save_perturbed
+from tests.parity.parallel.test_services_parity import Outputs, generate, serving
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
@@ -32,7 +33,6 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.parity.test_services_parity import Outputs, generate, serving
 from tests.parity.test_speculation_parity import DEMO, EDITED
 from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model

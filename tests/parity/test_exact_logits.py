@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting
 from tests.parity.exact import BLOCK_SIZE, ExactModel, drawn
 from tests.parity.models_table import rows

@@ -17,9 +17,9 @@ import torch
 from stepwell.common.v1 import common_pb2
 from transformers import PreTrainedModel
 
-from services.common.kv_cache_groups import MambaCacheMode
+from services.common.pool.kv_cache_groups import MambaCacheMode
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request as ScheduledRequest
-from services.scheduler.core.scheduler import Scheduler
 from services.worker.build import build_worker
 from services.worker.core.model_runner import ModelRunner
 from services.worker.settings import WorkerSettings

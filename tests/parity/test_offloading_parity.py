@@ -13,15 +13,16 @@ import pytest
 import torch
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.kv_cache_groups import MambaCacheMode
+from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.worker.build import build_worker
 from services.worker.core.errors import NoTier
-from services.worker.core.kv_tier import KVTier
+from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.worker import Worker
 from services.worker.parallel.group import Group
 from services.worker.parallel.membership import Membership
 from services.worker.settings import WorkerSettings
+from tests.parity.parallel.test_services_parity import generate
 from tests.parity.situations import (
     BLOCK_SIZE,
     GREEDY,
@@ -32,7 +33,6 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.parity.test_services_parity import generate
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, serving_replica
 from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import TIMEOUTS, free_port

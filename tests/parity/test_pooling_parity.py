@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.pooling import Pooler, PoolingParams
-from services.common.sampling import SamplingParams
-from services.scheduler.adapters.converters import (
+from services.common.request.pooling import Pooler, PoolingParams
+from services.common.request.sampling import SamplingParams
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.adapters.replica_config import scheduler_config
+from services.scheduler.adapters.workers.converters import (
     model_runner_output_from_proto,
     scheduler_output_to_proto,
 )
-from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.replica_config import scheduler_config
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 from services.scheduler.settings import SchedulerSettings
 from services.worker.adapters.converters import (
     description_to_proto,

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
+from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.suffix_source import SuffixSource
 from tests.parity.oracle import assert_served, embedded_prompt
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.random_serving import Happened, RandomServing

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.worker.runner_driver import GREEDY, Driver, Request, build_runner
 

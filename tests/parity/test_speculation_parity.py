@@ -12,15 +12,16 @@ import torch
 from stepwell.common.v1 import common_pb2
 
 from services.worker.build import build_worker
-from services.worker.core.draft_source import DraftSource, ProposerSource
-from services.worker.core.drafter import Drafter
+from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
+from services.worker.core.drafts.drafter import Drafter
+from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.model_runner import ModelRunner
-from services.worker.core.suffix_source import SuffixSource
 from services.worker.core.worker import Worker
 from services.worker.settings import WorkerSettings
 from services.worker.speculation.config import SpeculativeConfig
 from services.worker.speculation.ngram import NgramProposer
 from tests.cli.replaying import replay
+from tests.parity.parallel.test_services_parity import Outputs, generate, serving
 from tests.parity.proposers import KnownProposer, RandomProposer
 from tests.parity.situations import (
     BLOCK_SIZE,
@@ -33,7 +34,6 @@ from tests.parity.situations import (
     prompts,
     reference_outputs,
 )
-from tests.parity.test_services_parity import Outputs, generate, serving
 from tests.scheduler.serving_replica import sampling
 from tests.tiny_models import save_tiny_model
 from tests.worker.suffix_reference import suffix_trees

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.block_hash import unpack_token_ids
+from services.common.pool.block_hash import unpack_token_ids
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import PagedModel
 

@@ -9,12 +9,12 @@ from opentelemetry.trace import SpanKind
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common import names
-from services.common.block_hash import pack_token_ids, unpack_token_ids
 from services.common.errors import InternalError, InvalidArgument
-from services.common.protocol import PROTOCOL, OtherProtocol, own_release
-from services.common.server import GrpcServer
-from services.common.telemetry import Tracing
+from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
+from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry import names
+from services.common.telemetry.tracing import Tracing
 from services.scheduler.adapters.replica import ReplicaShape
 from tests.scheduler.paged_model import VOCAB_SIZE, NewRow, PagedModel, Work
 

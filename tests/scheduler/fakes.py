@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.pool_operations import Operation, Outcome
+from services.common.pool.operations import Operation, Outcome
 from services.scheduler.core import ports
 from services.scheduler.core.output import (
     EngineCoreOutputs,

@@ -6,8 +6,8 @@ Each is recomputed from tables, tokens and limits; none asks the scheduler why i
 from collections import Counter
 from dataclasses import dataclass
 
-from services.common.ids import NULL_BLOCK, RequestKey
-from services.common.kv_cache_groups import AttentionType
+from services.common.pool.ids import NULL_BLOCK, RequestKey
+from services.common.pool.kv_cache_groups import AttentionType
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.policy_orders import ADMISSION_ORDERS, VICTIM_ORDERS

@@ -7,8 +7,8 @@ before left. Each value names the group, so that a block that is in two hands sh
 
 from collections.abc import Iterable, Sequence
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import BlockCopy
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import BlockCopy
 
 Tables = Sequence[Sequence[int]]
 """The block table of a request in each group."""

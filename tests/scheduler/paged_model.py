@@ -10,10 +10,10 @@ and what it stored for wrong guesses stays there until it is overwritten.
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.cli.replay.stand_in_grammar import StandInGrammar
-from services.common.encoder_input import EncoderInput
-from services.common.kv_cache_groups import KVCacheGroup
-from services.common.pool_operations import BlockCopy
+from services.cli.replay.scenarios.stand_in_grammar import StandInGrammar
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.operations import BlockCopy
+from services.common.request.encoder_input import EncoderInput
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_cache import PagedCache, Tables

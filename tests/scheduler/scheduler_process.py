@@ -12,7 +12,7 @@ from typing import Any
 
 from stepwell.scheduler.v1 import scheduler_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.serving_replica import SECONDS, Pool, until_serving
 

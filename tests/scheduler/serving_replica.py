@@ -17,11 +17,11 @@ from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.block_hash import pack_token_ids
-from services.common.channel import open_channel
-from services.common.protocol import own_release
-from services.common.status import from_rpc_error
-from services.common.telemetry import configure_tracing
+from services.common.pool.block_hash import pack_token_ids
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
+from services.common.rpc.status import from_rpc_error
+from services.common.telemetry.tracing import configure_tracing
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.__main__ import serve

@@ -2,9 +2,9 @@
 
 from bisect import insort
 
+from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.policy import RequestQueue
 from services.scheduler.core.request import Request
-from services.scheduler.core.running_requests import RunningRequests
 
 
 class ShortestPromptFirstPolicy:

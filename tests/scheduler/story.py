@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.repetition import RepetitionDetection
-from services.common.sampling import SamplingParams
+from services.common.request.repetition import RepetitionDetection
+from services.common.request.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool as PoolCore
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 from tests.scheduler.paged_model import PagedModel
 
 BLOCK_SIZE = 4

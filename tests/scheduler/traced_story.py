@@ -6,9 +6,9 @@ from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from services.common.telemetry import configure_tracing
-from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.adapters.step_tracer import StepTracer
+from services.common.telemetry.tracing import configure_tracing
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.span_collector import Seen, seen

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.serving_replica import Replica, serving_replica, until_serving
 

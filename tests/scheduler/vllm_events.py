@@ -13,8 +13,8 @@ import zmq
 import zmq.asyncio
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.block_hash import BlockHash, hash_full_blocks
-from services.common.channel import open_channel
+from services.common.pool.block_hash import BlockHash, hash_full_blocks
+from services.common.rpc.channel import open_channel
 
 SECONDS = 60.0
 

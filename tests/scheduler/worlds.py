@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from tests.scheduler.paged_model import continuation
 
 MAX_PROMPT = 24

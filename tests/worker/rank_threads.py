@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
-from services.cli.ports import claim_port
+from services.cli.processes.ports import claim_port
 from services.worker.backends.attention import CPU
 from services.worker.backends.choices import KernelsSetting
 from services.worker.backends.kernels import Kernels

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from services.common.adapter_files import adapter_digest
-from services.common.kv_cache_groups import MambaCacheMode
-from services.common.prompt_embeds import PromptEmbeds
-from services.common.sampling import SamplingParams
+from services.common.pool.kv_cache_groups import MambaCacheMode
+from services.common.request.adapter_files import adapter_digest
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.attention import AttentionShape, PagedAttention
 from services.worker.backends.choices import KernelsSetting, KVCacheDtype
 from services.worker.backends.device import CpuDevice
@@ -20,25 +20,25 @@ from services.worker.backends.hybrid_cache import cache_of
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.native.compiled import default_cache_directory
 from services.worker.backends.ranks import ALONE, Ranks
-from services.worker.core.device_tokens import DeviceTokens
-from services.worker.core.draft_model import DraftModel
-from services.worker.core.draft_source import DraftSource, ProposerSource
-from services.worker.core.drafter import Drafter
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import (
+from services.worker.core.batch.device_tokens import DeviceTokens
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.batch.lora_adapters import LoraAdapters
+from services.worker.core.drafts.draft_model import DraftModel
+from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
+from services.worker.core.drafts.drafter import Drafter
+from services.worker.core.kv.kv_groups import (
     block_scales,
     group_layers,
     layer_kinds,
     state_block_sizes,
 )
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage, StagedModel
 from services.worker.core.step import AppendedBlocks, NewRequest, StepInput, StepOutput
 from services.worker.core.worker import StepRunner
-from services.worker.models.checkpoint import CPU, open_checkpoint
 from services.worker.models.config import DtypeSetting
+from services.worker.models.files.checkpoint import CPU, open_checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions, Model
 from services.worker.models.quantization_config import QuantizationSetting

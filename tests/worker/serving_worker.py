@@ -2,8 +2,8 @@
 
 from stepwell.worker.v1 import worker_pb2_grpc
 
-from services.common.server import GrpcServer
-from services.common.telemetry import configure_tracing
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.tracing import configure_tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer

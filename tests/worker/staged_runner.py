@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from services.worker.backends.attention import CPU
-from services.worker.core.input_batch import BatchLimits
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.lockstep import Lockstep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import StepInput, StepOutput

@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import NewRequest, StepInput, StepOutput

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 
 DEADLINE_SECONDS = 60
 ROOT = Path(__file__).parents[2]

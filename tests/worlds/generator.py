@@ -6,11 +6,11 @@ from typing import Any
 
 from services.cli.replay.groups import pool_config_of
 from services.common.errors import InvalidArgument
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.scheduler.core.capacity import config_conflict, max_request_tokens
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
 from tests.worlds.arrivals import (
     LAST_ARRIVAL,
     MAX_ITEM,

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from services.common.block_hash import BlockHash
-from services.common.ids import NULL_BLOCK
-from services.common.kv_cache_groups import AttentionType
-from services.common.pause_mode import PauseMode
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import NULL_BLOCK
+from services.common.pool.kv_cache_groups import AttentionType
+from services.common.replica.pause_mode import PauseMode
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.offloading_connector import OffloadingConnector
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
+from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
 from tests.scheduler.paged_cache import PagedCache
 from tests.scheduler.policy_orders import VICTIM_ORDERS
 from tests.worlds.tier import WorldTier

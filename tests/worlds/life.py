@@ -9,26 +9,26 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
-from services.common.finish_reason import FinishReason
-from services.common.pause_mode import PauseMode
-from services.common.telemetry import configure_tracing
-from services.scheduler.adapters.activity import WatchedSteps
-from services.scheduler.adapters.engine_observer import EngineObserver
-from services.scheduler.adapters.request_metrics import RequestMetrics
-from services.scheduler.adapters.speculation_metrics import SpeculationMetrics
-from services.scheduler.adapters.statistics import StepCounts
-from services.scheduler.adapters.step_tracer import StepTracer
-from services.scheduler.core.engine_core import EngineCore, EngineState
+from services.common.replica.pause_mode import PauseMode
+from services.common.request.finish_reason import FinishReason
+from services.common.telemetry.tracing import configure_tracing
+from services.scheduler.adapters.telemetry.activity import WatchedSteps
+from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
+from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
+from services.scheduler.adapters.telemetry.speculation_metrics import SpeculationMetrics
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.adapters.telemetry.step_tracer import StepTracer
+from services.scheduler.core.engine.engine_core import EngineCore, EngineState
+from services.scheduler.core.engine.queue_estimate import QueueEstimate, expected_tokens
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.kv_role import KVLoadFailurePolicy
-from services.scheduler.core.log_entry import Entry
-from services.scheduler.core.offloading_connector import OffloadingConnector
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.ports import PoolLost, WorkersLost
-from services.scheduler.core.queue_estimate import QueueEstimate, expected_tokens
-from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_log.log_entry import Entry
+from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
+from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
 from tests.scheduler.fakes import Inbox, ReadinessLog
 from tests.worlds.expected import check_answer
 from tests.worlds.invariants import Before, PublishedContents, check_plan

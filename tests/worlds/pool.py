@@ -10,10 +10,10 @@ import pytest
 
 from services.cli.replay.groups import pool_config_of
 from services.common.errors import StepwellError
-from services.common.ids import PoolId, RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import block_keys
-from services.common.pool_operations import (
+from services.common.pool.ids import PoolId, RequestKey
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import block_keys
+from services.common.pool.operations import (
     Admission,
     Admit,
     Commit,

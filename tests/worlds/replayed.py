@@ -7,7 +7,7 @@ from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import Difference, LogReplay
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.log_entry import Entry
+from services.scheduler.core.step_log.log_entry import Entry
 
 
 async def replay_differences(config: SchedulerConfig, entries: Iterable[Entry]) -> list[Difference]:

@@ -1,12 +1,12 @@
 """The tier of a world's workers, over their paged cache: what steps store there, and what is loaded
-back. It keeps the rules of `services.worker.core.kv_tier.KVTier`.
+back. It keeps the rules of `services.worker.core.kv.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.ids import BlockId
-from services.scheduler.core.kv_connector import (
+from services.common.pool.ids import BlockId
+from services.scheduler.core.transfers.kv_connector import (
     NO_RESULTS,
     BlockTransfer,
     ConnectorLoad,

@@ -12,8 +12,8 @@ from services.cli.replay.fields import FieldError, line_of, parse_json
 from services.cli.replay.log_file import StepLogFile, is_step_log, open_file
 from services.cli.replay.log_replay import Difference, LogReplay
 from services.cli.replay.plot import draw
-from services.cli.replay.scenario import read_scenario
-from services.cli.replay.scenario_run import run_scenario
+from services.cli.replay.scenarios.run import run_scenario
+from services.cli.replay.scenarios.scenario import read_scenario
 from services.cli.replay.settings import NAMES, parse_override
 from services.cli.replay.table import comparison, summary
 from services.cli.replay.what_if import changed_config, what_if

@@ -2,7 +2,7 @@
 
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core.config import SchedulerConfig
 

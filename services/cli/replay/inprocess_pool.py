@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from services.cli.replay.groups import pool_config_of
-from services.common.pool_operations import Operation, Outcome
+from services.common.pool.operations import Operation, Outcome
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core import ports
 from services.scheduler.core.config import SchedulerConfig

@@ -13,7 +13,7 @@ from services.cli.replay.groups import MAX_GROUPS, read_group, require_a_pool
 from services.cli.replay.settings import read_config
 from services.common.errors import StepwellError
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.log_entry import SCHEMA, VERSION
+from services.scheduler.core.step_log.log_entry import SCHEMA, VERSION
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 

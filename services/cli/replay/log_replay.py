@@ -10,20 +10,20 @@ from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_connector import LoggedConnector, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
-from services.common.encoder_input import EncoderInput
 from services.common.errors import InvalidArgument
-from services.common.finish_reason import FinishReason
-from services.common.ids import RequestKey
-from services.common.pause_mode import PauseMode
-from services.common.repetition import RepetitionDetection
-from services.common.sampling import SamplingParams
+from services.common.pool.ids import RequestKey
+from services.common.replica.pause_mode import PauseMode
+from services.common.request.encoder_input import EncoderInput
+from services.common.request.finish_reason import FinishReason
+from services.common.request.repetition import RepetitionDetection
+from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.log_entry import Entry
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
-from services.scheduler.core.recorder import RecordingScheduler
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_log.log_entry import Entry
+from services.scheduler.core.step_log.recorder import RecordingScheduler
 
 _ABSENT = object()
 _CALLS = (

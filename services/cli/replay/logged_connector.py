@@ -3,11 +3,11 @@
 from collections import deque
 
 from services.cli.replay.fields import Field
-from services.cli.replay.storeless_connector import StorelessConnector
-from services.common.ids import BlockId, RequestKey
-from services.common.pool_operations import BlockTables
-from services.scheduler.core.kv_connector import ExternalMatch, KVTransferResults
+from services.cli.replay.scenarios.storeless_connector import StorelessConnector
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
+from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTransferResults
 
 
 class LoggedConnector(StorelessConnector):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from services.cli.replay.record import Record
-from services.common.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
 from services.scheduler.core.request import Request, TurnEnd
 
 

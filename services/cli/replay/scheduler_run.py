@@ -6,11 +6,11 @@ from dataclasses import replace
 from services.cli.replay.history import Abort, Event, GrammarCompiled, NextChunk
 from services.cli.replay.inprocess_pool import InProcessPool
 from services.cli.replay.statistics import RunStatistics
-from services.common.ids import RequestKey
-from services.common.pause_mode import PauseMode
+from services.common.pool.ids import RequestKey
+from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 
 
 class SchedulerRun:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from services.cli.replay.fields import Field
-from services.common.settings import without_none
+from services.common.process.settings import without_none
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies import POLICIES
 

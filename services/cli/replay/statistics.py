@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput, WaitReason
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 
 
 @dataclass(slots=True)

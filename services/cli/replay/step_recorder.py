@@ -8,10 +8,10 @@ from services.cli.replay.record import Record, request_ids
 from services.cli.replay.transfer_record import begun_loads
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
-from services.scheduler.core.scheduler import Scheduler
 
 
 class StepRecorder:

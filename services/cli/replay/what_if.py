@@ -15,17 +15,17 @@ from typing import Any
 from services.cli.errors import CommandError
 from services.cli.replay.history import COMPLETE, Event, History
 from services.cli.replay.inprocess_pool import InProcessPool
+from services.cli.replay.scenarios.stand_in_model import pooled_output
 from services.cli.replay.scheduler_run import SchedulerRun
-from services.cli.replay.stand_in_model import pooled_output
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
-from services.common.finish_reason import FinishReason
-from services.common.ids import RequestKey
-from services.scheduler.core.capacity import config_conflict, max_request_tokens
+from services.common.pool.ids import RequestKey
+from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request, RequestStatus
-from services.scheduler.core.scheduler import Scheduler
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from services.common.adapter import Adapter
-from services.common.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from services.common.errors import InvalidArgument, NotFound, PermissionDenied
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.request.adapter import Adapter
+from services.common.request.adapter_files import CONFIG_FILE, WEIGHTS_FILE, adapter_digest
 from services.gateway.core.lora_modules import LoraModules
 
 _MAX_SHOWN_CHARACTERS = 300

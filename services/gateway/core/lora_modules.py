@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument, NotFound
+from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
 """Names are in requests, answers, logs and labels of metrics: longer ones are refused."""

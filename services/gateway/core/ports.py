@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from services.common.structured_outputs import StructuredOutputs
+from services.common.request.structured_outputs import StructuredOutputs
 from services.gateway.core.admission.arrivals import Arrival
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.delta import Delta
-from services.gateway.core.inflight import Inflight
-from services.gateway.core.model_limits import ModelLimits
-from services.gateway.core.progress import Progress
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.route import Route
-from services.gateway.core.sequence_trace import SequenceTrace
+from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.sequence_trace import SequenceTrace
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.request.progress import Progress
+from services.gateway.core.request.request import EngineRequest
+from services.gateway.core.request.truncation import Truncation
 from services.gateway.core.tenant import Tenant
-from services.gateway.core.truncation import Truncation
 
 if TYPE_CHECKING:
-    from services.gateway.core.replica import Replica
+    from services.gateway.core.fleet.replica import Replica
 
 TIMER_SLACK_SECONDS = 0.001
 """The time by which an event loop's clock may make a call too early."""
@@ -167,8 +167,8 @@ class PrefixDirectory(Protocol):
     """What the pools of all replicas have cached."""
 
     def match(self, keys: Sequence[int]) -> Mapping[str, int]:
-        """How many blocks of a chain, from the first on, are cached by each node; those without any
-        are left out. `keys` are those of the chain's blocks, see `services.common.kv_directory`.
+        """How many blocks of a chain, from the first on, are cached by each node; nodes without any
+        are left out. `keys` belong to the chain's blocks: see `services.common.pool.kv_directory`.
         """
         ...
 

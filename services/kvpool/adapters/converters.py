@@ -7,12 +7,12 @@ from typing import Literal
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common.kv_cache_groups import KVCacheGroup
-from services.common.kv_cache_groups_proto import (
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.kv_cache_groups_proto import (
     kv_cache_group_from_proto,
     kv_cache_group_to_proto,
 )
-from services.common.kv_directory import node_name
+from services.common.pool.kv_directory import node_name
 from services.kvpool.core.block_map import BlockMap
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.events import (

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.metric_specs import single
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import single
 
 if TYPE_CHECKING:
     from services.kvpool.adapters.redis_directory import RedisDirectory

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from services.common.ids import PoolId
+from services.common.pool.ids import PoolId
 from services.kvpool.core.errors import Draining
 from services.kvpool.core.events import AllBlocksCleared, EventBatch
 from services.kvpool.core.pool_config import PoolConfig

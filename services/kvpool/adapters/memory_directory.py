@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
-from services.common.kv_cache_groups import KVCacheGroup
-from services.common.prefix_depth import IsCached, prefix_depth
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.prefix_depth import IsCached, prefix_depth
 from services.kvpool.core.events import (
     AllBlocksCleared,
     BlocksRemoved,

@@ -10,8 +10,8 @@ from typing import Generic
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.metric_specs import summary_family, value_family
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import summary_family, value_family
 from services.kvpool.core.pool_host import Answer, PoolHost
 from services.kvpool.core.stats import PoolStats
 

@@ -3,7 +3,7 @@
 When a call of Redis fails, the task tries again with growing delays, and then begins a new life of
 its node: it cannot know which of its entries are in the log, so it takes the next epoch and writes
 a snapshot, and readers drop what they knew. The forms are those of
-`services.common.kv_directory_redis`.
+`services.common.redis.directory_layout`.
 """
 
 import asyncio
@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.in_turns import in_turns
-from services.common.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
-from services.common.kv_directory_redis import (
+from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
+from services.common.process.in_turns import in_turns
+from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.common.redis.directory_layout import (
     FIELD,
     DamagedValue,
     DirectoryKeys,
@@ -26,7 +27,6 @@ from services.common.kv_directory_redis import (
     record_to_bytes,
     snapshot_to_bytes,
 )
-from services.common.redis_connection import RedisConnection, RedisUnavailable
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.unwritten import UnwrittenChanges

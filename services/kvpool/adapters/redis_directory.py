@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from services.common.ids import PoolId
-from services.common.redis_connection import RedisConnection
+from services.common.pool.ids import PoolId
+from services.common.redis.connection import RedisConnection
 from services.kvpool.adapters.node_writer import NodeWriter, WriterCounts, WriterTimes
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.pool_config import PoolConfig

@@ -9,16 +9,16 @@ import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
 from services.common.errors import InvalidArgument
-from services.common.ids import PoolId
-from services.common.lease import Holder, Lease
-from services.common.lease_proto import holder_from_proto
-from services.common.pool_operations_proto import (
+from services.common.pool.ids import PoolId
+from services.common.pool.lease import Holder, Lease
+from services.common.pool.lease_proto import holder_from_proto
+from services.common.pool.operations_proto import (
     block_hashes_from_proto,
     operations_from_proto,
     outcome_to_proto,
 )
-from services.common.protocol import own_release, require_same_protocol
-from services.common.telemetry import Tracing
+from services.common.rpc.protocol import own_release, require_same_protocol
+from services.common.telemetry.tracing import Tracing
 from services.kvpool.adapters import converters
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.adapters.telemetry import traced

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common import names
-from services.common.telemetry import Attributes, Tracing
-from services.common.trace_context import child_of, sampled_parent
+from services.common.telemetry import names
+from services.common.telemetry.trace_context import child_of, sampled_parent
+from services.common.telemetry.tracing import Attributes, Tracing
 from services.kvpool.core.pool_host import HostedPool
 
 Apply = Callable[

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TypeVar
 
-from services.common.ids import PoolId
+from services.common.pool.ids import PoolId
 from services.kvpool.core.errors import TakenOver
 
 Message = TypeVar("Message")

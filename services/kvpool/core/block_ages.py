@@ -6,7 +6,7 @@ every cached block, as sums with their counts. Time is counted in transactions.
 
 from collections.abc import Sequence
 
-from services.common.ids import BlockId
+from services.common.pool.ids import BlockId
 
 
 class BlockAges:

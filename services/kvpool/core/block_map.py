@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from services.common.ids import NULL_BLOCK, BlockId, RequestKey
+from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 
 
 class BlockState(IntEnum):

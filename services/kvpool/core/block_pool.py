@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import takewhile
 
-from services.common.block_hash import BlockHash
-from services.common.ids import NULL_BLOCK, BlockId
-from services.common.pool_operations import BlockCopy
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import NULL_BLOCK, BlockId
+from services.common.pool.operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
 from services.kvpool.core.free_queue import FreeQueue, ObservedFreeQueue

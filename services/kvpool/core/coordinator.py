@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from services.common.block_hash import BlockHash
-from services.common.ids import BlockId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.full_attention import FullAttentionManager
 from services.kvpool.core.group_manager import GroupHit, GroupManager, Need, Tables

@@ -7,7 +7,7 @@ the hashes of a prompt are enough to find how deep it is cached.
 
 from dataclasses import dataclass
 
-from services.common.block_hash import BlockHash
+from services.common.pool.block_hash import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

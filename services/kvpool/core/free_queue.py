@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, islice
 
-from services.common.ids import BlockId
+from services.common.pool.ids import BlockId
 
 
 class FreeQueue:

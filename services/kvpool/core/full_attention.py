@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from services.common.block_hash import BlockHash
-from services.common.ids import BlockId
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId
 from services.kvpool.core.group_manager import BlockTable, Chain, Filling, GroupManager
 
 

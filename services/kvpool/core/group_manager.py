@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from services.common.block_hash import BlockHash
-from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, hit_block_size
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import NULL_BLOCK, BlockId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, hit_block_size
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.retention import replay_boundaries

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from services.common.block_hash import BlockHash
-from services.common.ids import BlockId, RequestKey
-from services.common.kv_cache_groups import AttentionType
-from services.common.pool_operations import (
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.kv_cache_groups import AttentionType
+from services.common.pool.operations import (
     Admit,
     BeginStep,
     Commit,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.common.kv_cache_groups import (
+from services.common.pool.kv_cache_groups import (
     AttentionType,
     KVCacheGroup,
     has_partial_hits,

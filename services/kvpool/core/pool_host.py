@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from services.common.ids import MAX_GENERATION, PoolId
+from services.common.pool.ids import MAX_GENERATION, PoolId
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.events import Event, EventBatch
 from services.kvpool.core.kv_pool import KVPool

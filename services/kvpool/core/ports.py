@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
 from services.kvpool.core.events import EventBatch
 from services.kvpool.core.pool_config import PoolConfig
 

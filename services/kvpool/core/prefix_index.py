@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from services.common.block_hash import BlockHash
-from services.common.ids import BlockId
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId
 
 
 class PrefixIndex:

@@ -10,9 +10,9 @@ there, so the hash of a larger block is the one at its end.
 
 from collections.abc import Callable, Sequence
 
-from services.common.block_hash import BlockHash
-from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import NULL_BLOCK, BlockId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.prefix_index import PrefixIndex
 
 GroupHits = tuple[list[list[BlockId]], int]

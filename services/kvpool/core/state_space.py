@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from services.common.block_hash import BlockHash
-from services.common.ids import NULL_BLOCK, BlockId
-from services.common.kv_cache_groups import KVCacheGroup, last_state_position
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import NULL_BLOCK, BlockId
+from services.common.pool.kv_cache_groups import KVCacheGroup, last_state_position
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.group_manager import (
     BlockTable,

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from services.common.block_hash import BlockHash
-from services.common.kv_directory import Digest, block_keys
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.kv_directory import Digest, block_keys
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch
 
 

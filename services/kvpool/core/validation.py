@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from services.common.ids import RequestKey
-from services.common.pool_operations import (
+from services.common.pool.ids import RequestKey
+from services.common.pool.operations import (
     Admission,
     Admit,
     Commit,

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
-from services.common.kv_cache_groups import KVCacheGroup
-from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
-from services.common.lease import Taken
-from services.common.pooling import Pooler
-from services.common.pooling_proto import pooler_from_proto
-from services.common.protocol import OtherProtocol
-from services.scheduler.adapters.converters import num_stages
-from services.scheduler.adapters.pool_client import PoolClient
-from services.scheduler.adapters.worker_client import WorkerGroup
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.kv_cache_groups_proto import kv_cache_group_from_proto
+from services.common.pool.lease import Taken
+from services.common.request.pooling import Pooler
+from services.common.request.pooling_proto import pooler_from_proto
+from services.common.rpc.protocol import OtherProtocol
+from services.scheduler.adapters.pool.pool_client import PoolClient
+from services.scheduler.adapters.workers.converters import num_stages
+from services.scheduler.adapters.workers.worker_client import WorkerGroup
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.ports import PoolLost, WorkersLost
 

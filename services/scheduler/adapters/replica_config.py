@@ -5,15 +5,15 @@ from dataclasses import replace
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
-from services.common.kv_cache_groups import chain_block_size
-from services.common.pooling_proto import pooler_to_proto
-from services.common.protocol import own_release
+from services.common.pool.kv_cache_groups import chain_block_size
+from services.common.request.pooling_proto import pooler_to_proto
+from services.common.rpc.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.core.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
-from services.scheduler.core.offloading_connector import OffloadingConnector
+from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.policies import find_policy
+from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from services.common.kv_cache_groups import (
+from services.common.pool.kv_cache_groups import (
     AttentionType,
     KVCacheGroup,
     has_partial_hits,
     hash_block_size,
 )
-from services.scheduler.core.kv_role import KVLoadFailurePolicy, KVRole
+from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRole
 
 
 @dataclass(frozen=True)  # without slots: what is derived of it is kept beside the fields

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.common.block_hash import BlockHash
-from services.common.sampling import SamplingParams
+from services.common.pool.block_hash import BlockHash
+from services.common.request.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

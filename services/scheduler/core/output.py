@@ -5,16 +5,16 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.common.finish_reason import FinishReason
-from services.common.ids import BlockId
-from services.common.pool_operations import BlockCopy, BlockTables
-from services.scheduler.core.kv_connector import (
+from services.common.pool.ids import BlockId
+from services.common.pool.operations import BlockCopy, BlockTables
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.request import Request, TurnEnd
+from services.scheduler.core.transfers.kv_connector import (
     NO_RESULTS,
     KVConnectorMetadata,
     KVLoad,
     KVTransferResults,
 )
-from services.scheduler.core.request import Request, TurnEnd
 
 
 class WaitReason(Enum):

@@ -1,6 +1,6 @@
 """Ports of the engine: a pool of blocks, workers, and consumers of a step's output.
 
-The operations of the pool are in `services/common/pool_operations.py`.
+The operations of the pool are in `services/common/pool/operations.py`.
 """
 
 from asyncio import Future
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from services.common.errors import Unavailable
-from services.common.ids import RequestKey
-from services.common.pool_operations import Operation, Outcome
+from services.common.pool.ids import RequestKey
+from services.common.pool.operations import Operation, Outcome
 from services.scheduler.core.output import (
     EngineCoreOutputs,
     ModelRunnerOutput,

@@ -6,19 +6,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.block_hash import BlockHash, hash_full_blocks
-from services.common.encoder_input import EncoderInput
-from services.common.finish import append_until_end, ending_token_ids
-from services.common.finish_reason import FinishReason
-from services.common.ids import RequestKey
-from services.common.pool_operations import Admission, BlockTables
-from services.common.pooling import PoolingParams
-from services.common.prompt_embeds import PromptEmbeds
-from services.common.sampling import SamplingParams
-from services.scheduler.core.computed_tokens import ComputedTokens
+from services.common.pool.block_hash import BlockHash, hash_full_blocks
+from services.common.pool.ids import RequestKey
+from services.common.pool.operations import Admission, BlockTables
+from services.common.request.encoder_input import EncoderInput
+from services.common.request.finish import append_until_end, ending_token_ids
+from services.common.request.finish_reason import FinishReason
+from services.common.request.pooling import PoolingParams
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.timeline import RequestTimes
+from services.scheduler.core.planning.computed_tokens import ComputedTokens
+from services.scheduler.core.timelines.timeline import RequestTimes
 
 
 class RequestStatus(enum.Enum):

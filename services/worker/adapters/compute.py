@@ -17,8 +17,8 @@ from math import inf
 from queue import SimpleQueue
 from typing import TypeVar
 
-from services.common.watchdog.proc import watch_self
-from services.common.watchdog.silence import Reading, Silence
+from services.common.process.watchdog.proc import watch_self
+from services.common.process.watchdog.silence import Reading, Silence
 
 T = TypeVar("T")
 

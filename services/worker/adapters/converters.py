@@ -8,12 +8,12 @@ import numpy as np
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.block_hash import HASH_BYTES
-from services.common.kv_cache_groups_proto import kv_cache_group_to_proto
-from services.common.pooling_proto import pooler_to_proto, pooling_from_proto
-from services.common.prompt_embeds_proto import prompt_embeds_from_proto
-from services.common.protocol import own_release
-from services.common.sampling_proto import sampling_from_proto
+from services.common.pool.block_hash import HASH_BYTES
+from services.common.pool.kv_cache_groups_proto import kv_cache_group_to_proto
+from services.common.request.pooling_proto import pooler_to_proto, pooling_from_proto
+from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.request.sampling_proto import sampling_from_proto
+from services.common.rpc.protocol import own_release
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import (
     AppendedBlocks,

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.histogram import Histogram
-from services.common.metric_specs import histogram_family, single, summary_family
+from services.common.telemetry import names
+from services.common.telemetry.histogram import Histogram
+from services.common.telemetry.metric_specs import histogram_family, single, summary_family
 from services.worker.core.worker import WorkerDescription
 
 

@@ -15,12 +15,12 @@ import grpc
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
 from services.common.errors import Aborted, InvalidArgument, StepwellError, Unavailable
-from services.common.ids import MAX_GENERATION
-from services.common.lease import Lease
-from services.common.lease_proto import holder_from_proto
-from services.common.protocol import require_same_protocol
-from services.common.structured_outputs_proto import structured_outputs_from_proto
-from services.common.telemetry import Tracing
+from services.common.pool.ids import MAX_GENERATION
+from services.common.pool.lease import Lease
+from services.common.pool.lease_proto import holder_from_proto
+from services.common.request.structured_outputs_proto import structured_outputs_from_proto
+from services.common.rpc.protocol import require_same_protocol
+from services.common.telemetry.tracing import Tracing
 from services.worker.adapters.compute import ComputeThread
 from services.worker.adapters.converters import (
     description_to_proto,
@@ -29,11 +29,11 @@ from services.worker.adapters.converters import (
 )
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.telemetry import StepTimes, StepTracer
+from services.worker.core.batch.lora_adapters import LoraAdapters
+from services.worker.core.batch.step_order import StepOrder
 from services.worker.core.errors import InvalidStep
-from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
-from services.worker.core.step_order import StepOrder
 from services.worker.core.worker import StepRunner, Worker
 
 logger = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from opentelemetry.sdk.trace import Event
 from opentelemetry.trace import SpanKind
 
-from services.common import names
-from services.common.telemetry import Tracing
-from services.common.trace_context import child_of, sampled_parent
+from services.common.telemetry import names
+from services.common.telemetry.trace_context import child_of, sampled_parent
+from services.common.telemetry.tracing import Tracing
 from services.worker.core.step import StepInput
 
 

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from services.common.block_hash import HASH_VERSION
-from services.common.tokenizer_files import TOKENIZER_FILES
+from services.common.pool.block_hash import HASH_VERSION
+from services.common.request.tokenizer_files import TOKENIZER_FILES
 from services.worker.backends.choices import KVCacheDtype
-from services.worker.core.kv_groups import LayerGroup
-from services.worker.models.checkpoint import Checkpoint
-from services.worker.models.json_file import read_json_object
+from services.worker.core.kv.kv_groups import LayerGroup
+from services.worker.models.files.checkpoint import Checkpoint
+from services.worker.models.files.json_file import read_json_object
+from services.worker.models.files.tensor_info import TensorInfo
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
-from services.worker.models.tensor_info import TensorInfo
 
 WHOLE_FILE_BYTES = 64 * 2**20
 """Weights up to this size are hashed whole; of larger ones a sample of each tensor."""

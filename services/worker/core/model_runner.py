@@ -21,17 +21,17 @@ from services.worker.backends.device import CpuDevice, Device
 from services.worker.backends.hybrid_cache import HybridCache
 from services.worker.backends.lora import PackedLora
 from services.worker.backends.row_sampler import RowSampler
+from services.worker.core.batch.device_tokens import DeviceTokens
+from services.worker.core.batch.embedded_prompts import EmbeddedPrompts
+from services.worker.core.batch.input_batch import BatchLimits, InputBatch
+from services.worker.core.batch.layout import StepTokens, lay_out
+from services.worker.core.batch.lora_adapters import LoraAdapters, find_adapters
+from services.worker.core.batch.lora_rows import lora_rows
 from services.worker.core.decode_buckets import DecodeBuckets
-from services.worker.core.device_tokens import DeviceTokens
-from services.worker.core.drafter import Drafter
-from services.worker.core.embedded_prompts import EmbeddedPrompts
+from services.worker.core.drafts.drafter import Drafter
 from services.worker.core.errors import InvalidStep
-from services.worker.core.input_batch import BatchLimits, InputBatch
-from services.worker.core.kv_tier import KVTier
-from services.worker.core.layout import StepTokens, lay_out
+from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.lora_adapters import LoraAdapters, find_adapters
-from services.worker.core.lora_rows import lora_rows
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler
 from services.worker.core.sampled import PendingOutput, Sampled

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.common.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.worker.core.batch.layout import StepTokens
 from services.worker.core.errors import InvalidStep
-from services.worker.core.layout import StepTokens
 from services.worker.core.step import Int32Array, StepInput, StepOutput, no_ints
 from services.worker.models.pooling_config import Activation, PoolingConfig
 

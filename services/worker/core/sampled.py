@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.worker.core.device_tokens import PendingTokens
+from services.worker.core.batch.device_tokens import PendingTokens
 from services.worker.core.step import Int32Array, RequestLogprobs, StepInput, StepOutput, no_ints
 from services.worker.sampling.logprobs import LogprobRows
 from services.worker.sampling.sampler import SamplerOutput

@@ -6,9 +6,9 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from services.common.pooling import PoolingParams
-from services.common.prompt_embeds import PromptEmbeds
-from services.common.sampling import SamplingParams
+from services.common.request.pooling import PoolingParams
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.common.request.sampling import SamplingParams
 from services.worker.sampling.logprobs import LogprobRows
 
 Int32Array = npt.NDArray[np.int32]

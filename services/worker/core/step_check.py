@@ -9,7 +9,7 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 if TYPE_CHECKING:
-    from services.worker.core.input_batch import InputBatch
+    from services.worker.core.batch.input_batch import InputBatch
 
 
 PROPOSED_HERE = -1

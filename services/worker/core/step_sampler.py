@@ -14,9 +14,9 @@ import torch
 
 from services.worker.backends.device import Device
 from services.worker.backends.row_sampler import RowSampler
-from services.worker.core.device_tokens import DeviceTokens, PendingTokens
-from services.worker.core.input_batch import InputBatch
-from services.worker.core.layout import SamplingRequests, StepTokens
+from services.worker.core.batch.device_tokens import DeviceTokens, PendingTokens
+from services.worker.core.batch.input_batch import InputBatch
+from services.worker.core.batch.layout import SamplingRequests, StepTokens
 from services.worker.core.sampled import PendingOutput, Sampled
 from services.worker.core.step import Int32Array, StepInput, StepOutput
 from services.worker.sampling.arrays import Int64Array

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from services.common.pooling import PoolingParams, PoolingTask, PoolingType
+from services.common.request.pooling import PoolingParams, PoolingTask, PoolingType
+from services.worker.core.batch.input_batch import BatchLimits, InputBatch
 from services.worker.core.errors import InvalidStep
-from services.worker.core.input_batch import BatchLimits, InputBatch
 from services.worker.core.pooler import Float32Array, Float64Array, VectorEnd, pooled_output
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.models.whole_model import WholeModel

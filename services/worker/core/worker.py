@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.pooling import Pooler
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import LayerGroup
-from services.worker.core.lora_adapters import LoraAdapters
+from services.common.request.pooling import Pooler
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.batch.lora_adapters import LoraAdapters
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.sampled import PendingOutput
 from services.worker.core.step import StepInput, StepOutput
 from services.worker.sampling.grammar import Grammars

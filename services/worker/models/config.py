@@ -12,7 +12,7 @@ from services.worker.models.architecture import (
     native_architecture,
 )
 from services.worker.models.errors import ModelConfigError, UnsupportedModel
-from services.worker.models.json_file import JsonReader, read_json_object
+from services.worker.models.files.json_file import JsonReader, read_json_object
 from services.worker.models.layer_config import LayerConfig, read_layers
 from services.worker.models.quantization_config import QuantizationConfig, read_quantization
 from services.worker.models.rope import RopeConfig, read_ropes

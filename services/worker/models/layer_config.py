@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from services.worker.models.architecture import ExpertLayout, Traits, Windows
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.json_file import JsonReader
+from services.worker.models.files.json_file import JsonReader
 from services.worker.models.rope import RopeConfig, read_ropes
 
 FULL = "full_attention"

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.ranks import ALONE, Ranks
-from services.worker.models.checkpoint import Checkpoint
 from services.worker.models.config import (
     read_architecture,
     read_model_config,
@@ -13,8 +12,9 @@ from services.worker.models.config import (
 )
 from services.worker.models.decoder import Decoder, attention_layers
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.json_file import read_json_object
-from services.worker.models.lora_reader import LoraReader
+from services.worker.models.files.checkpoint import Checkpoint
+from services.worker.models.files.json_file import read_json_object
+from services.worker.models.lora.reader import LoraReader
 from services.worker.models.mlp import is_static
 from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
 from services.worker.models.quantization_config import QuantizationSetting
@@ -51,7 +51,7 @@ def load_model(
     else:
         check_decoder(read_json_object(directory / "config.json"), directory / "config.json")
         # Only here, since importing transformers takes seconds and a hundred megabytes.
-        from services.worker.models.transformers_model import load_transformers_model  # noqa: PLC0415
+        from services.worker.models.from_transformers.model import load_transformers_model  # noqa: PLC0415
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
         progress(1, 1)

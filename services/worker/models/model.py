@@ -16,7 +16,7 @@ from services.worker.models.quantization_config import QuantizationSetting
 from services.worker.models.stage import StageLayers
 
 if TYPE_CHECKING:
-    from services.worker.models.lora_reader import LoraReader
+    from services.worker.models.lora.reader import LoraReader
 
 logger = logging.getLogger(__name__)
 

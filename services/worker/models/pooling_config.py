@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.common.pooling import PoolingTask, PoolingType
+from services.common.request.pooling import PoolingTask, PoolingType
 from services.worker.models.config import read_architecture
 from services.worker.models.errors import ModelFileError, UnsupportedModel
-from services.worker.models.json_file import JsonReader, read_json_object
+from services.worker.models.files.json_file import JsonReader, read_json_object
 
 MODULES_FILE = "modules.json"
 CLASSIFIER = "ForSequenceClassification"
@@ -69,7 +69,7 @@ class PoolingConfig:
     max_seq_length: int | None = None
     """The longest prompt by the directory, in tokens; None: the model's."""
     may_shorten: bool = True
-    """See `services.common.pooling.Pooler`, as for `matryoshka_dimensions`."""
+    """See `services.common.request.pooling.Pooler`, as for `matryoshka_dimensions`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property

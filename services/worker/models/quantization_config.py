@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.worker.models.errors import UnsupportedModel, quantized
-from services.worker.models.json_file import JsonReader
+from services.worker.models.files.json_file import JsonReader
 
 KEY = "quantization_config"
 _FP8_BLOCK = 128

@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.json_file import JsonReader
+from services.worker.models.files.json_file import JsonReader
 
 
 class RopeType(enum.Enum):

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.files.checkpoint import Checkpoint
+from services.worker.models.files.tensor_shapes import EMBEDDING, HEAD, NORM
 from services.worker.models.shard import check_stages
-from services.worker.models.tensor_shapes import EMBEDDING, HEAD, NORM
 
 logger = logging.getLogger(__name__)
 

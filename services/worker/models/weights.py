@@ -17,16 +17,9 @@ from services.worker.backends.kernels import (
 )
 from services.worker.backends.quantized import QuantizedWeight, Weight
 from services.worker.backends.ranks import ALONE, Ranks
-from services.worker.models.checkpoint import WHOLE, Checkpoint, Index, TensorReader
 from services.worker.models.config import ModelConfig
-from services.worker.models.layer_config import ExpertsConfig
-from services.worker.models.mlp import Experts, GroupedExperts
-from services.worker.models.pooling_config import PoolingConfig
-from services.worker.models.quantization import WeightReader, stored_weights
-from services.worker.models.quantization_config import QuantizationSetting
-from services.worker.models.shard import Shard, of_width
-from services.worker.models.stage import StageLayers
-from services.worker.models.tensor_shapes import (
+from services.worker.models.files.checkpoint import WHOLE, Checkpoint, Index, TensorReader
+from services.worker.models.files.tensor_shapes import (
     CLASS_HEAD,
     EMBEDDING,
     EXPERT_NAMES,
@@ -37,6 +30,13 @@ from services.worker.models.tensor_shapes import (
     expected_tensors,
     norm_names,
 )
+from services.worker.models.layer_config import ExpertsConfig
+from services.worker.models.mlp import Experts, GroupedExperts
+from services.worker.models.pooling_config import PoolingConfig
+from services.worker.models.quantization import WeightReader, stored_weights
+from services.worker.models.quantization_config import QuantizationSetting
+from services.worker.models.shard import Shard, of_width
+from services.worker.models.stage import StageLayers
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from services.common.pooling import PoolingTask
+from services.common.request.pooling import PoolingTask
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import is_out_of_memory
-from services.worker.models.checkpoint import CPU, Checkpoint
 from services.worker.models.config import resolve_max_model_len
 from services.worker.models.errors import (
     ModelConfigError,
@@ -25,11 +24,12 @@ from services.worker.models.errors import (
     ModelTensorError,
     UnsupportedModel,
 )
-from services.worker.models.json_file import read_json_object
+from services.worker.models.files.checkpoint import CPU, Checkpoint
+from services.worker.models.files.json_file import read_json_object
+from services.worker.models.from_transformers.checkpoint import lazy_tensors, one_line
 from services.worker.models.model import LoadOptions, log_loading, resolve_dtype
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_whole
-from services.worker.models.transformers_checkpoint import lazy_tensors, one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
 from services.worker.settings import WorkerSettings
 
 DEFAULT_MASTER_ADDR = "127.0.0.1"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from services.common.errors import InvalidArgument
 from services.worker.backends.lora import PackedLora
-from services.worker.core.lora_adapters import LoraAdapters
+from services.worker.core.batch.lora_adapters import LoraAdapters
 from services.worker.models.errors import ModelError, UnsupportedModel
 from services.worker.models.model import LoadedModel
 from services.worker.parts.rank_setup import RankSetup

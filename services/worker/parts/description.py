@@ -1,9 +1,9 @@
 """Describes a worker to the scheduler that opens it."""
 
-from services.common.tokenizer_files import tokenizer_fingerprint
+from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
-from services.worker.core.kv_cache import KVCacheSizing
-from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.kv.kv_cache import KVCacheSizing
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.worker import WorkerDescription
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.interface import Parts

@@ -6,8 +6,8 @@ from services.worker.backends.attention import AttentionShape
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.fingerprint import model_fingerprint
-from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
+from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.parts.progress import progress_logger

@@ -12,10 +12,10 @@ from services.worker.backends.native.suffix_decoding import (
     NativeSuffixDecoding,
 )
 from services.worker.backends.suffix_decoding import SuffixRules
-from services.worker.core.draft_source import ProposerSource
-from services.worker.core.drafter import Drafter
+from services.worker.core.drafts.draft_source import ProposerSource
+from services.worker.core.drafts.drafter import Drafter
+from services.worker.core.drafts.suffix_source import SuffixSource
 from services.worker.core.errors import NoSpeculation
-from services.worker.core.suffix_source import SuffixSource
 from services.worker.parts.draft_model import load_draft_model
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.parts.refusals import refuse_speculation

@@ -3,13 +3,13 @@
 import logging
 from dataclasses import replace
 
-from services.worker.core.kv_cache import (
+from services.worker.core.kv.kv_cache import (
     KVCacheDemand,
     KVCacheMemory,
     KVCacheSizing,
     size_kv_cache,
 )
-from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.parts.adapters import adapter_bytes
 from services.worker.parts.rank_setup import RankSetup
 from services.worker.platforms.interface import Parts

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.out_of_memory import memory_for
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import (
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.kv.kv_groups import (
     LayerGroup,
     block_scales,
     group_layers,
@@ -13,7 +13,7 @@ from services.worker.core.kv_groups import (
     state_block_sizes,
 )
 from services.worker.core.pooler import PromptPooler, vector_end
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadedModel, LoadOptions
 from services.worker.models.pooling_config import PoolingConfig

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from services.common.kv_cache_groups import MambaCacheMode
+from services.common.pool.kv_cache_groups import MambaCacheMode
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.errors import NoSpeculation, NoTier
 from services.worker.models.config import read_architecture, read_model_config

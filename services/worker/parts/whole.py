@@ -1,15 +1,15 @@
 """Builds a worker for a model that takes whole prompts."""
 
-from services.common.tokenizer_files import tokenizer_fingerprint
+from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
 from services.worker.backends.out_of_memory import memory_for
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.fingerprint import model_fingerprint
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import LayerGroup
+from services.worker.core.kv.kv_groups import LayerGroup
 from services.worker.core.pooler import vector_end
 from services.worker.core.whole_runner import WholeRunner
 from services.worker.core.worker import Worker, WorkerDescription
-from services.worker.models.checkpoint import Checkpoint
+from services.worker.models.files.checkpoint import Checkpoint
 from services.worker.models.model import LoadOptions
 from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.whole_model import load_whole_model

@@ -6,11 +6,11 @@ from typing import cast
 from services.worker.backends.attention import CPU, AttentionShape, PagedAttention
 from services.worker.backends.hybrid_cache import PagesOfKeys, cache_of
 from services.worker.backends.kernels import Kernels
-from services.worker.core.draft_model import DraftModel
-from services.worker.core.drafter import Drafter
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_cache import FreeMemory
-from services.worker.core.kv_tier import KVTier
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.drafts.draft_model import DraftModel
+from services.worker.core.drafts.drafter import Drafter
+from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.kv_tier import KVTier
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import StagedModel
 from services.worker.models.config import DtypeSetting

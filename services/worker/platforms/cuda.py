@@ -11,10 +11,10 @@ from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKer
 from services.worker.backends.device import Device
 from services.worker.backends.kernels import Kernels
 from services.worker.backends.torch.paged_attention import TorchPagedAttention
+from services.worker.core.batch.device_tokens import DeviceTokens
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.decode_buckets import DecodeBuckets
-from services.worker.core.device_tokens import DeviceTokens
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_cache import FreeMemory
+from services.worker.core.kv.kv_cache import FreeMemory
 from services.worker.core.model_runner import ModelRunner
 from services.worker.models.config import DtypeSetting
 from services.worker.models.model import LoadedModel

@@ -7,12 +7,12 @@ import torch
 
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.kernels import Kernels
-from services.worker.core.drafter import Drafter
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_cache import FreeMemory
-from services.worker.core.kv_tier import Bytes
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.batch.lora_adapters import LoraAdapters
+from services.worker.core.drafts.drafter import Drafter
+from services.worker.core.kv.kv_cache import FreeMemory
+from services.worker.core.kv.kv_tier import Bytes
 from services.worker.core.lockstep import Lockstep
-from services.worker.core.lora_adapters import LoraAdapters
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.pipeline import PipelineStage
 from services.worker.core.pooler import PromptPooler

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.cuda.sub_chunks import MOST_QUERIES, bucket
-from services.worker.core.input_batch import BatchLimits
+from services.worker.core.batch.input_batch import BatchLimits
 from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import StepRunner
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.sampling.arrays import Float32Array, Int32Array
 from services.worker.sampling.filters import keep_only
 from services.worker.sampling.grammar import GrammarMask

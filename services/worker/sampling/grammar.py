@@ -16,13 +16,13 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from services.common.errors import FailedPrecondition, InvalidArgument
-from services.common.structured_outputs import FIELD, KEPT_GRAMMARS, StructuredOutputs
+from services.common.request.structured_outputs import FIELD, KEPT_GRAMMARS, StructuredOutputs
 from services.worker.sampling.arrays import Int32Array
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from services.common.grammar_compiler import GrammarCompiler
+    from services.common.request.grammar_compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class GrammarMask:
     def _give_up(self, error: str) -> None:
         """Allows no token from here on, for an error of llguidance."""
         # Only here: it loads llguidance, which is there by now.
-        from services.common.grammar_compiler import reason_in_words  # noqa: PLC0415
+        from services.common.request.grammar_compiler import reason_in_words  # noqa: PLC0415
 
         logger.info("no mask of a grammar can be made, and its request fails: %s", error)
         self._matcher, self.error = None, reason_in_words(error)
@@ -249,7 +249,7 @@ def model_compiler(
     one that the tokenizer names. Raises FailedPrecondition if there is no suitable one.
     """
     # Only here: most workers need none.
-    from services.common.grammar_compiler import GrammarCompiler  # noqa: PLC0415
+    from services.common.request.grammar_compiler import GrammarCompiler  # noqa: PLC0415
 
     try:
         text = _tokenizer_json(directory)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.row_sampler import RowMasks
 from services.worker.sampling.arrays import BoolArray, Int32Array, Int64Array
 from services.worker.sampling.grammar import GrammarMask, Grammars

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.backends.row_sampler import (
     REFUSED,
     UNUSABLE,

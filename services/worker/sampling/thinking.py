@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from services.common.thinking_budget import ThinkingBudget
+from services.common.request.thinking_budget import ThinkingBudget
 from services.worker.sampling.arrays import Float32Array, Int32Array
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.directory.redis_faults import NO_FAULT, single_faults
 from benchmarks.directory.request_faults import Times, compare_faults, requests_table
-from services.common.redis_connection import RedisConnection
+from services.common.redis.connection import RedisConnection
 from tests.benchmarks.programs import run_program
 from tests.redis_servers import needs_redis, redis_server
 from tests.slowness import busy_slowness

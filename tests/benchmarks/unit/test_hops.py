@@ -6,7 +6,7 @@ from benchmarks.common import hops
 from benchmarks.common.hops import HopRun, median_hops
 from benchmarks.common.load import RequestTimes
 from benchmarks.common.spans import SpanRecord
-from services.common import names
+from services.common.telemetry import names
 
 US = 1_000
 PROBE = b"probe"

@@ -9,7 +9,7 @@ from benchmarks.soak.load_generator import Sent
 from benchmarks.soak.overload_report import Line, lines_of
 from benchmarks.soak.overload_tenants import Memory, Result, TenantOptions, sum_rounds
 from services.cli.settings import UpSettings
-from services.common.settings import parse_settings
+from services.common.process.settings import parse_settings
 
 MIB = 2**20
 SECONDS, NUM_TOKENS = 20.0, 100

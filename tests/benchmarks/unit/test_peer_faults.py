@@ -16,9 +16,9 @@ from benchmarks.peers.faults import Fault, Injection, faults_of
 from benchmarks.peers.fields import change_names, changed, field_paths, present_paths
 from benchmarks.peers.methods import METHODS, Direction, Lane, message_type
 from benchmarks.peers.proxy import PeerProxy
-from services.common.channel import open_channel
-from services.common.protocol import own_release
-from services.common.server import GrpcServer
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
+from services.common.rpc.server import GrpcServer
 from tests.gateway.fake_scheduler import FakeScheduler
 
 SESSION = "/stepwell.scheduler.v1.Scheduler/Session"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from benchmarks.common.process_usage import Usage, usage_of
-from benchmarks.soak.findings import Sample, findings, table
+from benchmarks.soak.attack.findings import Sample, findings, table
 from benchmarks.soak.slope import slope_of
 
 MB = 1_000_000

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.child import Child
-from services.cli.liveness import LivenessPolicy, until_hung
-from services.cli.run_directory import run_directory
-from services.cli.supervisor import RestartPolicy, Stage, Supervisor
-from services.common.watchdog.ended import was_ended
-from services.common.watchdog.proc import processor_times
+from services.cli.processes.child import Child
+from services.cli.processes.liveness import LivenessPolicy, until_hung
+from services.cli.processes.run_directory import run_directory
+from services.cli.processes.supervisor import RestartPolicy, Stage, Supervisor
+from services.common.process.watchdog.ended import was_ended
+from services.common.process.watchdog.proc import processor_times
 from tests.cli.children import Journal, health_server, started, until
 
 QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)

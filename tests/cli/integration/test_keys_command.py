@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.common.api_keys import key_id_of
+from services.common.keys.api_keys import key_id_of
 from tests.redis_servers import needs_redis, redis_server
 
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,8 @@ from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.cli.errors import CommandError
 from services.cli.replay.log_file import StepLogFile
-from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument
+from services.common.pool.block_hash import pack_token_ids
 from tests.cli.replaying import HANDLES, Disturbance, crowd, live_log, replay
 from tests.scheduler.paged_model import next_token
 from tests.scheduler.scheduler_process import running_scheduler

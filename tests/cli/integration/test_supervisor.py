@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.supervisor import RestartPolicy, Stage, StartFailed, Supervisor
+from services.cli.processes.supervisor import RestartPolicy, Stage, StartFailed, Supervisor
 from tests.cli.children import (
     IGNORE_SIGTERM,
     Journal,
@@ -252,7 +252,7 @@ sys.exit(1)
 async def test_children_do_not_outlive_a_supervisor_that_was_killed(tmp_path: Path) -> None:
     code = f"""
 import asyncio, pathlib
-from services.cli.supervisor import Stage, Supervisor
+from services.cli.processes.supervisor import Stage, Supervisor
 from tests.cli.children import Journal, server
 here = pathlib.Path({str(tmp_path)!r})
 async def main():

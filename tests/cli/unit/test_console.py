@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.console import Console
-from services.cli.plan import Addresses
+from services.cli.processes.plan import Addresses
 from services.cli.up import ready_text
 
 

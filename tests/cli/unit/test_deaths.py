@@ -1,7 +1,7 @@
 """When deaths are in a row, and how patient a supervisor becomes."""
 
-from services.cli.liveness import LivenessPolicy
-from services.cli.supervisor import Deaths, End, RestartPolicy
+from services.cli.processes.liveness import LivenessPolicy
+from services.cli.processes.supervisor import Deaths, End, RestartPolicy
 
 
 def hung(ready_seconds: float) -> End:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.fleet_view import Sample
 from services.cli.status import plain_text
+from services.cli.views.fleet_view import Sample
 
 STATS: dict[str, Any] = {
     "incarnation": "1234",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 SERVICES = Path(__file__).parents[3] / "services"
 CORE = SERVICES / "scheduler" / "core"
-ENDS = SERVICES / "common" / "finish.py"
-RECORDER, REPLAY = CORE / "log_entry.py", SERVICES / "cli" / "replay" / "log_replay.py"
+ENDS = SERVICES / "common" / "request" / "finish.py"
+RECORDER, REPLAY = CORE / "step_log" / "log_entry.py", SERVICES / "cli" / "replay" / "log_replay.py"
 
 
 def nodes(path: Path) -> list[ast.AST]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.plan import Addresses, stages
+from services.cli.processes.plan import Addresses, stages
 from services.cli.settings import UpSettings, settings_of
-from services.common.logs import LogFormat, LogLevel
-from services.common.settings import env_prefix, parse_settings
+from services.common.process.logs import LogFormat, LogLevel
+from services.common.process.settings import env_prefix, parse_settings
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings

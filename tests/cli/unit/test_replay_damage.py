@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.cli.__main__ import main
 from services.cli.replay.log_file import StepLogFile
-from services.scheduler.core.log_entry import VERSION
+from services.scheduler.core.step_log.log_entry import VERSION
 from tests.cli.recorded_logs import crowded, record
 
 LOG = record(crowded(5)).text().encode()

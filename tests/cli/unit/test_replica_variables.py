@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from services.cli.errors import CommandError
-from services.cli.plan import Addresses, stages
-from services.cli.replica_variables import check_variables
+from services.cli.processes.plan import Addresses, stages
+from services.cli.processes.replica_variables import check_variables
 from services.cli.settings import UpSettings
 
 SCHEDULER, KVPOOL = "STEPWELL_SCHEDULER_METRICS_ADDRESS", "STEPWELL_KVPOOL_METRICS_ADDRESS"

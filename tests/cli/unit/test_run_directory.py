@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from services.cli.errors import CommandError
-from services.cli.ports import claim_port
-from services.cli.run_directory import run_directory
+from services.cli.processes.ports import claim_port
+from services.cli.processes.run_directory import run_directory
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_long_path_would_not_fit_an_address(directory: Path, num_bytes: int) -
     long = directory / ("x" * (num_bytes - len(f"{directory}/")))
     long.mkdir()
     code = """
-from services.cli.run_directory import run_directory
+from services.cli.processes.run_directory import run_directory
 with run_directory() as path:
     print(path)
 """

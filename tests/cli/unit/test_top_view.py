@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.cli.top_view import Look, screen
+from services.cli.views.top_view import Look, screen
 from tests.cli.unit.test_fleet_view import STATS
 
 

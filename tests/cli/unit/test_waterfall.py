@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.cli.trace import listing
-from services.cli.waterfall import in_ascii, waterfall
+from services.cli.views.waterfall import in_ascii, waterfall
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

@@ -16,13 +16,13 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from services.common import span_sender
-from services.common.exposition import Exposition
-from services.common.settings import SettingError
-from services.common.span_outage import DropReason
-from services.common.span_sender import SpanSender
-from services.common.telemetry import Tracing, configure_tracing
-from services.common.tracing_metrics import TracingCollector
+from services.common.process.settings import SettingError
+from services.common.telemetry import span_sender
+from services.common.telemetry.exposition import Exposition
+from services.common.telemetry.span_outage import DropReason
+from services.common.telemetry.span_sender import SpanSender
+from services.common.telemetry.tracing import Tracing, configure_tracing
+from services.common.telemetry.tracing_metrics import TracingCollector
 
 QUEUE, BATCH = 40, 10
 DEADLINE_SECONDS = 60.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.cli.ports import claim_port
+from services.cli.processes.ports import claim_port
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.metric_specs import SPECS
-from services.common.metric_specs.spec import Kind
+from services.common.telemetry.metric_specs import SPECS
+from services.common.telemetry.metric_specs.spec import Kind
 from tests.deploy.prometheus.rule_stories import STORIES, AlertStory
 
 ROOT = Path(__file__).parents[3]

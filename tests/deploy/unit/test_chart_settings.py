@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.common.settings import env_prefix, parse_settings
+from services.common.process.settings import env_prefix, parse_settings
 from services.gateway.settings import GatewaySettings
-from services.scheduler.adapters.registration import Registration
+from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.settings import SchedulerSettings
 from services.worker.parallel.membership import find_membership
 from services.worker.settings import WorkerSettings

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from services.common.addresses import split_host_port
-from services.common.settings import env_prefix, parse_settings
+from services.common.process.settings import env_prefix, parse_settings
+from services.common.rpc.addresses import split_host_port
 from services.gateway.settings import GatewaySettings
 from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings

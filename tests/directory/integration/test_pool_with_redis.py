@@ -2,8 +2,8 @@
 
 import asyncio
 
-from services.common.channel import open_channel
-from services.common.kv_directory import block_keys, node_name
+from services.common.pool.kv_directory import block_keys, node_name
+from services.common.rpc.channel import open_channel
 from services.gateway.adapters.directory.redis_reader import ReaderTimes
 from tests.directory.followed import Gateway
 from tests.kvpool import wire

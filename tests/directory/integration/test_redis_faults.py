@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.ids import PoolId
-from services.common.kv_directory import KeyBatch
-from services.common.kv_directory_redis import DirectoryKeys, batch_to_bytes
-from services.common.redis_connection import RedisConnection
-from services.gateway.core.directory_state import DirectoryState
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_directory import KeyBatch
+from services.common.redis.connection import RedisConnection
+from services.common.redis.directory_layout import DirectoryKeys, batch_to_bytes
+from services.gateway.core.prefix_index.directory_state import DirectoryState
 from services.kvpool.adapters.redis_directory import RedisDirectory
 from services.kvpool.core.pool_config import PoolConfig
 from tests.directory.busy_pools import FULL, BusyPools, LoopWatch, right_again

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.redis_servers import find_tls_server
-from services.common.redis_connection import RedisConnection, RedisUnavailable
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.connection import RedisConnection, RedisUnavailable
 from tests.certificates import LOOPBACK, Authority, Files
 from tests.redis_servers import SECONDS, RedisServer, free_port, needs_redis, redis_server
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.kv_directory import block_keys
-from services.common.telemetry import configure_tracing
+from services.common.pool.kv_directory import block_keys
+from services.common.rpc.channel import open_channel
+from services.common.telemetry.tracing import configure_tracing
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings
 from tests.kvpool import wire

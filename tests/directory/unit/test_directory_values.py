@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.kv_directory import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import (
     Digest,
     KeyBatch,
     NodeLease,
@@ -18,7 +18,7 @@ from services.common.kv_directory import (
     digest_of,
     node_name,
 )
-from services.common.kv_directory_redis import (
+from services.common.redis.directory_layout import (
     DamagedValue,
     DirectoryKeys,
     batch_from_bytes,

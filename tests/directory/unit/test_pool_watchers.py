@@ -14,12 +14,12 @@ from stepwell.kvpool.v1 import kvpool_pb2
 from benchmarks.peers.faults import faults_of
 from benchmarks.peers.fields import changed
 from benchmarks.peers.methods import Direction, Lane
-from services.common.block_hash import BlockHash
-from services.common.ids import PoolId
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import PoolId
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolReader
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.kvpool.adapters.converters import event_batch_to_proto
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventBatch

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.kv_directory import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.kv_directory import (
     Digest,
     KeyBatch,
     NodeLease,
@@ -15,10 +15,10 @@ from services.common.kv_directory import (
     digest_of,
     group_salt,
 )
-from services.common.prefix_depth import prefix_depth
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.node_view import Applied
-from services.gateway.core.prefix_index import JUMP, PrefixIndex
+from services.common.pool.prefix_depth import prefix_depth
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.core.prefix_index.prefix_index import JUMP, PrefixIndex
 
 BLOCK_SIZE = 4
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from services.common.adapter import Adapter
 from services.common.errors import InvalidArgument
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.request.adapter import Adapter
 from services.gateway.adapters.lora_files import lora_modules
 from services.gateway.core.lora_modules import MAX_NAME_CHARACTERS, LoraModules
 

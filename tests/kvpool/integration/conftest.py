@@ -7,8 +7,8 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from stepwell.kvpool.v1 import kvpool_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.telemetry import configure_tracing
+from services.common.rpc.channel import open_channel
+from services.common.telemetry.tracing import configure_tracing
 from services.kvpool.__main__ import PoolService
 from services.kvpool.settings import KVPoolSettings
 from tests.kvpool.wire import WATCH_BUFFER_HASHES

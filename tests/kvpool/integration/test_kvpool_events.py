@@ -7,8 +7,8 @@ import grpc
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common import status
 from services.common.errors import Unavailable
+from services.common.rpc import status
 from services.kvpool.adapters.event_feed import EventFeed
 from services.kvpool.core.events import BlocksStored, EventBatch
 from tests.kvpool import wire

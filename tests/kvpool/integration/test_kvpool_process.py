@@ -11,8 +11,8 @@ from urllib.request import urlopen
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2_grpc
 
-from services.common.channel import open_channel
 from services.common.errors import StepwellError
+from services.common.rpc.channel import open_channel
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker
 

@@ -7,13 +7,13 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.kvpool.v1 import kvpool_pb2
 
-from services.common import status
 from services.common.errors import (
     Aborted,
     FailedPrecondition,
     InvalidArgument,
     NotFound,
 )
+from services.common.rpc import status
 from services.kvpool.core import errors
 from tests.kvpool import wire
 from tests.kvpool.wire import Speaker

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.ids import PoolId
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.pool_operations import Admit, BeginStep, Lookup
+from services.common.pool.ids import PoolId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.operations import Admit, BeginStep, Lookup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import PoolHost

@@ -1,6 +1,6 @@
 """Which blocks a request gets, and when they are found, by examples of four tokens a block."""
 
-from services.common.pool_operations import Admit, ResetPrefixCache, Stop, StopReason
+from services.common.pool.operations import Admit, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (
     admission,
     admit,

@@ -1,6 +1,6 @@
 """What groups of several kinds decide together, by examples with four tokens a block."""
 
-from services.common.pool_operations import (
+from services.common.pool.operations import (
     Admit,
     BeginStep,
     Grow,

@@ -1,6 +1,6 @@
 """Events: what entered and left the index, in order, and never a hash that did neither."""
 
-from services.common.pool_operations import Admit, Grow, Release, ResetPrefixCache
+from services.common.pool.operations import Admit, Grow, Release, ResetPrefixCache
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from tests.kvpool.worked_examples import admission, admit, hashes, make_pool, release
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.common.pool_operations import (
+from services.common.pool.operations import (
     Admit,
     BeginStep,
     Grow,

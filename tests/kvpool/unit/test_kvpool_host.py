@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.adapters.memory_directory import MemoryDirectory
 from services.kvpool.core.errors import InvalidPool, PoolNotFound, TooManyPools
 from services.kvpool.core.pool_config import PoolConfig

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.common.pool_operations import (
+from services.common.pool.operations import (
     Admission,
     Admit,
     Commit,

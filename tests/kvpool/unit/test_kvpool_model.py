@@ -15,8 +15,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.pool_operations import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.operations import (
     Admission,
     Admit,
     AdmitResult,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import (
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import (
     Admission,
     Admit,
     Commit,

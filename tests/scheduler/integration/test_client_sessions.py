@@ -7,7 +7,7 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.scheduler.adapters.submitter import HASH_INLINE_TOKENS
+from services.scheduler.adapters.gateways.submitter import HASH_INLINE_TOKENS
 from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica

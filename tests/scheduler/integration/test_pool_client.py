@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.server import GrpcServer
-from services.scheduler.adapters.pool_client import RETRY_SECONDS, PoolClient
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
+from services.scheduler.adapters.pool.pool_client import RETRY_SECONDS, PoolClient
 from services.scheduler.core.ports import PoolLost
 
 

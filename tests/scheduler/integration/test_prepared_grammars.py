@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 import pytest
 from stepwell.common.v1 import common_pb2
 
-from services.common.channel import open_channel
 from services.common.errors import InvalidArgument
-from services.common.structured_outputs import (
+from services.common.request.structured_outputs import (
     KEPT_GRAMMARS,
     StructuredOutputs,
     StructuredOutputsKind,
 )
-from services.scheduler.adapters.worker_client import Rank, WorkerGroup
+from services.common.rpc.channel import open_channel
+from services.scheduler.adapters.workers.worker_client import Rank, WorkerGroup
 from tests.scheduler.fake_worker import FakeWorker
 
 NUM_KNOWN = KEPT_GRAMMARS // 2

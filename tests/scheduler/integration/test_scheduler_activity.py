@@ -9,7 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common import names
+from services.common.telemetry import names
 from tests.scheduler.fake_worker import BLOCK_SIZE, FakeWorker
 from tests.scheduler.serving_replica import (
     Gateway,

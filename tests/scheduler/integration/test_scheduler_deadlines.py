@@ -16,12 +16,13 @@ import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.channel import open_channel
-from services.common.server import GrpcServer
-from services.common.watchdog.silence import ProcessTimes, Reading, ThreadTimes
-from services.scheduler.adapters import pool_client, worker_client
-from services.scheduler.adapters.alarm import Alarm
-from services.scheduler.adapters.pool_client import PoolClient
+from services.common.process.watchdog.silence import ProcessTimes, Reading, ThreadTimes
+from services.common.rpc.channel import open_channel
+from services.common.rpc.server import GrpcServer
+from services.scheduler.adapters.pool import pool_client
+from services.scheduler.adapters.pool.pool_client import PoolClient
+from services.scheduler.adapters.workers import worker_client
+from services.scheduler.adapters.workers.alarm import Alarm
 from services.scheduler.core.ports import PoolLost
 from tests.scheduler.engine_bench import eventually
 from tests.scheduler.fake_worker import FakeWorker

@@ -3,8 +3,8 @@
 import pytest
 from stepwell.common.v1 import common_pb2
 
-from services.common.block_hash import unpack_token_ids
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.pool.block_hash import unpack_token_ids
 from tests.scheduler.fake_worker import BLOCK_SIZE, FULL, FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica

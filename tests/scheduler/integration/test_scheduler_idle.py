@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from services.common import channel
+from services.common.rpc import channel
 from tests.scheduler.serving_replica import gateway_of, serving_replica
 
 PING_MILLIS = 520

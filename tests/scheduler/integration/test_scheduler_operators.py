@@ -10,7 +10,7 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
-from services.common.status import from_rpc_error
+from services.common.rpc.status import from_rpc_error
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Gateway, Replica, gateway_of, sampling, serving_replica

@@ -10,7 +10,7 @@ import pytest
 from stepwell.worker.v1 import worker_pb2
 
 from services.common.errors import StepwellError
-from services.common.protocol import PROTOCOL, own_release
+from services.common.rpc.protocol import PROTOCOL, own_release
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler

@@ -7,10 +7,10 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.block_hash import pack_token_ids
 from services.common.errors import ResourceExhausted
-from services.common.status import STATUS_OF
-from services.scheduler.adapters.queue_watch import QueueWatch
+from services.common.pool.block_hash import pack_token_ids
+from services.common.rpc.status import STATUS_OF
+from services.scheduler.adapters.gateways.queue_watch import QueueWatch
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import (

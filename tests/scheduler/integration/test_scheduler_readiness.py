@@ -5,7 +5,7 @@ import asyncio
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from services.common.channel import open_channel
+from services.common.rpc.channel import open_channel
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import (
     SECONDS,

@@ -7,18 +7,18 @@ from contextlib import suppress
 
 import pytest
 
-from services.common.settings import SettingError
-from services.scheduler.adapters import registration as registration_module
-from services.scheduler.adapters.registration import Registration
+from services.common.process.settings import SettingError
+from services.scheduler.adapters.gateways import registration as registration_module
+from services.scheduler.adapters.gateways.registration import Registration
 from services.scheduler.settings import SchedulerSettings
 from tests.redis_servers import RedisServer, becomes, needs_redis, redis_server
 
 if needs_redis.args[0]:
     pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
 
-from services.common import redis_connection
-from services.common.fleet_registry import FleetRegistry, RegisteredReplica
-from services.common.redis_connection import RedisConnection, RedisUnavailable
+from services.common.redis import connection as redis_connection
+from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.scheduler_process import SchedulerProcess, running_scheduler
 from tests.scheduler.serving_replica import gateway_of, sampling, serving_replica

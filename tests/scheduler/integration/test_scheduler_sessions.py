@@ -7,9 +7,9 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from services.common.block_hash import pack_token_ids
-from services.common.channel import open_channel
 from services.common.errors import FailedPrecondition, InvalidArgument
+from services.common.pool.block_hash import pack_token_ids
+from services.common.rpc.channel import open_channel
 from tests.scheduler.fake_worker import BLOCK_SIZE, EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
 from tests.scheduler.serving_replica import (

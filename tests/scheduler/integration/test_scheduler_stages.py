@@ -4,12 +4,12 @@ import asyncio
 
 from stepwell.worker.v1 import worker_pb2
 
-from services.common.block_hash import pack_token_ids, unpack_token_ids
-from services.common.ids import RequestKey
-from services.common.sampling import SamplingParams
-from services.scheduler.adapters.answer_check import ModelFacts
-from services.scheduler.adapters.steps_in_flight import StepsInFlight
-from services.scheduler.core.deadlines import Deadlines
+from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
+from services.common.pool.ids import RequestKey
+from services.common.request.sampling import SamplingParams
+from services.scheduler.adapters.workers.answer_check import ModelFacts
+from services.scheduler.adapters.workers.steps_in_flight import StepsInFlight
+from services.scheduler.core.engine.deadlines import Deadlines
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.fake_worker import FakeWorker

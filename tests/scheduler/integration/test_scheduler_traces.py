@@ -10,9 +10,9 @@ import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common import names
-from services.common.block_hash import pack_token_ids
-from services.common.telemetry import configure_tracing
+from services.common.pool.block_hash import pack_token_ids
+from services.common.telemetry import names
+from services.common.telemetry.tracing import configure_tracing
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.scheduler_process import running_scheduler
 from tests.scheduler.serving_replica import SECONDS, Gateway, Pool, sampling

@@ -14,8 +14,6 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from stepwell.common.v1 import common_pb2 as stepwell_common_pb2
 from stepwell.worker.v1 import worker_pb2
 
-from services.common import names
-from services.common.block_hash import unpack_token_ids
 from services.common.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -23,7 +21,9 @@ from services.common.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from services.common.status import from_rpc_error
+from services.common.pool.block_hash import unpack_token_ids
+from services.common.rpc.status import from_rpc_error
+from services.common.telemetry import names
 from tests.scheduler.fake_worker import EOS, FakeWorker
 from tests.scheduler.paged_model import VOCAB_SIZE, continuation
 from tests.scheduler.serving_replica import SECONDS, gateway_of

@@ -8,7 +8,7 @@ import pytest
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from stepwell.common.v1 import common_pb2 as stepwell_common_pb2
 
-from services.common.block_hash import hash_full_blocks
+from services.common.pool.block_hash import hash_full_blocks
 from services.scheduler.adapters.vllm_grpc import event_stream
 from tests.scheduler.fake_worker import FakeWorker
 from tests.scheduler.serving_replica import SECONDS, gateway_of

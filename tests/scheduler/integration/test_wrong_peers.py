@@ -11,7 +11,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from benchmarks.peers.methods import Direction, Lane
 from benchmarks.peers.proxy import PeerProxy
-from services.common.block_hash import pack_token_ids, unpack_token_ids
+from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
 from tests.scheduler.fake_worker import FakeWorker, Spoil
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.serving_replica import Pool, Worker, gateway_of, sampling, serving_replica

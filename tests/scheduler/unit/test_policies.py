@@ -4,8 +4,8 @@ import pytest
 
 from services.cli.replay.settings import parse_override
 from services.common.errors import InvalidArgument
-from services.common.sampling import SamplingParams
-from services.common.settings import SettingError, parse_settings
+from services.common.process.settings import SettingError, parse_settings
+from services.common.request.sampling import SamplingParams
 from services.scheduler.core.policies import POLICIES, find_policy
 from services.scheduler.core.request import Request
 from services.scheduler.settings import SchedulerSettings

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.common import names
-from services.common.span_collector import SpanCollector
+from services.common.telemetry import names
+from services.common.telemetry.span_collector import SpanCollector
 from services.scheduler.core.ports import PoolLost
 from tests.scheduler.span_collector import Seen, seen
 from tests.scheduler.story import prompt

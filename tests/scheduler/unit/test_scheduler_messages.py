@@ -7,9 +7,9 @@ from stepwell.kvpool.v1 import kvpool_pb2
 from stepwell.worker.v1 import worker_pb2
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.block_hash import BlockHash, pack_token_ids, unpack_token_ids
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.common.pool_operations import (
+from services.common.pool.block_hash import BlockHash, pack_token_ids, unpack_token_ids
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.operations import (
     Admission,
     Admit,
     Commit,
@@ -22,16 +22,16 @@ from services.common.pool_operations import (
     Stop,
     StopReason,
 )
-from services.common.pool_operations_proto import (
+from services.common.pool.operations_proto import (
     operation_to_proto,
     operations_from_proto,
     outcome_from_proto,
     outcome_to_proto,
 )
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.kvpool.core.kv_pool import KVPool
 from services.kvpool.core.pool_config import PoolConfig
-from services.scheduler.adapters.converters import (
+from services.scheduler.adapters.workers.converters import (
     model_runner_output_from_proto,
     scheduler_output_to_proto,
 )

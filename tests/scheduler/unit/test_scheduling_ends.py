@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.common.finish_reason import FinishReason
-from services.common.repetition import RepetitionDetection
-from services.common.sampling import SamplingParams
+from services.common.request.finish_reason import FinishReason
+from services.common.request.repetition import RepetitionDetection
+from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.request import Request
 from tests.scheduler.paged_model import continuation, next_token

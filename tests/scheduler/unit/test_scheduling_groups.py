@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.ids import RequestKey
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.pool_operations import Grow, Operation, Outcome
-from services.scheduler.core.capacity import config_conflict, max_request_tokens
+from services.common.pool.ids import RequestKey
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.pool.operations import Grow, Operation, Outcome
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.output import ModelRunnerOutput, WaitReason
 from services.scheduler.core.ports import KVPool
 from tests.scheduler.paged_model import continuation

@@ -7,13 +7,13 @@ import pytest
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
-from services.common.encoder_input import EncoderInput
-from services.common.finish_reason import FinishReason
-from services.scheduler.core.encoder_cache_manager import EncoderCacheManager
-from services.scheduler.core.log_entry import Entry
+from services.common.request.encoder_input import EncoderInput
+from services.common.request.finish_reason import FinishReason
 from services.scheduler.core.output import SchedulerOutput, WaitReason
-from services.scheduler.core.recorder import RecordingScheduler
+from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
 from services.scheduler.core.request import Request
+from services.scheduler.core.step_log.log_entry import Entry
+from services.scheduler.core.step_log.recorder import RecordingScheduler
 from tests.scheduler.story import Story, prompt
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, seed, settings
 
 from services.cli.replay.inprocess_pool import InProcessPool
-from services.common.finish_reason import FinishReason
-from services.common.pool_operations import Operation, Outcome
+from services.common.pool.operations import Operation, Outcome
+from services.common.request.finish_reason import FinishReason
 from services.scheduler.core import ports
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.policies import POLICIES

@@ -1,8 +1,8 @@
 """Sessions: a request that waits with its blocks for more input, and goes on from them."""
 
-from services.common.finish_reason import FinishReason
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
-from services.common.sampling import SamplingParams
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
+from services.common.request.finish_reason import FinishReason
+from services.common.request.sampling import SamplingParams
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import RequestStatus

@@ -2,9 +2,9 @@
 
 import pytest
 
-from services.cli.replay.scenario import read_scenario
-from services.cli.replay.scenario_run import run_scenario
-from services.cli.replay.stand_in_model import continuation
+from services.cli.replay.scenarios.run import run_scenario
+from services.cli.replay.scenarios.scenario import read_scenario
+from services.cli.replay.scenarios.stand_in_model import continuation
 from tests.scheduler.story import Story, prompt
 
 

@@ -1,6 +1,6 @@
 """Where the time of a request at a replica went, and which other request held what it lacked."""
 
-from services.common.time_parts import TimePart
+from services.common.telemetry.time_parts import TimePart
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import Request

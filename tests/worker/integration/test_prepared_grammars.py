@@ -9,8 +9,8 @@ import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.structured_outputs import StructuredOutputs
+from services.common.request.structured_outputs import StructuredOutputs
+from services.common.rpc.channel import open_channel
 from services.worker.build import build_worker
 from services.worker.core.worker import Worker
 from services.worker.sampling.grammar import Grammars

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.protocol import own_release
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
 from tests.tiny_models import save_tiny_model
 from tests.worker.rank_threads import free_port
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving

@@ -9,8 +9,8 @@ import pytest
 import torch
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.protocol import own_release
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
 from services.worker.backends.kv_codes import bytes_of_head
 from tests.tiny_models import edit_config, save_tiny_model
 from tests.worker.worker_process import DEADLINE_SECONDS, outcome, start, until_serving

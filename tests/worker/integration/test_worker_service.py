@@ -16,10 +16,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from stepwell.common.v1 import common_pb2
 from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.protocol import own_release
-from services.common.server import GrpcServer
-from services.common.telemetry import configure_tracing
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import own_release
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.tracing import configure_tracing
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 from services.worker.adapters.metrics import WorkerMetrics
 from services.worker.adapters.servicer import WorkerServicer

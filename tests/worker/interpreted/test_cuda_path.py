@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from benchmarks.gpu.parity import largest_difference
 from services.worker.backends.attention import AttentionShape
 from services.worker.backends.cuda.kernels import BatchInvariantKernels, CudaKernels
-from services.worker.core.input_batch import BatchLimits
-from services.worker.core.kv_groups import group_layers, layer_kinds
+from services.worker.core.batch.input_batch import BatchLimits
+from services.worker.core.kv.kv_groups import group_layers, layer_kinds
 from services.worker.core.model_runner import ModelRunner
-from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import DtypeSetting
+from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.load import load_model
 from services.worker.models.model import LoadOptions
 from services.worker.platforms.cuda import runner_on

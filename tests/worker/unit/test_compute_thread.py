@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.common.watchdog.silence import ProcessTimes, Reading, ThreadTimes
+from services.common.process.watchdog.silence import ProcessTimes, Reading, ThreadTimes
 from services.worker.adapters.compute import ComputeThread, follow_liveness
 
 SECONDS = 60.0

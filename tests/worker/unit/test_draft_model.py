@@ -11,13 +11,13 @@ import torch
 
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.build import build_worker
-from services.worker.core.draft_model import DraftModel
+from services.worker.core.drafts.draft_model import DraftModel
 from services.worker.core.errors import NoSpeculation
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput
 from services.worker.core.worker import WorkerDescription
-from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.errors import ModelError
+from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.model import Model
 from services.worker.parts.model import load_parts
 from services.worker.parts.rank_setup import set_up_rank

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from services.worker.backends.choices import KVCacheDtype
 from services.worker.core.fingerprint import model_fingerprint
-from services.worker.core.kv_groups import LayerGroup
-from services.worker.models.checkpoint import open_checkpoint
+from services.worker.core.kv.kv_groups import LayerGroup
+from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.quantization_config import QuantizationSetting
 from tests.tiny_models import edit_config, save_tiny_model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.common.settings import SettingError, parse_settings
+from services.common.process.settings import SettingError, parse_settings
 from services.worker.backends.choices import DeviceSetting, KVCacheDtype
 from services.worker.backends.device import UnsuitableDevice
 from services.worker.build import build_worker

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 from services.worker.core.errors import InvalidStep
 from services.worker.core.model_runner import ModelRunner
 from services.worker.core.step import NewRequest, StepInput, StepOutput

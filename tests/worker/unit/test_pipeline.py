@@ -13,9 +13,9 @@ from services.common.errors import Aborted
 from services.worker.backends.torch.kernels import TorchKernels
 from services.worker.core.errors import InvalidStep
 from services.worker.core.step import NewRequest, StepInput
-from services.worker.models.checkpoint import open_checkpoint
 from services.worker.models.config import read_model_config
 from services.worker.models.errors import UnsupportedModel
+from services.worker.models.files.checkpoint import open_checkpoint
 from services.worker.models.stage import StageLayers, divide_layers, layers_of_stage
 from services.worker.models.weights import load_weights
 from services.worker.parallel.errors import GroupBroken

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import InvalidArgument
-from services.common.sampling import SamplingParams
+from services.common.request.sampling import SamplingParams
 
 VOCAB_SIZE = 100
 

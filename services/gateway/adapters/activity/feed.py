@@ -18,10 +18,10 @@ from services.gateway.adapters.activity.document import (
     step_documents,
 )
 from services.gateway.adapters.activity.history import name_of
-from services.gateway.adapters.scheduler_links import SchedulerLinks
-from services.gateway.core.membership import Membership
-from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.core.fleet.membership import Membership
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 SAMPLE_SECONDS = 0.2
 """Least time between two samples."""

@@ -9,15 +9,15 @@ from typing import Any
 import grpc
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.gateway.adapters.scheduler_links import SchedulerLinks
-from services.gateway.core.history import (
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.core.fleet.membership import Membership
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.traces.history import (
     BIN_SECONDS,
     History,
     ReplicaStatus,
     median_and_p99,
 )
-from services.gateway.core.membership import Membership
-from services.gateway.core.replica import Replica
 
 SAMPLE_SECONDS = 2.0
 _TIMEOUT_SECONDS = 1.0

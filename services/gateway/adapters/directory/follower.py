@@ -4,17 +4,17 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from services.common.redis_url import NEEDS_REDIS
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
 from services.gateway.adapters.directory.counts import ReaderCounts
 from services.gateway.adapters.directory.pool_watchers import PoolAddress, PoolWatchers
 from services.gateway.adapters.directory.sweeper import sweep
-from services.gateway.core.prefix_index import PrefixIndex
-from services.gateway.core.replica import Replica
-from services.gateway.core.replica_description import ReplicaDescription
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 Replicas = Callable[[], Iterable[Replica]]
 
@@ -53,7 +53,7 @@ class RedisFollower:
 
     def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
         try:
-            from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+            from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
             from services.gateway.adapters.directory.redis_reader import RedisReader  # noqa: PLC0415
         except ModuleNotFoundError as error:
             raise SettingError(NEEDS_REDIS) from error

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.metric_specs import single, value_family
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import single, value_family
 from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 
 class IndexCollector(Collector):

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 import grpc
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
 
-from services.common.channel import open_channel
-from services.common.kv_cache_groups import KVCacheGroup
-from services.common.kv_cache_groups_proto import kv_cache_group_from_proto
-from services.common.kv_directory import KeyBatch, block_keys
-from services.common.status import from_peer
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.kv_cache_groups_proto import kv_cache_group_from_proto
+from services.common.pool.kv_directory import KeyBatch, block_keys
+from services.common.rpc.channel import open_channel
+from services.common.rpc.status import from_peer
 from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.node_view import Applied
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
-    from services.common.tls import Tls
+    from services.common.tls.credentials import Tls
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.kv_directory import NodeLease, NodeRecord, NodeSnapshot
-from services.common.kv_directory_redis import (
+from services.common.pool.kv_directory import NodeLease, NodeRecord, NodeSnapshot
+from services.common.redis.connection import RedisConnection, RedisUnavailable
+from services.common.redis.directory_layout import (
     FIELD,
     DamagedValue,
     DirectoryKeys,
@@ -27,11 +28,10 @@ from services.common.kv_directory_redis import (
     record_from_bytes,
     snapshot_from_bytes,
 )
-from services.common.redis_connection import RedisConnection, RedisUnavailable
 from services.gateway.adapters.directory.counts import ReaderCounts
-from services.gateway.core.directory_state import DirectoryState
-from services.gateway.core.node_view import Applied
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import Applied
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.core.prefix_index import PrefixIndex
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 _IDLE_SECONDS = 0.1
 _BETWEEN_PARTS_SECONDS = 0.002

@@ -7,11 +7,11 @@ from functools import partial
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.addresses import DNS
-from services.common.metric_specs import value_family
-from services.common.redis_url import NEEDS_REDIS
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
+from services.common.rpc.addresses import DNS
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import value_family
 from services.gateway.adapters.discovery import dns
 from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
 
@@ -74,8 +74,8 @@ class _Registry:
 
     def __init__(self, redis_url: str, model_name: str) -> None:
         try:
-            from services.common.fleet_registry import FleetRegistry  # noqa: PLC0415 - an extra
-            from services.common.redis_connection import RedisConnection  # noqa: PLC0415
+            from services.common.redis.connection import RedisConnection  # noqa: PLC0415
+            from services.common.redis.fleet_registry import FleetRegistry  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             raise SettingError(NEEDS_REDIS) from error
         self._redis = RedisConnection(redis_url)

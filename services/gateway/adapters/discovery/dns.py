@@ -3,8 +3,8 @@
 import asyncio
 import socket
 
-from services.common.addresses import DNS, join_host_port, split_host_port
 from services.common.errors import Unavailable
+from services.common.rpc.addresses import DNS, join_host_port, split_host_port
 
 LOOK_SECONDS = 3.0
 

@@ -1,9 +1,9 @@
 """A demanded form, held to from where reasoning ends."""
 
-from services.common.structured_outputs import StructuredOutputs, invalid
+from services.common.request.structured_outputs import StructuredOutputs, invalid
 from services.gateway.adapters.grammars.lark import Lark, make_lark
-from services.gateway.core.parsing.reasoning import PromptedReasoning, ReasoningState
 from services.gateway.core.ports import Tokenizer
+from services.gateway.core.text.parsing.reasoning import PromptedReasoning, ReasoningState
 
 _SPACE = r"/[ \n\t]{0,4}/"
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.common.schema_checks import held_schema
-from services.common.structured_outputs import (
+from services.common.request.schema_checks import held_schema
+from services.common.request.structured_outputs import (
     JSON_OPTIONS,
     StructuredOutputs,
     StructuredOutputsKind,

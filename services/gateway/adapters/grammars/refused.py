@@ -6,8 +6,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from services.common.errors import InvalidArgument
-from services.common.schema_checks import held_schema
-from services.common.structured_outputs import FIELD, StructuredOutputs, StructuredOutputsKind
+from services.common.request.schema_checks import held_schema
+from services.common.request.structured_outputs import (
+    FIELD,
+    StructuredOutputs,
+    StructuredOutputsKind,
+)
 from services.gateway.adapters.grammars.tool_calls import CallableTool, bare
 
 Check = Callable[[StructuredOutputs], Awaitable[None]]

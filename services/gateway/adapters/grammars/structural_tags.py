@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from services.common.structured_outputs import (
+from services.common.request.structured_outputs import (
     StructuredOutputs,
     StructuredOutputsKind,
     invalid,

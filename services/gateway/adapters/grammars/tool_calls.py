@@ -5,16 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.structured_outputs import StructuredOutputs
+from services.common.request.structured_outputs import StructuredOutputs
 from services.gateway.adapters.grammars.after_reasoning import (
     reasoning_literals,
     thought,
     wanted_rule,
 )
 from services.gateway.adapters.grammars.lark import SPACE, Lark, make_lark
-from services.gateway.core.parsing.catalog import Envelope
-from services.gateway.core.parsing.reasoning import PromptedReasoning
 from services.gateway.core.ports import Tokenizer
+from services.gateway.core.text.parsing.catalog import Envelope
+from services.gateway.core.text.parsing.reasoning import PromptedReasoning
 
 _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "deprecated"})
 _BY_NAME = frozenset(

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from services.common import names
-from services.common.metric_specs import single, value_family
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import single, value_family
 from services.gateway.core.idempotency.keyed_requests import KeyedRequests
 from services.gateway.core.idempotency.sharing import Sharing
 

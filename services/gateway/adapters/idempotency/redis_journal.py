@@ -12,7 +12,7 @@ from typing import Any
 
 from redis import exceptions
 
-from services.common.redis_connection import (
+from services.common.redis.connection import (
     FIRST_CALL_SECONDS,
     RedisConnection,
     RedisUnavailable,

@@ -1,7 +1,7 @@
 """Builds the sharing of answers between gateways, where there is a Redis."""
 
-from services.common.redis_url import NEEDS_REDIS
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
 from services.gateway.core.idempotency.sharing import Sharing, SharingTimes
 from services.gateway.core.ports import Clock
 
@@ -15,7 +15,7 @@ def make_sharing(
     if redis_url is None:
         return None
     try:
-        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.gateway.adapters.idempotency.redis_journal import (  # noqa: PLC0415
             RedisJournal,
         )

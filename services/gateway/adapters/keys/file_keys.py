@@ -4,10 +4,10 @@ import asyncio
 import logging
 from pathlib import Path
 
-from services.common.api_keys import DamagedRecord
-from services.common.key_book import KeyBook
-from services.common.key_file import read_book, version_of
-from services.common.settings import SettingError
+from services.common.keys.api_keys import DamagedRecord
+from services.common.keys.book import KeyBook
+from services.common.keys.book_file import read_book, version_of
+from services.common.process.settings import SettingError
 from services.gateway.adapters.keys.store import KnownKey
 
 _LOOK_SECONDS = 1.0

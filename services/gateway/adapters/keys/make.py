@@ -1,7 +1,7 @@
 """The place where the settings say that keys are kept."""
 
-from services.common.redis_url import NEEDS_REDIS
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
 from services.gateway.adapters.keys.file_keys import FileKeys
 from services.gateway.adapters.keys.store import KeyStore
 from services.gateway.settings import GatewaySettings
@@ -19,7 +19,7 @@ def make_key_store(settings: GatewaySettings) -> KeyStore | None:
     if settings.redis_url is None:
         raise SettingError("--api-keys-in-redis needs --redis-url")
     try:
-        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.gateway.adapters.keys.redis_keys import RedisKeys  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SettingError(NEEDS_REDIS) from error

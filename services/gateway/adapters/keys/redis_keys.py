@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterable
 
 from services.common.errors import Unavailable
-from services.common.key_redis import LookUp, look_up
-from services.common.redis_connection import RedisConnection, RedisUnavailable
+from services.common.keys.book_redis import LookUp, look_up
+from services.common.redis.connection import RedisConnection, RedisUnavailable
 from services.gateway.adapters.keys.store import KnownKey
 
 LOOK_UP_SECONDS = 0.3

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from services.common.api_keys import KeyRecord, TenantRecord
+from services.common.keys.api_keys import KeyRecord, TenantRecord
 from services.gateway.core.tenant import Tenant
 
 

@@ -2,8 +2,8 @@
 
 import time
 
-from services.common.redis_url import NEEDS_REDIS
-from services.common.settings import SettingError
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
 from services.gateway.core.limits.memory_limits import MemoryLimits
 from services.gateway.core.limits.store import LimitStore
 
@@ -14,7 +14,7 @@ def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
     if redis_url is None:
         return local
     try:
-        from services.common.redis_connection import RedisConnection  # noqa: PLC0415 - an extra
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.gateway.adapters.limits.redis_limits import RedisLimits  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise SettingError(NEEDS_REDIS) from error

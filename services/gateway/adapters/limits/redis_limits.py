@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from services.common.redis_connection import Client, RedisConnection, RedisUnavailable
+from services.common.redis.connection import Client, RedisConnection, RedisUnavailable
 from services.gateway.adapters.limits.scripts import GATEWAYS, HOLD, LEASE, TAKE, tenant_keys
 from services.gateway.core.limits.memory_limits import MemoryLimits
 from services.gateway.core.limits.rule import Change, LimitSet, Quota, SlotChange, Standing

@@ -6,9 +6,9 @@ from typing import Any
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from services.common import names
-from services.common.time_parts import EXPLANATIONS, parts_of_attributes, time_line
-from services.gateway.core.trace_store import StoredSpan, StoredTrace
+from services.common.telemetry import names
+from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attributes, time_line
+from services.gateway.core.traces.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
 """Attributes that hold what clients wrote."""

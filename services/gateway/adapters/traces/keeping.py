@@ -11,9 +11,9 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
-from services.common import names
-from services.gateway.adapters.request_record import KeptFor
-from services.gateway.core.trace_store import SpanRole, StoredSpan, TraceStore
+from services.common.telemetry import names
+from services.gateway.adapters.telemetry.request_record import KeptFor
+from services.gateway.core.traces.trace_store import SpanRole, StoredSpan, TraceStore
 
 _SERVICE_NAME = "service.name"
 _WANTED = {KeptFor.FAILED.value, KeptFor.SLOW.value, KeptFor.SLOWEST.value}

@@ -12,20 +12,20 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common import names
-from services.common.span_collector import SpanCollector
-from services.common.span_encoding import encoded_spans
-from services.common.time_parts import TimePart, parts_of_attributes
-from services.common.trace_context import numbered_span_id, traceparent_text
-from services.gateway.adapters.request_record import RequestRecord
-from services.gateway.adapters.request_spans import RequestSpans
-from services.gateway.adapters.request_times import traces_of
-from services.gateway.adapters.scheduler_links import SchedulerLinks
+from services.common.telemetry import names
+from services.common.telemetry.span_collector import SpanCollector
+from services.common.telemetry.span_encoding import encoded_spans
+from services.common.telemetry.time_parts import TimePart, parts_of_attributes
+from services.common.telemetry.trace_context import numbered_span_id, traceparent_text
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.adapters.telemetry.request_spans import RequestSpans
+from services.gateway.adapters.telemetry.request_times import traces_of
 from services.gateway.adapters.traces.document import attributes_of
 from services.gateway.adapters.traces.keeping import stored_spans
-from services.gateway.core.time_parts import EngineParts
-from services.gateway.core.timeline import Part
-from services.gateway.core.trace_store import SpanRole, StoredTrace, is_called
+from services.gateway.core.traces.time_parts import EngineParts
+from services.gateway.core.traces.timeline import Part
+from services.gateway.core.traces.trace_store import SpanRole, StoredTrace, is_called
 
 MAX_SEQUENCES = 64
 """Of a request at one scheduler; what others of it are at there is not asked for."""

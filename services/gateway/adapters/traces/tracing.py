@@ -9,9 +9,9 @@ from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult, 
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
-from services.common.telemetry import Tracing, configure_tracing, service_tracing
+from services.common.telemetry.tracing import Tracing, configure_tracing, service_tracing
 from services.gateway.adapters.traces.keeping import StoreExporter
-from services.gateway.core.trace_store import TraceStore
+from services.gateway.core.traces.trace_store import TraceStore
 from services.gateway.settings import GatewaySettings
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from services.common import names
+from services.common.telemetry import names
 from services.gateway.core.admission.arrivals import Arrivals
 from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.fair_queue import FairQueue, Order
@@ -17,12 +17,12 @@ from services.gateway.core.admission.queue_bounds import (
 from services.gateway.core.admission.service_charge import ServiceCharge, charge_for
 from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.admission.wait import Wait, WaitReason, wait_reason
-from services.gateway.core.inflight import Inflight, ended
+from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.sequence_trace import ResubmitCause
 from services.gateway.core.ports import Clock
-from services.gateway.core.route import Route
-from services.gateway.core.sequence_trace import ResubmitCause
+from services.gateway.core.request.inflight import Inflight, ended
 from services.gateway.core.tenant import Tenant
-from services.gateway.core.timeline import Part
+from services.gateway.core.traces.timeline import Part
 
 _SHARE_OF_NEWEST = 0.1
 """Weight of the newest answer's length in the mean of its tenant's."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Protocol
 
-from services.common.queue_state import QueueState
+from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):

@@ -9,7 +9,7 @@ from services.common.errors import (
     ResourceExhausted,
     StepwellError,
 )
-from services.common.queue_state import RETRY_AFTER_SECONDS, longest_wait
+from services.common.replica.queue_state import RETRY_AFTER_SECONDS, longest_wait
 from services.gateway.core.admission.capacity import Capacity
 from services.gateway.core.admission.places import TenantUsage
 from services.gateway.core.tenant import Tenant

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from services.gateway.core.inflight import Inflight
-from services.gateway.core.route import Route
+from services.gateway.core.fleet.route import Route
+from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
 """The charge of a generated token, in tokens of a prompt (Sheng et al., 2024)."""

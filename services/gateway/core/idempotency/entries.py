@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.common import errors
-from services.common.byte_order import little_endian
-from services.common.finish import Finish
-from services.common.finish_reason import FinishReason
-from services.gateway.core.delta import Delta
+from services.common.request.byte_order import little_endian
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
 from services.gateway.core.idempotency.recording import Seen
-from services.gateway.core.identity import Identity
-from services.gateway.core.logprobs import LogprobRows
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.identity import Identity
+from services.gateway.core.request.logprobs import LogprobRows
 
 _CRC = struct.Struct("<I")
 _HEAD = struct.Struct("<BB")  # version, kind

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from hashlib import sha256
 
-from services.common.block_hash import pack_token_ids
-from services.gateway.core.request import ClientRequest, Prompt
+from services.common.pool.block_hash import pack_token_ids
+from services.gateway.core.request.request import ClientRequest, Prompt
 
 _NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
 """The name of an answer is that of the first request; a key is its tenant's; prompts are compared

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from services.common.errors import StepwellError
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.generation import Generation
+from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.idempotency.reader import Reader
 from services.gateway.core.idempotency.recording import Recording
-from services.gateway.core.identity import Identity
 from services.gateway.core.ports import Made, Timer
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.route import Route
-from services.gateway.core.sequence_trace import SequenceTrace
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.identity import Identity
+from services.gateway.core.request.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

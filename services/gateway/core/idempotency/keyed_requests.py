@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.core.generation import Generation
 from services.gateway.core.idempotency.counts import KeyCounts
 from services.gateway.core.idempotency.fingerprint import fingerprint
 from services.gateway.core.idempotency.key import IdempotencyKey, KeyReused
 from services.gateway.core.idempotency.keyed_request import KeyedRequest, Wanted
 from services.gateway.core.idempotency.maker import make
 from services.gateway.core.idempotency.sharing import Role, Sharing
-from services.gateway.core.identity import Identity
 from services.gateway.core.ports import Clock, ResumingEngine
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.identity import Identity
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from services.gateway.core.delta import Delta
 from services.gateway.core.idempotency.entries import (
     Begin,
     Bring,
@@ -13,6 +12,7 @@ from services.gateway.core.idempotency.entries import (
 )
 from services.gateway.core.idempotency.journal import Position
 from services.gateway.core.idempotency.recording import Recording, SequenceRecord
+from services.gateway.core.request.delta import Delta
 
 
 class LogView:

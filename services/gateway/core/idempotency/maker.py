@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 
 from services.common.errors import StepwellError
-from services.common.finish import Finish
-from services.common.finish_reason import FinishReason
-from services.gateway.core.choice import Piece
-from services.gateway.core.delivery import Delivery, received
-from services.gateway.core.delta import Delta
-from services.gateway.core.generation import Generation
+from services.common.request.finish import Finish
+from services.common.request.finish_reason import FinishReason
 from services.gateway.core.idempotency.keyed_request import KeyedRequest
 from services.gateway.core.idempotency.reader import Reader
 from services.gateway.core.ports import DeltaSource, ResumingEngine
-from services.gateway.core.request import EngineRequest
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.delivery import Delivery, received
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.request import EngineRequest
 
 
 async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:

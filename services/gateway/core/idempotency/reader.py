@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from services.common.errors import StepwellError
 from services.gateway.core.admission.wait import Wait
-from services.gateway.core.delta import Delta
+from services.gateway.core.fleet.route import Route
+from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.idempotency.recording import Cursor, Recording
-from services.gateway.core.route import Route
-from services.gateway.core.sequence_trace import SequenceTrace
+from services.gateway.core.request.delta import Delta
 
 
 class Reader:

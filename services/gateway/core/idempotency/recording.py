@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from services.common.errors import StepwellError
-from services.common.finish import Finish
-from services.gateway.core.delta import Delta
-from services.gateway.core.logprobs import LogprobRows, joined
-from services.gateway.core.progress import Progress
+from services.common.request.finish import Finish
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.logprobs import LogprobRows, joined
+from services.gateway.core.request.progress import Progress
 
 _SEQUENCE_BYTES = 1024
 """About the bytes that a sequence takes besides its tokens."""

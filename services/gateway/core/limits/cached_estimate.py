@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.routing.chain_keys import ChainKeys
 from services.gateway.core.ports import PrefixDirectory
-from services.gateway.core.replica import Replica
-from services.gateway.core.request import EngineRequest
-from services.gateway.core.routing.chain_keys import ChainKeys
+from services.gateway.core.request.request import EngineRequest
 
 _MAX_SEGMENTS = 1024
 

@@ -10,7 +10,6 @@ from services.common.errors import (
     StepwellError,
     Unavailable,
 )
-from services.gateway.core.generation import Generation
 from services.gateway.core.limits.rule import (
     UNITS,
     Change,
@@ -21,7 +20,8 @@ from services.gateway.core.limits.rule import (
 )
 from services.gateway.core.limits.store import LimitStore
 from services.gateway.core.ports import KeptSource, Made
-from services.gateway.core.request import EngineRequest
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096

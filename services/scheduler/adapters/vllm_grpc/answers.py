@@ -8,9 +8,9 @@ from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InternalError, InvalidArgument, ResourceExhausted
-from services.common.finish_reason import CLIENT_ERRORS, FinishReason
-from services.common.finish_reason_proto import finish_reason_from_proto
-from services.common.structured_outputs import FIELD
+from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.request.finish_reason_proto import finish_reason_from_proto
+from services.common.request.structured_outputs import FIELD
 from services.scheduler.adapters.vllm_grpc.requests import Generation
 
 _RETRY_SECONDS = 1.0

@@ -8,9 +8,9 @@ from itertools import count
 
 from smg_grpc_proto.generated import common_pb2
 
-from services.common.block_hash import BlockHash, unpack_token_ids
-from services.common.kv_cache_groups import AttentionType, KVCacheGroup
-from services.scheduler.adapters.kv_events.events import (
+from services.common.pool.block_hash import BlockHash, unpack_token_ids
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.scheduler.adapters.pool.kv_events.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -18,8 +18,8 @@ from services.scheduler.adapters.kv_events.events import (
     KVEventBatch,
     external_block_hash,
 )
-from services.scheduler.adapters.kv_events.log import KVEventLog
-from services.scheduler.adapters.kv_events.vllm_names import MEDIUM, SPEC_KINDS
+from services.scheduler.adapters.pool.kv_events.log import KVEventLog
+from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
 """Blocks of a snapshot in one message, so that it stays well below gRPC's limit of 4 MiB."""

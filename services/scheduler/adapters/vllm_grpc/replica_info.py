@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2
 
 from services.scheduler.adapters.replica import ReplicaShape
-from services.scheduler.adapters.statistics import Statistics
+from services.scheduler.adapters.telemetry.statistics import Statistics
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.engine.engine_core import EngineCore
 
 _SERVER_TYPE = "stepwell"
 

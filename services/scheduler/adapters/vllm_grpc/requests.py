@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from smg_grpc_proto.generated import vllm_engine_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.block_hash import pack_token_ids
 from services.common.errors import InvalidArgument, StepwellError
-from services.common.sampling_proto import sampling_to_proto
-from services.common.seeds import answer_seed
+from services.common.pool.block_hash import pack_token_ids
+from services.common.request.sampling_proto import sampling_to_proto
+from services.common.request.seeds import answer_seed
 from services.scheduler.adapters.vllm_grpc.sampling import (
     PREFIX,
     VllmSampling,

@@ -7,8 +7,8 @@ from typing import Any
 from smg_grpc_proto.generated import vllm_engine_pb2
 
 from services.common.errors import InvalidArgument
-from services.common.sampling import SamplingParams
-from services.common.sampling_limits import check_sampling
+from services.common.request.sampling import SamplingParams
+from services.common.request.sampling_limits import check_sampling
 
 PREFIX = "sampling_params."
 

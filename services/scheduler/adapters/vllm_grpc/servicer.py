@@ -12,16 +12,16 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition, StepwellError
-from services.common.logs import REQUEST_FIELDS
-from services.common.trace_context import parse_traceparent
-from services.scheduler.adapters.sessions import GatewaySession, Sessions
-from services.scheduler.adapters.submitter import RequestSubmitter
+from services.common.process.logs import REQUEST_FIELDS
+from services.common.telemetry.trace_context import parse_traceparent
+from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
 from services.scheduler.adapters.vllm_grpc.answers import Answers
 from services.scheduler.adapters.vllm_grpc.event_stream import EventStream
 from services.scheduler.adapters.vllm_grpc.model_files import ModelFiles
 from services.scheduler.adapters.vllm_grpc.replica_info import ReplicaInfo
 from services.scheduler.adapters.vllm_grpc.requests import GenerateConverter, with_client_names
-from services.scheduler.core.engine_core import EngineCore
+from services.scheduler.core.engine.engine_core import EngineCore
 
 _IDLE_POLL_SECONDS = 0.01
 

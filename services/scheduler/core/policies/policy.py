@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.request import Request
-from services.scheduler.core.running_requests import RunningRequests
 
 
 class RequestQueue(Protocol):

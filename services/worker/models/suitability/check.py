@@ -5,7 +5,7 @@ from pathlib import Path
 from services.worker.models.architecture import Architecture, native_architecture
 from services.worker.models.config import read_architecture, read_model_config
 from services.worker.models.errors import UnsupportedModel
-from services.worker.models.json_file import read_json_object
+from services.worker.models.files.json_file import read_json_object
 from services.worker.models.pooling_config import RunnerSetting, generates, read_pooling
 from services.worker.models.shard import check_divisible, check_stages
 from services.worker.models.suitability.other_weights import no_configuration

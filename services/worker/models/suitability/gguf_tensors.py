@@ -7,7 +7,7 @@ from services.common.model_source.errors import GgufError
 from services.common.model_source.gguf_config import ARCHITECTURES
 from services.common.model_source.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from services.worker.models.errors import ModelFileError, UnsupportedModel
-from services.worker.models.tensor_info import TensorInfo
+from services.worker.models.files.tensor_info import TensorInfo
 
 BLOCK_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
 """Numbers and bytes of a block, by the name of the type."""

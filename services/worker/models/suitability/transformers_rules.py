@@ -3,7 +3,7 @@
 transformers is not imported, which would import torch and take seconds. The class of an
 architecture is looked up in the package's tables of names, and its module is searched as text for
 the attention that it uses. What only a computation shows is refused later, by
-`services.worker.models.transformers_probe`.
+`services.worker.models.from_transformers.probe`.
 """
 
 import ast

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from services.common.sampling import RANGES
-from services.common.sampling_limits import MAX_LOGPROBS
-from services.gateway.adapters.http.bodies import SamplingBody
-from services.gateway.adapters.http.messages.bodies import MessagesBody
-from services.gateway.adapters.http.responses.bodies import ResponsesBody
-from services.gateway.core.request_check import MAX_STOP_STRINGS
+from services.common.request.sampling import RANGES
+from services.common.request.sampling_limits import MAX_LOGPROBS
+from services.gateway.adapters.http.anthropic.bodies import MessagesBody
+from services.gateway.adapters.http.openai.bodies import SamplingBody
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.core.request.request_check import MAX_STOP_STRINGS
 
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
 """Parameters for which clients may send what the engine does not get: negative numbers."""

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from services.gateway.adapters.http.fields import Body
-from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
+from services.gateway.adapters.http.exchange.fields import Body
+from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
+from services.gateway.adapters.http.exchange.route import RequestHeader, Route
 from services.gateway.adapters.http.openapi.answers import Error
 from services.gateway.adapters.http.openapi.body_ranges import add_ranges, generates
 from services.gateway.adapters.http.openapi.errors import ERRORS, EVERYWHERE, HEADERS
-from services.gateway.adapters.http.route import RequestHeader, Route
-from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _SCHEMAS = "#/components/schemas/"
 _KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"

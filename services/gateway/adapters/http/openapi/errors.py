@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from services.gateway.adapters.http.errors import HINT_HEADERS
-from services.gateway.adapters.http.ignored_fields import HEADER as IGNORED_FIELDS
-from services.gateway.adapters.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
+from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
+from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
 
 _TEXT = {"type": "string"}
 

@@ -1,0 +1,115 @@
+"""Notices that a child hangs: it answers no health check, or answers that it is not live."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.cli.health import NoAnswer, why_not_live, why_unreachable
+from services.cli.processes.child import Child
+from services.common.process.watchdog.proc import watch_pids
+from services.common.process.watchdog.silence import Silence
+from services.common.rpc.channel import open_channel
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessPolicy:
+    """How long a child may be silent: seconds in which it could answer a health check and does not,
+    as `Silence` counts them. Before its first answer, of liveness or readiness, there is no limit.
+    """
+
+    factor: float = 2.0
+    """Lengthens the time with each hang in a row after the second, since on a slow machine killing
+    and starting adds load.
+    """
+    longest_seconds: float = 60.0
+    """The longest such time."""
+    loading_seconds: float = 60.0
+    """The time of a child that is not ready yet."""
+    stopped_share: float = 0.5
+    """The share of the time that is enough for a process which the system shows as stopped."""
+    pause_seconds: float = 0.6
+    """Between an answer and the next check."""
+    period_seconds: float = 0.2
+    """Between two looks at how long it has been silent."""
+
+    @property
+    def longest_turn_seconds(self) -> float:
+        """The longest time between two looks that counts."""
+        return 2 * self.pause_seconds
+
+    def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
+        """The bound of a child's silence after `num_hangs` in a row; else `usual_seconds`."""
+        longest = max(self.longest_seconds, usual_seconds)
+        return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))
+
+
+async def until_hung(
+    child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
+) -> str:
+    """Checks the liveness of a child until it hangs; returns the reason."""
+    address = child.spec.liveness_address
+    assert address is not None
+    watch = _Watch(child, is_ready, num_hangs, policy)
+    async with open_channel(address) as channel:
+        while True:
+            asking = asyncio.ensure_future(why_not_live(channel, address))
+            try:
+                while not asking.done():
+                    await asyncio.wait({asking}, timeout=policy.period_seconds)
+                    if not asking.done() and (why := watch.why_too_silent()):
+                        return why
+                if why := asking.result():
+                    return why
+                watch.answered()
+            except NoAnswer:
+                if why := watch.why_too_silent():
+                    return why
+            finally:
+                asking.cancel()
+            await asyncio.sleep(policy.pause_seconds)
+
+
+class _Watch:
+    """The silence of a child since its last answer."""
+
+    def __init__(
+        self, child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
+    ) -> None:
+        self._child = child
+        self._is_ready = is_ready
+        self._policy = policy
+        self._usual = policy.silence_seconds(child.spec.silence_seconds, num_hangs)
+        self._read, self._now = watch_pids([child.pid]), asyncio.get_running_loop().time
+        self._silence: Silence | None = None
+        self._has_answered = False
+
+    def answered(self) -> None:
+        """Notes an answer."""
+        self._silence = self._silence_since(self._now())
+        self._has_answered = True
+
+    def why_too_silent(self) -> str:
+        """Counts the silence until now. Returns why it is too long; empty if it is not."""
+        reading = self._read(self._now())
+        is_stopped = any(process.is_stopped for process in reading.watched)
+        self._has_answered = self._has_answered or self._is_ready()
+        if not (self._has_answered or is_stopped):
+            self._silence = None
+            return ""
+        if self._silence is None:
+            self._silence = self._silence_since(reading.now)
+        seconds = self._silence.look(reading)
+        if is_stopped and seconds >= self._policy.stopped_share * self._child.spec.silence_seconds:
+            return f"it was stopped, and has answered no health check for {seconds:.1f} s"
+        if seconds >= self._bound_seconds:
+            removed = why_unreachable(self._child.spec.liveness_address or "")
+            return removed or f"it has answered no health check for {seconds:.1f} s"
+        return ""
+
+    def _silence_since(self, began: float) -> Silence:
+        longest = self._policy.longest_turn_seconds
+        return Silence(began, longest_first_seconds=longest, longest_turn_seconds=longest)
+
+    @property
+    def _bound_seconds(self) -> float:
+        return self._usual if self._is_ready() else max(self._policy.loading_seconds, self._usual)

@@ -1,0 +1,280 @@
+"""What `stepwell up` starts: each service's command, environment, readiness and time to stop."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from services.cli.health import until_ready, until_silent
+from services.cli.processes.child import ChildSpec
+from services.cli.processes.replica_variables import metrics_of
+from services.cli.processes.run_directory import ensure_directory
+from services.cli.processes.supervisor import Stage
+from services.cli.settings import UpSettings, settings_of
+from services.common.process.settings import as_text, env_prefix, variable_name
+from services.common.rpc.addresses import join_host_port
+
+# The gateway drains first: it refuses new requests and lets running ones end. Together the stages
+# stay below ten seconds, after which most supervisors kill.
+_GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
+_SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
+_CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
+_GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
+"""Where it keeps traces, it takes spans until the others have stopped."""
+
+_RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
+_LOOPBACK = "127.0.0.1"
+
+# How long the SDK collects spans before it exports them; its own default is five seconds.
+_EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
+
+_RESTART_SECONDS = 600.0
+"""How long requests wait for a replica: each service that ends is started again, and loading may
+take minutes.
+"""
+_GATEWAY_PATIENCE = 5
+"""Clients' streams end with the gateway, and go on after the end of any other service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the services listen: the gateway on two ports, the others on sockets in a directory,
+    where each answers health checks, too.
+    """
+
+    host: str
+    http_port: int
+    grpc_port: int
+    run_directory: Path
+    """Where the sockets are."""
+    master_ports: tuple[int, ...] = ()
+    """For each replica, where the ranks of its model find each other; none without ranks."""
+    vllm_grpc_ports: tuple[int, ...] = ()
+    """For each replica, where its scheduler serves vllm.grpc.engine; none where they do not."""
+    admin_port: int | None = None
+    """Where operators' calls are served on the loopback address; None: nowhere."""
+
+    def socket(self, service: str) -> str:
+        """The internal address of a service, of the gateway for its health alone."""
+        return f"unix:{self.run_directory / service}.sock"
+
+    @property
+    def http(self) -> str:
+        """Where to reach the HTTP API from this machine, host:port."""
+        return join_host_port(_reachable(self.host), self.http_port)
+
+    @property
+    def admin(self) -> str | None:
+        """Where operators' calls are served, host:port; None: nowhere."""
+        return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
+
+    @property
+    def grpc(self) -> str:
+        """Where to reach the gRPC API from this machine, host:port."""
+        return join_host_port(_reachable(self.host), self.grpc_port)
+
+
+def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
+    """The services, in the order in which they stop."""
+    replicas = tuple(_Replica.named(index, settings) for index in range(settings.replicas))
+    wiring, specs = _Wiring(settings, addresses, environ), _Specs(settings, addresses, environ)
+    gateway = specs.of("gateway", "gateway", wiring.gateway(replicas))
+    schedulers, caches = [], []
+    for replica in replicas:
+        schedulers.append(specs.of("scheduler", replica.scheduler, wiring.scheduler(replica)))
+        caches.append(specs.of("kvpool", replica.kvpool, wiring.kvpool(replica)))
+        for rank, worker in enumerate(replica.workers):
+            team = replica.worker_team
+            caches.append(specs.of("worker", worker, wiring.worker(replica, rank), team))
+    return [
+        Stage((gateway,), _GATEWAY_STOP_SECONDS),
+        Stage(tuple(schedulers), _SCHEDULER_STOP_SECONDS),
+        Stage(tuple(caches), _CACHES_STOP_SECONDS),
+    ]
+
+
+class _Specs:
+    """Makes the processes: each gets the settings that it takes of those of `stepwell up`."""
+
+    def __init__(
+        self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
+    ) -> None:
+        self._settings = settings
+        self._addresses = addresses
+        self._environ = environ
+        self._keeps_traces = settings.trace_sample_ratio != 0
+        if self._keeps_traces:
+            self._environ = {_EXPORT_DELAY: _EXPORT_DELAY_MILLISECONDS, **environ}
+
+    def of(
+        self, service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
+    ) -> ChildSpec:
+        """The process of a service that is called `name`; what `wiring` sets goes before."""
+        settings, address = self._settings, self._addresses.socket(name)
+        passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
+        given = {setting: value for setting, value in passed.items() if value is not None}
+        if self._keeps_traces:
+            given |= _kept_traces(service, given, self._addresses, self._environ)
+        lingers = self._keeps_traces and service == "gateway"
+        return ChildSpec(
+            name=name,
+            command=(sys.executable, "-m", f"services.{service}"),
+            environ=_with_settings(self._environ, service, {**given, **wiring}),
+            until_ready=partial(until_ready, address),
+            team=team,
+            liveness_address=address,
+            silence_seconds=settings.liveness_timeout_seconds
+            * (_GATEWAY_PATIENCE if service == "gateway" else 1),
+            niceness=settings.worker_niceness if service == "worker" else 0,
+            prepare=partial(ensure_directory, self._addresses.run_directory),
+            until_drained=partial(until_silent, address) if lingers else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wiring:
+    """How the services reach one another, and how long they drain: settings of each."""
+
+    settings: UpSettings
+    addresses: Addresses
+    environ: Mapping[str, str]
+
+    def gateway(self, replicas: "tuple[_Replica, ...]") -> dict[str, Any]:
+        settings, addresses = self.settings, self.addresses
+        return {
+            "model": settings.model,
+            "http_address": join_host_port(addresses.host, addresses.http_port),
+            "address": join_host_port(addresses.host, addresses.grpc_port),
+            "health_address": addresses.socket("gateway"),
+            "schedulers": tuple(addresses.socket(replica.scheduler) for replica in replicas),
+            "drain_seconds": _GATEWAY_DRAIN_SECONDS,
+            **({} if _RESUBMIT in self.environ else {"resubmit_timeout_seconds": _RESTART_SECONDS}),
+            **({} if settings.trace_sample_ratio is None else {"trace_store_max_per_minute": 0}),
+            **({} if addresses.admin is None else {"admin_address": addresses.admin}),
+        }
+
+    def scheduler(self, replica: "_Replica") -> dict[str, Any]:
+        addresses, index = self.addresses, replica.index
+        return {
+            "address": addresses.socket(replica.scheduler),
+            "kvpool": addresses.socket(replica.kvpool),
+            "workers": tuple(addresses.socket(worker) for worker in replica.workers),
+            "drain_seconds": _SCHEDULER_DRAIN_SECONDS,
+            **_vllm_grpc(index, self.settings, addresses),
+            **({"replica": f"replica-{index}"} if self.settings.replicas > 1 else {}),
+            **metrics_of("scheduler", index, self.environ),
+        }
+
+    def kvpool(self, replica: "_Replica") -> dict[str, Any]:
+        return {
+            "address": self.addresses.socket(replica.kvpool),
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
+            **metrics_of("kvpool", replica.index, self.environ),
+        }
+
+    def worker(self, replica: "_Replica", rank: int) -> dict[str, Any]:
+        settings, addresses = self.settings, self.addresses
+        return {
+            "model": settings.model,
+            "address": addresses.socket(replica.workers[rank]),
+            "drain_seconds": _CACHES_DRAIN_SECONDS,
+            **_membership(rank, replica.index, settings, addresses),
+            **({"num_local_replicas": settings.replicas} if settings.replicas > 1 else {}),
+        }
+
+
+def _kept_traces(
+    service: str, given: Mapping[str, Any], addresses: Addresses, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """Where a service's spans go besides a collector. Where there is none, and unless ratios are
+    given, a few requests a minute are traced, and their steps.
+    """
+    if service == "gateway":
+        return {
+            "trace_address": addresses.socket("traces"),
+            "trace_linger_seconds": _GATEWAY_LINGER_SECONDS,
+        }
+    prefix = env_prefix(service)
+    collector = given.get("otlp_endpoint") or environ.get(f"{prefix}OTLP_ENDPOINT")
+    to_gateway = addresses.socket("traces")
+    if collector:
+        return {"otlp_endpoint": f"{collector},{to_gateway}"}
+    alone = {"trace_sample_ratio": 0.0}
+    if service == "scheduler":
+        alone["trace_step_sample_ratio"] = 1.0
+    ratios = {
+        name: ratio
+        for name, ratio in alone.items()
+        if name not in given and prefix + name.upper() not in environ
+    }
+    return {"otlp_endpoint": to_gateway, **ratios}
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """The names of a replica's services. The workers of a replica are one team."""
+
+    index: int
+    scheduler: str
+    kvpool: str
+    workers: tuple[str, ...]
+    worker_team: str
+
+    @classmethod
+    def named(cls, index: int, settings: UpSettings) -> "_Replica":
+        """Names with the index of the replica if there are several, and of workers then with the
+        rank if there are several.
+        """
+        suffix = f"-{index}" if settings.replicas > 1 else ""
+        size = settings.num_ranks
+        team = f"worker{suffix}"
+        workers = (team,) if size == 1 else tuple(f"{team}-{rank}" for rank in range(size))
+        return cls(index, f"scheduler{suffix}", f"kvpool{suffix}", workers, team)
+
+
+def _membership(
+    rank: int, replica: int, settings: UpSettings, addresses: Addresses
+) -> dict[str, Any]:
+    """A worker's rank in its group; a single worker gets sizes of 1, so that WORLD_SIZE and RANK in
+    the environment of the command do not apply.
+    """
+    sizes = {
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+    }
+    if settings.num_ranks == 1:
+        return sizes
+    return {
+        **sizes,
+        "rank": rank,
+        "master_addr": "127.0.0.1",
+        "master_port": addresses.master_ports[replica],
+    }
+
+
+def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
+    """Where a scheduler serves vllm.grpc.engine, and the model that it passes on."""
+    if not addresses.vllm_grpc_ports:
+        return {}
+    return {
+        "vllm_grpc_address": join_host_port(addresses.host, addresses.vllm_grpc_ports[replica]),
+        "model": settings.model,
+    }
+
+
+def _reachable(host: str) -> str:
+    """The host by which clients of this machine reach a server on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _with_settings(
+    environ: Mapping[str, str], service: str, values: Mapping[str, Any]
+) -> dict[str, str]:
+    """The environment with variables for the settings, in place of files of secrets. Variables,
+    since other users of the machine can read flags.
+    """
+    own = {variable_name(service, name): as_text(value) for name, value in values.items()}
+    files = {f"{name}_FILE" for name in own}
+    return {name: text for name, text in environ.items() if name not in files} | own

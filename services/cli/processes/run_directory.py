@@ -1,0 +1,46 @@
+"""A private directory for the sockets of one run."""
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.cli.errors import CommandError
+from services.common.rpc.local_stream import streams_path
+
+_LONGEST_PATH_BYTES = 107
+"""sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this."""
+_LONGEST_NAME = streams_path("scheduler-63.sock")
+_PRIVATE = 0o700
+
+
+def ensure_directory(path: Path) -> None:
+    """Makes the directory of a run again if it was removed. Raises CommandError if another user has
+    made something of that name.
+    """
+    try:
+        path.mkdir(mode=_PRIVATE)
+    except FileExistsError:
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise CommandError(f"{path} was replaced by something of another user") from None
+    except OSError as error:
+        raise CommandError(f"cannot make {path} again: {error.strerror}") from error
+
+
+@contextmanager
+def run_directory() -> Iterator[Path]:
+    """A new directory that only this user can enter, removed at the end: among the temporary files,
+    or in /tmp if that path is too long for a socket's address.
+    """
+    path = Path(tempfile.mkdtemp(prefix="stepwell-"))
+    if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:
+        path.rmdir()
+        path = Path(tempfile.mkdtemp(prefix="stepwell-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,303 @@
+"""Keeps child processes running, and ends them in order.
+
+All start at once, so that loading overlaps. A child that ends before it was ever ready ends the
+supervisor too. One that ends later, or hangs and is killed, is started again with its team, at once
+the first time and then with growing delays (as by Erlang's supervisors and systemd, but without a
+limit of restarts). At the end the stages stop one after the other, each within its own time, and
+after the last one the children that have gone on for others; what is left after that is killed.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.cli.processes.child import Child, ChildSpec, describe_exit
+from services.cli.processes.liveness import LivenessPolicy, until_hung
+from services.common.process.watchdog.ended import note_ended
+
+_LAST_STOP_SECONDS = 0.9
+"""How long a child that has drained may take to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Children that stop together, and how long they may take to do so."""
+
+    specs: tuple[ChildSpec, ...]
+    stop_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How long to wait before a child is started again.
+
+    The delay grows with each death, and starts over after a run in which the whole team was ready
+    for `steady_seconds`. When one of a team has ended, the others have `team_end_seconds` to end by
+    themselves.
+    """
+
+    first_delay_seconds: float = 0.1
+    factor: float = 2.0
+    longest_delay_seconds: float = 10.0
+    steady_seconds: float = 30.0
+    team_end_seconds: float = 2.0
+
+    def delay_seconds(self, num_deaths: int) -> float:
+        """The delay after the given number of deaths in a row."""
+        return min(
+            self.first_delay_seconds * self.factor ** (num_deaths - 1), self.longest_delay_seconds
+        )
+
+
+class Observer(Protocol):
+    """Gets what happens to the children."""
+
+    def line(self, name: str, text: str) -> None:
+        """A child wrote a line."""
+
+    def ready(self, name: str, seconds: float, num_restarts: int) -> None:
+        """A child is ready, `seconds` after it was started."""
+
+    def hung(self, name: str, reason: str) -> None:
+        """A child hangs, and is killed."""
+
+    def died(
+        self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
+    ) -> None:
+        """A child that had been ready ended by itself, and is started again after the delay.
+
+        `num_deaths`: how often it has ended, without `steady_seconds` of readiness in between.
+        """
+
+    def stopping(self, name: str) -> None:
+        """A child is asked to end."""
+
+    def killed(self, name: str, seconds: float) -> None:
+        """A child did not end when asked, within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a run ended, in words, for how long the program had been ready, and whether it was killed
+    because it hung.
+    """
+
+    status: str
+    ready_seconds: float
+    hung: bool
+
+
+class Deaths:
+    """Ends of a team without `steady_seconds` of readiness in between."""
+
+    def __init__(self, steady_seconds: float) -> None:
+        self.num_in_a_row = 0
+        self.num_hangs = 0
+        """Deaths in a row of children that hung."""
+        self._steady_seconds = steady_seconds
+
+    def ended(self, ends: Sequence[End]) -> None:
+        """Counts the end of a whole team."""
+        if min(end.ready_seconds for end in ends) >= self._steady_seconds:
+            self.num_in_a_row = self.num_hangs = 0
+        self.num_in_a_row += 1
+        self.num_hangs += any(end.hung for end in ends)
+
+
+class StartFailed(Exception):
+    """A child ended before it was ever ready."""
+
+    def __init__(self, name: str, status: str, tail: Sequence[str]) -> None:
+        super().__init__(f"{name} ended with {status} before it was ready")
+        self.name = name
+        self.status = status
+        self.tail = tuple(tail)
+
+
+class Supervisor:
+    """Runs the stages' children until `stop` is set."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        observer: Observer,
+        restarts: RestartPolicy | None = None,
+        liveness: LivenessPolicy | None = None,
+    ) -> None:
+        self._stages = stages
+        self._observer = observer
+        self._restarts = restarts or RestartPolicy()
+        self._liveness = liveness or LivenessPolicy()
+        self._children: dict[str, Child] = {}
+        self._was_ready: dict[str, asyncio.Event] = {}
+        self.all_ready = asyncio.Event()
+        self.stop = asyncio.Event()
+        self.kill_now = asyncio.Event()
+
+    def pid(self, name: str) -> int:
+        """The process id of a child's present or last run."""
+        return self._children[name].pid
+
+    def not_ready(self) -> list[str]:
+        """Children that have not been ready yet."""
+        return [name for name, event in self._was_ready.items() if not event.is_set()]
+
+    async def run(self) -> None:
+        """Returns after `stop` was set and every child has ended. Raises StartFailed. No child is
+        left then. `all_ready` is set once each child has been ready; `kill_now` kills what is left
+        during the stop.
+        """
+        specs = [spec for stage in self._stages for spec in stage.specs]
+        self._was_ready = {spec.name: asyncio.Event() for spec in specs}
+        teams: dict[str, list[ChildSpec]] = {}
+        for spec in specs:
+            teams.setdefault(spec.team or spec.name, []).append(spec)
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self.stop.wait()),
+            *(asyncio.create_task(self._keep_running(team)) for team in teams.values()),
+        ]
+        announcer = asyncio.create_task(self._announce())
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, announcer):
+                task.cancel()
+            await asyncio.gather(*tasks, announcer, return_exceptions=True)
+            for stage in self._stages:
+                await self._stop_stage(stage)
+            drained = [child for child in self._children.values() if not child.ended]
+            await self._stop(drained, _LAST_STOP_SECONDS, Child.wait)
+
+    async def _announce(self) -> None:
+        for event in self._was_ready.values():
+            await event.wait()
+        self.all_ready.set()
+
+    async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
+        """Runs a team again and again. Raises StartFailed; otherwise ends by cancellation."""
+        num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
+        while True:
+            children = [await self._start(spec) for spec in team]
+            runs = [
+                asyncio.create_task(self._run_to_end(child, num_restarts, deaths.num_hangs))
+                for child in children
+            ]
+            try:
+                done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+                for run in done:
+                    run.result()
+                await self._end_team(children)
+                ends = await asyncio.gather(*runs)
+            finally:
+                for run in runs:
+                    run.cancel()
+                await asyncio.gather(*runs, return_exceptions=True)
+            deaths.ended(ends)
+            delay_seconds = self._restarts.delay_seconds(deaths.num_in_a_row)
+            for child, end in zip(children, ends, strict=True):
+                name = child.spec.name
+                self._observer.died(
+                    name, end.status, child.tail, delay_seconds, deaths.num_in_a_row
+                )
+            await asyncio.sleep(delay_seconds)
+            num_restarts += 1
+
+    async def _start(self, spec: ChildSpec) -> Child:
+        child = await Child.start(spec, lambda text: self._observer.line(spec.name, text))
+        self._children[spec.name] = child
+        return child
+
+    async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> End:
+        """Waits for the end of a run. Raises StartFailed if the program was never ready."""
+        spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
+        ready_at: float | None = None
+        killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
+        try:
+            if await _ready_before_its_end(child):
+                ready.set()
+                ready_at = time.monotonic()
+                self._observer.ready(spec.name, ready_at - started, num_restarts)
+                self._was_ready[spec.name].set()
+            status = describe_exit(await child.wait())
+            ready_seconds = 0.0 if ready_at is None else time.monotonic() - ready_at
+        finally:
+            killing.cancel()
+            (hung,) = await asyncio.gather(killing, return_exceptions=True)
+        if isinstance(hung, Exception):
+            raise hung
+        if not self._was_ready[spec.name].is_set():
+            raise StartFailed(spec.name, status, child.tail)
+        return End(status, ready_seconds, hung=hung is True)
+
+    async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
+        """Returns True once the child was killed; False at once if it is not checked."""
+        if child.spec.liveness_address is None:
+            return False
+        reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
+        self._observer.hung(child.spec.name, reason)
+        note_ended(child.spec.liveness_address, child.pid)
+        child.kill()
+        return True
+
+    async def _end_team(self, children: Sequence[Child]) -> None:
+        """Waits `team_end_seconds` for the rest of a team to end, then kills it."""
+        ends = [asyncio.create_task(child.wait()) for child in children]
+        _, lasting = await asyncio.wait(ends, timeout=self._restarts.team_end_seconds)
+        for child in children if lasting else ():
+            child.kill()
+        await asyncio.gather(*ends)
+
+    async def _stop_stage(self, stage: Stage) -> None:
+        children = [
+            child
+            for spec in stage.specs
+            if (child := self._children.get(spec.name)) is not None and not child.ended
+        ]
+        for child in children:
+            self._observer.stopping(child.spec.name)
+        await self._stop(children, stage.stop_seconds, Child.wait_drained)
+
+    async def _stop(
+        self,
+        children: Sequence[Child],
+        stop_seconds: float,
+        until_stopped: Callable[[Child], Coroutine[Any, Any, object]],
+    ) -> None:
+        if not children:
+            return
+        for child in children:
+            child.terminate()
+        stops = [asyncio.create_task(until_stopped(child)) for child in children]
+        await self._until_ended(asyncio.gather(*stops), stop_seconds)
+        for child, stopped in zip(children, stops, strict=True):
+            if not stopped.done():
+                self._observer.killed(child.spec.name, stop_seconds)
+                child.kill()
+        await asyncio.gather(*stops)
+
+    async def _until_ended(self, ended: asyncio.Future[Any], stop_seconds: float) -> None:
+        """Waits until the children have ended, the time is over, or `kill_now` is set."""
+        kill_now = asyncio.ensure_future(self.kill_now.wait())
+        either: set[asyncio.Future[Any]] = {ended, kill_now}
+        await asyncio.wait(either, timeout=stop_seconds, return_when=asyncio.FIRST_COMPLETED)
+        kill_now.cancel()
+
+
+async def _ready_before_its_end(child: Child) -> bool:
+    """Waits until the child is ready (True) or has ended (False)."""
+    ready = asyncio.ensure_future(child.spec.until_ready())
+    ended = asyncio.ensure_future(child.wait())
+    either: set[asyncio.Future[Any]] = {ready, ended}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            ready.result()
+        return ready.done()
+    finally:
+        for task in (ready, ended):
+            task.cancel()
+        await asyncio.gather(ready, ended, return_exceptions=True)

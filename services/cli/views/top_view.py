@@ -1,0 +1,236 @@
+"""The gateway's /activity as a screen of text: queues, budget, pool, steps, hit rate, requests."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, zip_longest
+from typing import Any
+
+from rich.text import Text
+
+from services.cli.amounts import count_text, seconds_text
+from services.cli.views.fleet_view import replica_state, waits_for
+
+Document = Mapping[str, Any]
+
+_TWO_COLUMNS = 96
+"""Characters from which on a replica's rows stand beside each other."""
+_LABEL = 10
+_FULL, _EMPTY = "█", "░"
+_LEAST_ROWS = 3
+"""Fewest rows of requests that each replica has, at any height."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """An answer of /activity, and when it came, in monotonic seconds."""
+
+    activity: Document
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table of requests, and the width of a screen from which on it is shown."""
+
+    title: str
+    width: int
+    from_width: int = 0
+    left: bool = False
+
+
+_COLUMNS = (
+    _Column("REQUEST", 30, left=True),
+    _Column("STATE", 9, left=True),
+    _Column("COMPUTED", 11),
+    _Column("OUTPUT", 6, 64),
+    _Column("CACHED", 6, 72),
+    _Column("AGE", 8, 78),
+    _Column("WAITS FOR", 20, 100, left=True),
+)
+
+
+def screen(look: Look, before: Look | None, width: int, height: int) -> list[Text]:
+    """Lines of at most `width` characters. Rates need the look before. Requests are shown as far as
+    they fit into `height` lines, three of each replica at least.
+    """
+    activity = look.activity
+    lines = [_headline(activity)]
+    for queued in islice(activity["queued"], _LEAST_ROWS):
+        name, why = queued["request_id"] or "(another tenant's)", waits_for(queued["wait_reason"])
+        lines.append(Text(f"  waits here: {name} for {why}", style="yellow"))
+    replicas = activity["replicas"]
+    rows_of = [_rows_of(replica, look, before, width) for replica in replicas]
+    # Besides, each has an empty line, a title, the head of its table and a line of what is left.
+    taken = len(lines) + sum(len(rows) + 4 for rows in rows_of)
+    room = max(_LEAST_ROWS, (height - taken) // max(1, len(replicas)))
+    for replica, rows in zip(replicas, rows_of, strict=True):
+        lines += [Text(), _title(replica), *rows, *_requests(replica["requests"], width, room)]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _headline(activity: Document) -> Text:
+    line = Text(activity["model"], style="bold")
+    line.append(f"  {activity['requests_in_flight']} requests at the gateway")
+    if activity["queued"]:
+        line.append(f", {len(activity['queued'])} wait there", style="yellow")
+    if activity["draining"]:
+        line.append("  draining", style="yellow")
+    return line
+
+
+def _title(replica: Document) -> Text:
+    line = Text(f"replica {replica['address']}", style="bold")
+    if not replica["ready"]:
+        line.append(f"  {replica['reason'] or 'not ready'}", style="red")
+    elif replica["stats"] is not None:
+        state = replica_state(replica)
+        line.append(f"  {state}", style="green" if state in ("idle", "running") else "yellow")
+    return line
+
+
+def _rows_of(replica: Document, look: Look, before: Look | None, width: int) -> list[Text]:
+    if replica["stats"] is None:
+        return []
+    is_wide = width >= _TWO_COLUMNS
+    half = (width - 2) // 2 if is_wide else width
+    left = [_row(*row, half) for row in _capacities(replica)]
+    right = [_row(*row, half) for row in _speeds(replica, look, before)]
+    if not is_wide:
+        return left + right
+    joined = []
+    for first, second in zip_longest(left, right, fillvalue=Text()):
+        line = first.copy()
+        line.truncate(half, overflow="ellipsis", pad=True)
+        line.append("  ")
+        joined.append(line.append_text(second))
+    return joined
+
+
+Row = tuple[str, str, float | None]
+"""A label, a text, and the share of a bar, if it has one."""
+
+
+def _row(label: str, text: str, share: float | None, width: int) -> Text:
+    line = Text(f"  {label:<{_LABEL}}", style="dim")
+    if share is not None:
+        length = max(6, min(24, width // 4))
+        full = round(min(1.0, max(0.0, share)) * length)
+        colour = "green" if share < 0.75 else "yellow" if share < 0.95 else "red"
+        line.append(_FULL * full, style=f"not dim {colour}")
+        line.append(_EMPTY * (length - full) + " ")
+    line.append(text, style="not dim")
+    return line
+
+
+def _capacities(replica: Document) -> Iterator[Row]:
+    stats = replica["stats"]
+    running, most = stats["num_running"], stats["max_num_seqs"]
+    yield "running", f"{running} of {most}", _share(running, most)
+    reason = stats["wait_reason"].removeprefix("WAIT_REASON_")
+    why = "" if reason == "UNSPECIFIED" else f" for {waits_for(reason)}"
+    yield "waiting", f"{stats['num_waiting']}{why}", None
+    yield "budget", *_budget(replica["steps"], stats["max_num_batched_tokens"])
+    usable = stats["num_usable_blocks"]
+    held = usable - stats["num_free_blocks"]
+    blocks = replica["blocks"]
+    cached = "" if blocks is None else f", {blocks['num_cached']} cached"
+    yield "pool", f"{held} of {usable} held{cached}", _share(held, usable)
+
+
+def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
+    """What steps used of their tokens on average."""
+    if not steps:
+        return f"no step of {budget} tokens", 0.0
+    prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)
+    decode = sum(step["num_decode_tokens"] for step in steps) / len(steps)
+    text = f"{prefill:.0f} prefill + {decode:.0f} decode of {budget}"
+    return text, _share(prefill + decode, budget)
+
+
+def _speeds(replica: Document, look: Look, before: Look | None) -> Iterator[Row]:
+    stats, rates = replica["stats"], _rates(replica, look, before)
+
+    def rate(name: str) -> str:
+        return f"{count_text(rates[name])}/s" if rates else "-"
+
+    yield "steps", f"{rate('num_steps')}, {seconds_text(stats['mean_step_nanos'] / 1e9)} each", None
+    generated, prompt = rate("num_generated_tokens"), rate("num_prompt_tokens")
+    yield "tokens", f"{generated} generated, {prompt} of prompts", None
+    hits = _share(stats["num_cached_tokens"], stats["num_prompt_tokens"])
+    yield "hit rate", f"{100 * hits:.1f} % of prompt tokens", None
+    lost = f", {count_text(stats['num_lost_tokens'])} tokens given up"
+    preempted = stats["num_preemptions"]
+    yield "preempted", f"{preempted}{lost if preempted else ''}", None
+
+
+def _rates(replica: Document, look: Look, before: Look | None) -> dict[str, float]:
+    """Growth per second of each total. Empty after a restart, since totals begin at 0."""
+    earlier = [] if before is None else before.activity["replicas"]
+    old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
+    new = replica["stats"]
+    if before is None or old is None or old["incarnation"] != new["incarnation"]:
+        return {}
+    seconds = max(look.seconds - before.seconds, 1e-6)
+    return {
+        name: (value - old[name]) / seconds for name, value in new.items() if type(value) is int
+    }
+
+
+def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[Text]:
+    if not requests:
+        return
+    columns = [column for column in _COLUMNS if width >= column.from_width]
+    spare = width - 2 - sum(column.width + 1 for column in columns)
+    first = max(12, columns[0].width + min(spare, 20))
+    widths = [first, *(column.width for column in columns[1:])]
+    yield _cells([column.title for column in columns], columns, widths, "dim")
+    # Waiting requests get at least half of the room, if there are enough of them.
+    running = [one for one in requests if one["state"] == "running"]
+    waiting = [one for one in requests if one["state"] != "running"]
+    num_running = max(room - len(waiting), room - room // 2)
+    shown = [*running[:num_running]]
+    shown += waiting[: room - len(shown)]
+    for request in shown:
+        style = "" if request["state"] == "running" else "yellow"
+        yield _cells(_values(request)[: len(columns)], columns, widths, style)
+    if len(shown) < len(requests):
+        yield Text(f"  and {len(requests) - len(shown)} more", style="dim")
+
+
+def _values(request: Document) -> list[str]:
+    total = request["num_prompt_tokens"] + request["num_output_tokens"]
+    computed = f"{request['num_computed_tokens']}/{total}"
+    reason = request["wait_reason"]
+    return [
+        request["request_id"] or "(another tenant's)",
+        request["state"],
+        computed,
+        str(request["num_output_tokens"]),
+        str(request["num_cached_tokens"]),
+        seconds_text(request["seconds"]),
+        "" if reason is None else waits_for(reason),
+    ]
+
+
+def _cells(
+    values: Sequence[str], columns: Sequence[_Column], widths: Sequence[int], style: str
+) -> Text:
+    cells = [
+        _fitted(value, width).ljust(width) if column.left else value.rjust(width)
+        for value, column, width in zip(values, columns, widths, strict=True)
+    ]
+    return Text("  " + " ".join(cells).rstrip(), style=style)
+
+
+def _fitted(value: str, width: int) -> str:
+    """Ids differ at their ends: of one that is too long the middle is left out."""
+    if len(value) <= width:
+        return value
+    end = (width - 1) // 2
+    return f"{value[: width - 1 - end]}…{value[-end:]}"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,57 @@
+"""All keys and tenants of one place, and how a file holds them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.common.keys.api_keys import (
+    DamagedRecord,
+    KeyRecord,
+    TenantRecord,
+    key_from_json,
+    key_to_json,
+    tenant_from_json,
+    tenant_to_json,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBook:
+    """Records by id. A tenant without a record has no limits."""
+
+    keys: Mapping[str, KeyRecord] = field(default_factory=dict)
+    tenants: Mapping[str, TenantRecord] = field(default_factory=dict)
+
+    def tenant_of(self, key: KeyRecord) -> TenantRecord:
+        return self.tenants.get(key.tenant_id) or TenantRecord(key.tenant_id)
+
+    def with_key(self, key: KeyRecord, tenant: TenantRecord | None = None) -> "KeyBook":
+        """A copy with this record of a key and, where given, of its tenant."""
+        tenants = {} if tenant is None else {tenant.tenant_id: tenant}
+        return KeyBook({**self.keys, key.key_id: key}, {**self.tenants, **tenants})
+
+
+def book_to_text(book: KeyBook) -> str:
+    """As JSON: `{"tenants": {NAME: limits}, "keys": {ID: record}}`."""
+    tenants = {name: tenant_to_json(tenant) for name, tenant in book.tenants.items()}
+    keys = {key_id: key_to_json(key) for key_id, key in book.keys.items()}
+    return json.dumps({"tenants": tenants, "keys": keys}, indent=2) + "\n"
+
+
+def book_from_text(text: str | bytes) -> KeyBook:
+    """The inverse of `book_to_text`; no text is a book without keys. Raises DamagedRecord."""
+    if not text.strip():
+        return KeyBook()
+    try:
+        whole = json.loads(text)
+    except ValueError as error:
+        raise DamagedRecord(f"it is not JSON: {error}") from error
+    if not isinstance(whole, dict) or whole.keys() - {"tenants", "keys"}:
+        raise DamagedRecord("it is no JSON object with tenants and keys")
+    tenants, keys = whole.get("tenants", {}), whole.get("keys", {})
+    if not isinstance(tenants, dict) or not isinstance(keys, dict):
+        raise DamagedRecord("tenants and keys must be JSON objects")
+    return KeyBook(
+        {key_id: key_from_json(key_id, value) for key_id, value in keys.items()},
+        {name: tenant_from_json(name, value) for name, value in tenants.items()},
+    )

@@ -1,0 +1,66 @@
+"""A key book in a file that its owner alone can read, replaced as a whole at each change."""
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.common.keys.book import KeyBook, book_from_text, book_to_text
+
+
+def read_book(path: Path) -> KeyBook:
+    """What the file holds. Raises OSError or DamagedRecord."""
+    return book_from_text(path.read_bytes())
+
+
+def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
+    """Replaces the book by what `change` makes of it; a file that is missing is an empty book.
+
+    A reader sees the old file or the new one, and two changes at once happen one after the other.
+    Raises OSError or DamagedRecord.
+    """
+    with _locked(path):
+        _replace(path, book_to_text(change(read_book(path))))
+
+
+def version_of(path: Path) -> tuple[int, int, int] | None:
+    """What differs once a file was replaced or written; None if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of the file itself, which is made if it is missing.
+
+    The file may be replaced while its lock is waited for: then the new one is locked.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            version = version_of(path)
+            if version is not None and version[0] == os.fstat(descriptor).st_ino:
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    written = Path(name)
+    try:
+        with os.fdopen(descriptor, "w") as file:  # mkstemp gives it the mode 0600
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        written.replace(path)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise

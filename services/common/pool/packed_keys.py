@@ -1,0 +1,112 @@
+"""Keys of blocks as bytes: a sequence in 6 bytes each, and a set, whose order is free, in fewer.
+
+Keys have 48 bits. Those of a set are sorted: the first byte becomes a count for each of its 256
+values, the second the difference from the key before it, which is small and compresses well, and
+the other four bytes stay as they are. Of twenty thousand keys each takes 4.5 bytes. Numbers are
+little-endian.
+"""
+
+import struct
+import zlib
+from array import array
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from services.common.request.byte_order import little_endian
+
+KEY_BITS = 48
+
+KEY_BYTES = KEY_BITS // 8
+_WIDE_BYTES = 8
+_LOW_BITS = 32
+_LOW_BYTES = 4
+_LOW_MASK = (1 << _LOW_BITS) - 1
+_TOP_SHIFT = KEY_BITS - 8
+_NUM_TOPS = 256
+_COUNTS = struct.Struct(f"<{_NUM_TOPS}I")
+_LENGTHS = struct.Struct("<II")  # keys, bytes of what is compressed
+_KEYS_PER_TURN = 4096
+
+
+class DamagedKeys(ValueError):
+    """Bytes that are no packed keys."""
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Keys in their order, 6 bytes each."""
+    wide = little_endian(array("Q", keys)).tobytes()
+    packed = bytearray(KEY_BYTES * len(keys))
+    for index in range(KEY_BYTES):
+        packed[index::KEY_BYTES] = wide[index::_WIDE_BYTES]
+    return bytes(packed)
+
+
+def unpack_keys(packed: bytes) -> "array[int]":
+    """The inverse of `pack_keys`. Raises DamagedKeys."""
+    if len(packed) % KEY_BYTES:
+        raise DamagedKeys("not whole keys")
+    wide = bytearray(len(packed) // KEY_BYTES * _WIDE_BYTES)
+    for index in range(KEY_BYTES):
+        wide[index::_WIDE_BYTES] = packed[index::KEY_BYTES]
+    keys = array("Q")
+    keys.frombytes(wide)
+    return little_endian(keys)
+
+
+def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
+    """Packs keys that are each there once. Yields now and then, so that a large set can be packed
+    in turns with other work; returns the bytes.
+    """
+    by_top: list[list[int]] = [[] for _ in range(_NUM_TOPS)]
+    for at in range(0, len(keys), _KEYS_PER_TURN):
+        for key in keys[at : at + _KEYS_PER_TURN]:
+            by_top[key >> _TOP_SHIFT].append(key)
+        yield
+    steps, lows = bytearray(), array("I")
+    since_turn = 0
+    for same in by_top:
+        same.sort()
+        seconds = [key >> _LOW_BITS & 0xFF for key in same]
+        steps += bytes(map(int.__sub__, seconds, [0, *seconds]))
+        lows.extend([key & _LOW_MASK for key in same])
+        since_turn += len(same)
+        if since_turn >= _KEYS_PER_TURN:
+            since_turn = 0
+            yield
+    # Small numbers without repetitions: codes of variable length are all that helps.
+    compressor = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
+    compressed = compressor.compress(_COUNTS.pack(*map(len, by_top)) + steps)
+    compressed += compressor.flush()
+    head = _LENGTHS.pack(len(keys), len(compressed))
+    return head + compressed + little_endian(lows).tobytes()
+
+
+def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
+    """The inverse of `pack_key_set`, in parts. Raises DamagedKeys, at once."""
+    try:
+        num_keys, num_compressed = _LENGTHS.unpack_from(packed)
+        begin = _LENGTHS.size + num_compressed
+        whole = zlib.decompressobj().decompress(
+            packed[_LENGTHS.size : begin], _COUNTS.size + num_keys
+        )
+        counts = _COUNTS.unpack_from(whole)
+    except (struct.error, zlib.error) as error:
+        raise DamagedKeys(f"no set of keys: {error}") from error
+    steps, lows = whole[_COUNTS.size :], packed[begin:]
+    if not sum(counts) == len(steps) == num_keys or len(lows) != num_keys * _LOW_BYTES:
+        raise DamagedKeys("parts of different lengths")
+    return _parts(counts, steps, lows)
+
+
+def _parts(counts: Iterable[int], steps: bytes, packed_lows: bytes) -> Iterator[list[int]]:
+    lows = array("I")
+    lows.frombytes(packed_lows)
+    little_endian(lows)
+    begin = 0
+    for top, count in enumerate(counts):
+        end, base = begin + count, top << _TOP_SHIFT
+        yield [
+            base | (second & 0xFF) << _LOW_BITS | low
+            for second, low in zip(accumulate(steps[begin:end]), lows[begin:end], strict=True)
+        ]
+        begin = end

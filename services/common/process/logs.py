@@ -1,0 +1,173 @@
+"""Logs: one line an event, as text or JSON, with the ids of the current trace."""
+
+import asyncio
+import enum
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from contextvars import Context, ContextVar
+from functools import lru_cache
+from typing import Any, TextIO
+
+from opentelemetry import trace
+
+from services.common.process.line_stream import LineStream
+
+REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
+"""Fields that each log line has of the request that the present task serves."""
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",  # uvicorn's, for terminals
+}
+
+_GRPC = "grpc._cython.cygrpc"
+_WRITE_FAILED = "ExecuteBatchError"
+"""What grpc.aio raises where a connection ends while it is written to."""
+
+
+class LogFormat(enum.Enum):
+    """How a log line looks."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevel(enum.Enum):
+    """The least severe level that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
+    """Sends the process's logs to standard error in the given style."""
+    handler = _LinesHandler(sys.stderr)
+    formatter = _JsonFormatter if style is LogFormat.JSON else _TextFormatter
+    handler.setFormatter(formatter(service))
+    logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
+    logging.getLogger(_GRPC).addFilter(_says_more_than_that_a_peer_left)
+    # What no line says is not looked up for each ("Optimization", in logging's documentation).
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
+    """False for the traceback that grpc.aio logs where a client's connection ends while it is sent
+    a message. The service learns of that by the end of the call.
+    """
+    error = record.exc_info[0] if record.exc_info else None
+    return error is None or error.__name__ != _WRITE_FAILED
+
+
+class _LinesHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of one turn of the event loop together, soon after it: each write is a call
+    of the system, and a busy server logs several calls in a turn.
+
+    Only lines of level info wait so. Those that explain how a process failed, or are looked at to
+    find out, are written at once, after those that wait; so are lines that come outside an event
+    loop, such as those of threads.
+
+    Lines that cannot be written, as on a full disk, are counted in the log once there is room.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._lines = LineStream(stream, self._gap)
+        self._waiting: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Where they are to be written; None if none waits for its turn."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._waiting.append(self.format(record) + self.terminator)
+        except Exception:
+            self.handleError(record)
+            return
+        loop = _running_loop() if record.levelno == logging.INFO else None
+        if loop is None:
+            self.flush()
+        elif loop is not self._loop:
+            self._loop = loop
+            # In a context of its own: the present one is a request's, and keeps it.
+            loop.call_soon(self.flush, context=Context())
+
+    def flush(self) -> None:
+        self.acquire()
+        try:
+            waiting, self._waiting, self._loop = self._waiting, [], None
+            if waiting:
+                self._lines.write("".join(waiting))
+        except Exception:
+            self.handleError(logging.makeLogRecord({"msg": "".join(waiting)}))
+        finally:
+            self.release()
+
+    def _gap(self, message: str) -> str:
+        fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+        record = logging.makeLogRecord(fields | {"msg": message})
+        # In a context of its own: the present one may be a request's.
+        return Context().run(self.format, record) + self.terminator
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was passed as `extra`, the names of the request that is served and, where neither has a
+    trace, the trace and span that are current.
+    """
+    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    fields.update(REQUEST_FIELDS.get() or {})
+    if "trace_id" not in fields:
+        context = trace.get_current_span().get_span_context()
+        if context.is_valid:
+            fields["trace_id"] = trace.format_trace_id(context.trace_id)
+            fields["span_id"] = trace.format_span_id(context.span_id)
+    return fields
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = _clock(int(record.created))
+        fields = "".join([f" {key}={value}" for key, value in _fields(record).items()])
+        line = (
+            f"{clock} {record.levelname.lower():7} {self._service}: {record.getMessage()}{fields}"
+        )
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+@lru_cache(maxsize=2)
+def _clock(seconds: int) -> str:
+    """The local time of a line."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+class _JsonFormatter(_TextFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)

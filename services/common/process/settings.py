@@ -1,0 +1,312 @@
+"""Settings of a service: one frozen, flat dataclass, filled from flags and the environment.
+
+A field `max_num_seqs` of the worker is the flag `--max-num-seqs` and the variable
+`STEPWELL_WORKER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
+A value that does not parse or fails its check, and an unknown name, end the process with one
+sentence and exit status 2. Every variable `STEPWELL_…` must be one that some program reads: a
+misspelled one would leave a server open, or a limit unset.
+
+A secret, such as a key, can also be the content of a file. The variable's name with `_FILE` added
+has the file's path, so that neither the command line nor the environment shows the secret.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import enum
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from services.common.process.argument_parser import ArgumentParser
+from services.common.process.standard_streams import complain, drop_unwritten
+
+
+class IsDataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: typing.ClassVar[dict[str, Any]]
+
+
+_FIELDS = "__dataclass_fields__"
+_FILE = "_FILE"
+_PROGRAMS = ("gateway", "scheduler", "kvpool", "worker", "up")
+_CLIENT_VARIABLES = frozenset(
+    f"STEPWELL_{name}"
+    for name in ("URL", "API_KEY", "ADMIN_URL", "ADMIN_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")
+)
+"""Variables of the commands of clients and operators."""
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+T = TypeVar("T", bound=IsDataclass)
+Check = Callable[[Any], str | None]
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used; the message names it and says why."""
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    check: Check | None = None,
+    is_secret: bool = False,
+    read: Callable[[str], Any] | None = None,
+) -> Any:
+    """A field of a settings class. Without a default it must be given.
+
+    `check` returns what is wrong with a value ("must be at least 1"), or None. A secret can be
+    read from a file. `read` makes the value of the text of a flag or variable, and raises
+    ValueError with a sentence; by default the field's type does.
+    """
+    metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
+    """The field `name` of `base`, with another default, for a class that extends it."""
+    return dataclasses.field(default=default, metadata=getattr(base, _FIELDS)[name].metadata)
+
+
+def at_least(low: float) -> Check:
+    """A check: the number is `low` or more. NaN is not."""
+    return lambda value: None if value >= low else f"must be at least {low:g}"
+
+
+def between(low: float, high: float) -> Check:
+    """A check: the number lies in [low, high]. NaN does not."""
+    return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
+
+
+def one_of(names: Collection[str]) -> Check:
+    """A check: the text is one of these names, as they are when it is checked."""
+    return lambda value: None if value in names else f"must be one of {', '.join(names)}"
+
+
+def not_empty(value: tuple[object, ...]) -> str | None:
+    return None if value else "must name at least one"
+
+
+def existing_directory(value: Path) -> str | None:
+    return None if value.is_dir() else "must be a directory that exists"
+
+
+def existing_file(value: Path) -> str | None:
+    return None if value.is_file() else "must be a file that exists"
+
+
+def load_settings(
+    cls: type[T],
+    service: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    prog: str | None = None,
+) -> T:
+    """Reads settings as `parse_settings` does, or ends the process with one sentence."""
+    try:
+        return parse_settings(cls, service, argv, environ, prog=prog)
+    except SettingError as error:
+        exit_with(f"stepwell {service}: {error}")
+
+
+def exit_with(sentence: str, status: int = 2) -> NoReturn:
+    """Ends the process with one sentence on standard error."""
+    complain(sentence)
+    drop_unwritten(sys.stderr)
+    raise SystemExit(status)
+
+
+def parse_settings(
+    cls: type[T],
+    service: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    prog: str | None = None,
+) -> T:
+    """Reads the settings of `service`, by default from this process's arguments and environment.
+    Raises SettingError, or SystemExit(0) after --help.
+
+    `prog` is what the help calls the program, by default the service's module.
+    """
+    environ = os.environ if environ is None else environ
+    kinds = {name: without_none(hint) for name, hint in typing.get_type_hints(cls).items()}
+    flags = vars(_parser(cls, service, kinds, prog).parse_args(argv))
+    given = _variables(cls, service, environ)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        flag, variable = flag_name(field.name), variable_name(service, field.name)
+        if flags[field.name] is not None:
+            values[field.name] = _value(field, flags[field.name], kinds[field.name], flag)
+        elif field.name in given:
+            values[field.name] = _value(field, given[field.name], kinds[field.name], variable)
+        elif field.default is dataclasses.MISSING:
+            raise SettingError(f"{flag} (or {variable}) must be given: {field.metadata['doc']}")
+    settings = cls(**values)
+    validate(settings)
+    return settings
+
+
+def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The texts that the environment has for settings, by the names of their fields. Raises
+    SettingError for a name that no program reads, and a file of a secret that cannot be read.
+    """
+    fields = dataclasses.fields(cls)
+    names = {variable_name(service, field.name): field.name for field in fields}
+    files = {
+        variable_name(service, field.name) + _FILE: field.name
+        for field in fields
+        if field.metadata.get("is_secret")
+    }
+    _require_known(service, environ, names.keys() | files.keys())
+    texts = {field: environ[name] for name, field in names.items() if name in environ}
+    for name, field in files.items():
+        if name in environ:
+            if field in texts:
+                raise SettingError(f"{name} and {name.removesuffix(_FILE)} are both set")
+            texts[field] = _secret(name, Path(environ[name]))
+    return texts
+
+
+def _require_known(service: str, environ: Mapping[str, str], known: Collection[str]) -> None:
+    others = tuple(env_prefix(program) for program in _PROGRAMS if program != service)
+    for name in environ:
+        is_others = name.startswith(others) or name in _CLIENT_VARIABLES
+        if name.startswith("STEPWELL_") and name not in known and not is_others:
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            hint = f"; similar is {similar[0]}" if similar else ""
+            raise SettingError(f"{name} is set, but there is no such setting{hint}")
+
+
+def _secret(variable: str, path: Path) -> str:
+    """The text of a file, whose lines stand for the items of a list."""
+    try:
+        return ",".join(path.read_text().split())
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise SettingError(f"{variable}: {path} cannot be read: {why}") from error
+
+
+def validate(settings: IsDataclass) -> None:
+    """Runs the check of every field. Raises SettingError for the first that fails."""
+    for field in dataclasses.fields(settings):
+        value, check = getattr(settings, field.name), field.metadata.get("check")
+        complaint = check(value) if check is not None and value is not None else None
+        if complaint is not None:
+            raise SettingError(
+                f"{flag_name(field.name)} {complaint}, not {as_text(value) or 'nothing'}"
+            )
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def variable_name(service: str, field_name: str) -> str:
+    """The environment variable of a setting."""
+    return env_prefix(service) + field_name.upper()
+
+
+def env_prefix(service: str) -> str:
+    """What the environment variables of a service begin with."""
+    return f"STEPWELL_{service.upper()}_"
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingError(message)
+
+
+def _parser(
+    cls: type[IsDataclass], service: str, kinds: dict[str, Any], prog: str | None
+) -> _Parser:
+    description, _, further = inspect.cleandoc(cls.__doc__ or "").partition("\n\n")
+    parser = _Parser(
+        prog=prog or f"python -m services.{service}",
+        description=description,
+        epilog=f"Each flag can also be set as {env_prefix(service)}<NAME>. {further}",
+        allow_abbrev=False,
+    )
+    inherited = {name for base in cls.__mro__[1:] for name in getattr(base, _FIELDS, ())}
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
+        default = _help_text(field.default)
+        help_text = field.metadata["doc"] + (f" (default: {default})" if default else "")
+        if field.metadata.get("is_secret"):
+            help_text += f"; or the content of the file {variable_name(service, field.name)}_FILE"
+        options: dict[str, Any] = {"default": None, "help": help_text.replace("%", "%%")}
+        if kinds[field.name] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = _metavar(kinds[field.name])
+        parser.add_argument(flag_name(field.name), **options)
+    return parser
+
+
+def _help_text(default: Any) -> str:
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return "" if default in (dataclasses.MISSING, None) else as_text(default)
+
+
+def _metavar(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return "|".join(str(member.value) for member in kind)
+    return (
+        "A,B" if typing.get_origin(kind) else {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
+    )
+
+
+def without_none(hint: Any) -> Any:
+    """The type behind `X | None`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return hint
+
+
+def _value(field: dataclasses.Field[Any], text: str | bool, kind: Any, name: str) -> Any:
+    """The value of a field by the text of a flag or variable of this name."""
+    read = field.metadata.get("read")
+    if read is None:
+        return _convert(text, kind, name)
+    try:
+        return read(text)
+    except ValueError as error:
+        raise SettingError(f"{name}: {error}") from error
+
+
+def _convert(text: str | bool, kind: Any, name: str) -> Any:
+    if isinstance(text, bool):
+        return text
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise SettingError(f"{name} must be true or false, not {text!r}")
+        return _BOOLEANS[text.lower()]
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return tuple(_convert(part.strip(), item, name) for part in text.split(",") if part.strip())
+    try:
+        return kind(text)
+    except ValueError:
+        if issubclass(kind, enum.Enum):
+            raise SettingError(f"{name} must be one of {_metavar(kind)}, not {text!r}") from None
+        what = {int: "a whole number", float: "a number"}.get(kind, kind.__name__)
+        raise SettingError(f"{name} must be {what}, not {text!r}") from None
+
+
+def as_text(value: Any) -> str:
+    """A value as a flag or a variable has it."""
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value)

@@ -1,0 +1,117 @@
+"""Readings of processes from /proc. Where it lacks a file, the reading lacks what is in it."""
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from services.common.process.watchdog.silence import (
+    MachineTimes,
+    ProcessTimes,
+    Reading,
+    ThreadTimes,
+)
+from services.common.rpc.addresses import is_unix_address, unix_path
+
+_NANOS, _MICROS = 1e9, 1e6
+_BYTES = 4096
+_CREDENTIALS = struct.Struct("3i")
+_PRESSURES = ("/proc/pressure/io", "/proc/pressure/memory")
+_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
+"""Fields of /proc/PID/stat behind the name."""
+
+
+def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
+    """Makes readings of processes of this machine; takes the time."""
+    return lambda now: _reading(now, pids)
+
+
+def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
+    """Makes readings of the processes that listen at host:port or unix:PATH. None is known unless
+    all listen at sockets of this machine.
+    """
+
+    def read(now: float) -> Reading:
+        pids = [listener_pid(address) for address in addresses()]
+        return _reading(now, pids if all(pids) else [])
+
+    return read
+
+
+def watch_self() -> Callable[[float], Reading]:
+    """Makes readings of this process, which is the watched one, without a watcher."""
+    return partial(_reading, pids=(os.getpid(),), watcher=False)
+
+
+def processor_times(pid: int) -> ProcessTimes:
+    """The threads of a process; none if it has ended, or outside Linux. The thread that reads is
+    shown as one that sleeps: it always runs then.
+    """
+    threads: dict[int, ThreadTimes] = {}
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                threads[int(task.name)] = _thread(str(task))
+    reader = threading.get_native_id()
+    if reader in threads:
+        threads[reader] = replace(threads[reader], state="S")
+    return ProcessTimes(threads)
+
+
+def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
+    return Reading(
+        now,
+        processor_times(os.getpid()) if watcher else ProcessTimes(),
+        [processor_times(pid) for pid in pids],
+        _machine(),
+    )
+
+
+def listener_pid(address: str) -> int:
+    """The process that listens at a Unix socket; 0 where it is not known."""
+    if not is_unix_address(address):
+        return 0
+    with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+        asking.setblocking(False)
+        asking.connect(unix_path(address))
+        asked = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid: int = _CREDENTIALS.unpack(asked)[0]
+        return pid
+    return 0
+
+
+def _thread(path: str) -> ThreadTimes:
+    fields = _stat(path)
+    with suppress(OSError, ValueError):
+        ran, waited, _ = _read(f"{path}/schedstat").split()
+        return ThreadTimes(fields[_STATE], int(ran) / _NANOS, int(waited) / _NANOS)
+    ticks = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+    return ThreadTimes(fields[_STATE], ticks / os.sysconf("SC_CLK_TCK"), 0.0)
+
+
+def _stat(path: str) -> list[str]:
+    return _read(f"{path}/stat").rpartition(")")[2].split()
+
+
+def _machine() -> MachineTimes:
+    num_runnable, stalled = 0, 0.0
+    with suppress(OSError, ValueError, IndexError):
+        num_runnable = int(_read("/proc/loadavg").split()[3].partition("/")[0])
+    for path in _PRESSURES:
+        with suppress(OSError, ValueError, IndexError):
+            some = _read(path).split("\n", 1)[0]
+            stalled += int(some.rpartition("total=")[2]) / _MICROS
+    return MachineTimes(num_runnable, os.cpu_count() or 1, stalled)
+
+
+def _read(path: str) -> str:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _BYTES).decode()
+    finally:
+        os.close(file)

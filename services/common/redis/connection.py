@@ -1,0 +1,180 @@
+"""Redis as the services use it: one server or a cluster, whichever the URL leads to, and calls that
+fail within a fraction of a second, since no request may wait for Redis.
+
+redis-py's defaults retry ten times with five seconds each. Here a call is never retried, each read
+and write of a socket is bounded, and the whole call is. Commands are those of Redis 6.2, spoken in
+RESP2. `redis` is an extra: this module is imported only where a URL is given.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+from redis import exceptions
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from services.common.errors import Unavailable
+from services.common.process.settings import SettingError
+from services.common.redis.url import missing_file, without_secrets
+
+SOCKET_SECONDS = 0.5
+CALL_SECONDS = 0.5
+FIRST_CALL_SECONDS = 1.0
+
+T = TypeVar("T")
+Client = Any  # Redis or RedisCluster, which share the methods that are used
+
+_REFUSED = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.NoPermissionError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class RedisUnavailable(Unavailable):
+    """Redis did not do what it was asked, or not in time. Whether it was done is not known."""
+
+    reason = "REDIS_UNAVAILABLE"
+
+
+class RedisConnection:
+    """Calls Redis, and connects as often as needed. Calls may overlap."""
+
+    def __init__(self, url: str, *, blocking: bool = False) -> None:
+        """`blocking`: for commands that wait at the server; only the call as a whole is bounded.
+
+        Raises SettingError where a file that the URL names is missing.
+        """
+        self.name = without_secrets(url)
+        if (complaint := missing_file(url)) is not None:
+            raise SettingError(f"--redis-url {self.name}: {complaint}")
+        self._url = url
+        self._options: dict[str, Any] = {
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+            "socket_connect_timeout": SOCKET_SECONDS,
+            "socket_timeout": None if blocking else SOCKET_SECONDS,
+        }
+        self._client: Client | None = None
+        self._connecting = asyncio.Lock()
+
+    async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
+        """What `use` returns. Raises RedisUnavailable, after `seconds` at the latest."""
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await use(await self._connected())
+        # Any error: redis-py does not name all that it may raise while a cluster changes, and
+        # whatever it is, the call has failed.
+        except Exception as error:
+            _raise_if_cancelled()
+            raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
+        _raise_if_cancelled()
+        return answer
+
+    async def pipeline(
+        self, commands: list[tuple[Any, ...]], seconds: float = CALL_SECONDS
+    ) -> list[Any]:
+        """Executes commands in order and returns their answers. It is no transaction.
+
+        All keys must be of one slot. Raises RedisUnavailable if one of them fails.
+        """
+
+        async def use(client: Client) -> list[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            answers: list[Any] = await pipeline.execute()
+            return answers
+
+        return await self.call(use, seconds)
+
+    async def require_usable(self) -> None:
+        """Raises SettingError where the URL leads to no Redis, or password or certificate are
+        wrong.
+
+        A server that cannot be reached now may be back later: that is logged.
+        """
+        try:
+            await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
+        except RedisUnavailable as error:
+            if (complaint := why_unusable(error)) is not None:
+                raise SettingError(f"--redis-url {self.name}: {complaint}") from error
+            logger.warning("%s; going on without it until it can be reached", error)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _connected(self) -> Client:
+        async with self._connecting:
+            if self._client is None:
+                self._client = await self._connect()
+            return self._client
+
+    async def _connect(self) -> Client:
+        single: Redis = Redis.from_url(self._url, **self._options)
+        try:
+            if not await _is_cluster(single):
+                return single
+        except BaseException:
+            await single.aclose()
+            raise
+        await single.aclose()
+        return RedisCluster.from_url(self._url, require_full_coverage=False, **self._options)
+
+
+def why_unusable(error: BaseException) -> str | None:
+    """What is wrong with a URL, password or certificate, by the error that a call ended with; None
+    if trying again later may help.
+    """
+    for cause in _causes(error):
+        if isinstance(cause, _REFUSED):
+            return f"Redis refuses user or password ({cause})"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not accepted ({cause.verify_message})"
+        if isinstance(cause, ssl.SSLError):
+            return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
+        if isinstance(cause, socket.gaierror):
+            # EAI_AGAIN: no name server answers, which is no statement about the name.
+            return None if cause.errno == socket.EAI_AGAIN else "there is no such host"
+        if isinstance(cause, exceptions.InvalidResponse):
+            return "what answers there is not Redis"
+    return None
+
+
+async def _is_cluster(client: Redis) -> bool:
+    try:
+        return bool((await client.info("cluster")).get("cluster_enabled"))
+    except exceptions.NoPermissionError:  # a user that may only use its own keys
+        return False
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _raise_if_cancelled() -> None:
+    """redis-py now and then answers a cancellation with another error, or with none."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+def _text(error: BaseException) -> str:
+    """In one line; errors of pipelines begin with the command, which may be long and binary."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return str(error).rpartition("caused error: ")[2] or repr(error)

@@ -1,0 +1,198 @@
+"""The directory's forms in Redis: names of keys, and bytes of what is stored under them.
+
+`kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
+`kvd:{fp}:epoch`          counter; the next life of any node takes the next number
+`kvd:{fp}:nodes`          hash: name of a node to its record, in JSON
+`kvd:{fp}:lease:N`        lease of node N; expires
+`kvd:{fp}:snap:N:E`       all keys of node N in its life E; expires
+
+`fp` is the model's fingerprint. The braces put all of a model into one slot of Redis Cluster.
+Binary values begin with a CRC-32 of what follows; numbers are little-endian. The keys of an entry
+are packed in 6 bytes each, those of a snapshot as a set.
+"""
+
+import json
+import re
+import struct
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
+from services.common.pool.packed_keys import (
+    DamagedKeys,
+    pack_key_set,
+    pack_keys,
+    unpack_key_set,
+    unpack_keys,
+)
+
+FIELD = b"b"
+"""The one field of a log entry."""
+
+_CRC = struct.Struct("<I")
+_BATCH = struct.Struct("<BBQQI")  # version, flags, epoch, sequence, number of added keys
+_DIGEST = struct.Struct("<IQ")
+_LEASE = struct.Struct("<BQQIQ")  # version, epoch, sequence, count, xor
+_SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the log's id
+_LOG_ID = re.compile(rb"[0-9]{1,19}-[0-9]{1,20}")
+_VERSION = 1
+_HAS_DIGEST = 1
+
+
+class DamagedValue(ValueError):
+    """Bytes that are no value of the directory, or not whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryKeys:
+    """The names of what Redis holds for one model."""
+
+    prefix: str
+
+    @classmethod
+    def of(cls, fingerprint: bytes) -> "DirectoryKeys":
+        """The names of a model's keys, with 64 bits of its fingerprint."""
+        return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
+
+    @property
+    def log(self) -> str:
+        """The stream."""
+        return f"{self.prefix}:log"
+
+    @property
+    def epoch(self) -> str:
+        """The counter of lives."""
+        return f"{self.prefix}:epoch"
+
+    @property
+    def nodes(self) -> str:
+        """The records of nodes."""
+        return f"{self.prefix}:nodes"
+
+    def lease(self, node: str) -> str:
+        """The lease of a node."""
+        return f"{self.prefix}:lease:{node}"
+
+    def snapshot(self, node: str, epoch: int) -> str:
+        """The keys of a life. An older life's snapshot that is written late replaces nothing."""
+        return f"{self.prefix}:snap:{node}:{epoch}"
+
+
+def batch_to_bytes(batch: KeyBatch) -> bytes:
+    """A batch as the log holds it."""
+    digest = batch.digest
+    head = _BATCH.pack(
+        _VERSION,
+        0 if digest is None else _HAS_DIGEST,
+        batch.epoch,
+        batch.sequence,
+        len(batch.added),
+    )
+    tail = b"" if digest is None else _DIGEST.pack(digest.count, digest.xor)
+    return _seal(head + tail + pack_keys(batch.added) + pack_keys(batch.removed))
+
+
+def batch_from_bytes(value: bytes) -> KeyBatch:
+    """The inverse. Raises DamagedValue."""
+    body = _unseal(value, _BATCH.size)
+    version, flags, epoch, sequence, num_added = _BATCH.unpack_from(body)
+    _require(version == _VERSION, "a version that is not known")
+    at, digest = _BATCH.size, None
+    if flags & _HAS_DIGEST:
+        _require(len(body) >= at + _DIGEST.size, "too short")
+        digest = Digest(*_DIGEST.unpack_from(body, at))
+        at += _DIGEST.size
+    try:
+        keys = unpack_keys(body[at:])
+    except DamagedKeys as error:
+        raise DamagedValue(str(error)) from error
+    _require(num_added <= len(keys), "fewer keys than it counts")
+    return KeyBatch(epoch, sequence, keys[:num_added], keys[num_added:], digest)
+
+
+def lease_to_bytes(lease: NodeLease) -> bytes:
+    """A lease as Redis holds it."""
+    digest = lease.digest
+    return _seal(_LEASE.pack(_VERSION, lease.epoch, lease.sequence, digest.count, digest.xor))
+
+
+def lease_from_bytes(value: bytes) -> NodeLease:
+    """The inverse. Raises DamagedValue."""
+    body = _unseal(value, _LEASE.size)
+    _require(len(body) == _LEASE.size, "too long")
+    version, epoch, sequence, count, xor = _LEASE.unpack(body)
+    _require(version == _VERSION, "a version that is not known")
+    return NodeLease(epoch, sequence, Digest(count, xor))
+
+
+def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[None, None, bytes]:
+    """A snapshot as Redis holds it. Yields now and then, as `pack_key_set` does."""
+    log_id = snapshot.log_id.encode()
+    head = _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.sequence, len(log_id))
+    packed = yield from pack_key_set(keys)
+    return _seal(head + log_id + packed)
+
+
+def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
+    """The inverse; the keys come in parts. Raises DamagedValue, at once."""
+    body = _unseal(value, _SNAPSHOT.size)
+    version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
+    _require(version == _VERSION, "a version that is not known")
+    begin = _SNAPSHOT.size + id_length
+    log_id = body[_SNAPSHOT.size : begin]
+    _require(_LOG_ID.fullmatch(log_id) is not None, "no id of a log entry")
+    try:
+        keys = unpack_key_set(body[begin:])
+    except DamagedKeys as error:
+        raise DamagedValue(str(error)) from error
+    return NodeSnapshot(epoch, sequence, log_id.decode()), keys
+
+
+def record_to_bytes(record: NodeRecord) -> bytes:
+    """A node's record as Redis holds it."""
+    groups = [
+        {
+            "attention_type": group.attention_type.value,
+            "block_size": group.block_size,
+            "window": group.window,
+        }
+        for group in record.groups
+    ]
+    values = {"epoch": record.epoch, "generation": record.generation, "groups": groups}
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def record_from_bytes(node: str, value: bytes) -> NodeRecord:
+    """The inverse, of the node under whose name it is stored. Raises DamagedValue."""
+    try:
+        values = json.loads(value)
+        groups = tuple(
+            KVCacheGroup(
+                AttentionType(group["attention_type"]),
+                block_size=int(group["block_size"]),
+                window=int(group["window"]),
+            )
+            for group in values["groups"]
+        )
+        return NodeRecord(node, int(values["epoch"]), int(values["generation"]), groups)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedValue(f"no record of a node: {error!r}") from error
+
+
+def _seal(body: bytes) -> bytes:
+    return _CRC.pack(zlib.crc32(body)) + body
+
+
+def _unseal(value: bytes, least: int) -> bytes:
+    _require(len(value) >= _CRC.size + least, "too short")
+    (crc,) = _CRC.unpack_from(value)
+    body = value[_CRC.size :]
+    _require(zlib.crc32(body) == crc, "its checksum differs")
+    return body
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise DamagedValue(what)

@@ -1,0 +1,102 @@
+"""The registry of a fleet in Redis: at which addresses schedulers serve a model now.
+
+`fleet:{NAME}:replicas`   sorted set: the record of each replica, in JSON, by the time at which its
+                          lease ends, in milliseconds of Redis's clock
+
+NAME is the name by which clients ask for the model, quoted as in URLs; the braces keep all keys of
+a fleet in one slot of Redis Cluster. A scheduler renews its lease every second. One that does not
+is read no more once its lease has ended, and is removed by the next renewal of another one. Scripts
+take the time from the server, so that the clocks of schedulers and gateways do not matter.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from services.common.redis.connection import CALL_SECONDS, RedisConnection
+from services.common.rpc.addresses import is_connect_address
+
+logger = logging.getLogger(__name__)
+
+RENEW_SECONDS = 1.0
+LEASE_SECONDS = 3.0
+
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+"""
+_RENEW = f"""{_NOW}
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+"""
+_READ = f"""{_NOW}
+return redis.call('ZRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf')
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredReplica:
+    """A scheduler process as it registers itself."""
+
+    address: str
+    """Where gateways reach it: host:port or unix:PATH."""
+    node: str
+    """The name that no other process has: that of its pool in the directory."""
+
+
+class FleetRegistry:
+    """The replicas that serve a model under one name. Each call raises RedisUnavailable."""
+
+    def __init__(
+        self, redis: RedisConnection, model_name: str, lease_seconds: float = LEASE_SECONDS
+    ) -> None:
+        self._redis = redis
+        self._key = f"fleet:{{{quote(model_name)}}}:replicas"
+        self._lease_millis = int(1000 * lease_seconds)
+        self._damaged: set[bytes] = set()
+
+    async def renew(self, replica: RegisteredReplica) -> None:
+        """Registers a replica for the time of a lease from now on."""
+        record = record_to_bytes(replica)
+        await self._redis.call(
+            lambda client: client.eval(_RENEW, 1, self._key, record, self._lease_millis)
+        )
+
+    async def remove(self, replica: RegisteredReplica, seconds: float = CALL_SECONDS) -> None:
+        """Removes a replica. Does nothing if it is not registered."""
+        record = record_to_bytes(replica)
+        await self._redis.call(lambda client: client.zrem(self._key, record), seconds)
+
+    async def replicas(self) -> list[RegisteredReplica]:
+        """The replicas whose lease has not ended. Records that cannot be read are logged once."""
+        records = await self._redis.call(lambda client: client.eval(_READ, 1, self._key))
+        found = []
+        for record in records:
+            try:
+                found.append(record_from_bytes(record))
+            except ValueError as error:
+                if record not in self._damaged:
+                    self._damaged.add(record)
+                    logger.warning("a record of the registry is passed over: %s", error)
+        return found
+
+
+def record_to_bytes(replica: RegisteredReplica) -> bytes:
+    """A record as Redis holds it: always the same bytes for the same process."""
+    values = {"address": replica.address, "node": replica.node}
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def record_from_bytes(value: bytes) -> RegisteredReplica:
+    """The inverse; fields that are not known are passed over. Raises ValueError."""
+    try:
+        values = json.loads(value)
+        replica = RegisteredReplica(str(values["address"]), str(values["node"]))
+        complaint = is_connect_address(replica.address)
+    except (ValueError, KeyError, TypeError) as error:
+        complaint = repr(error)
+    if complaint is not None:
+        raise ValueError(f"{value[:80]!r} is no record of a replica: {complaint}")
+    return replica

@@ -1,0 +1,62 @@
+"""How a sequence ends by its tokens. The scheduler ends a request by these rules; the gateway does
+if a scheduler is lost before it sent the finish reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from services.common.request.finish_reason import FinishReason
+from services.common.request.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a sequence; `stop_token_id` where one of the client's stop tokens ended it."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+
+
+def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
+    """Tokens that end a sequence: end of sequence and stop tokens. Requests with the same tokens
+    share one set: each step looks into it for each request, and with a thousand sets most of these
+    accesses would miss the processor's caches.
+    """
+    return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
+
+
+@lru_cache(maxsize=256)
+def _token_set(token_ids: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(token_ids)
+
+
+def append_until_end(
+    token_ids: list[int],
+    new_token_ids: Sequence[int],
+    num_prompt_tokens: int,
+    max_num_tokens: int,
+    ending: frozenset[int],
+    sampling: SamplingParams,
+) -> Finish | None:
+    """Appends new tokens to those of a sequence, prompt and output, up to the first one that ends
+    it. Returns how it ends; None if it goes on. `ending` is `ending_token_ids(sampling)`.
+
+    Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. Before
+    `min_tokens` only the length ends a sequence.
+    """
+    repetition = sampling.repetition_detection
+    for token_id in new_token_ids:
+        token_ids.append(token_id)
+        if token_id in ending and len(token_ids) - num_prompt_tokens >= sampling.min_tokens:
+            is_eos = token_id in sampling.eos_token_ids
+            return Finish(FinishReason.STOP, None if is_eos else token_id)
+        if len(token_ids) >= max_num_tokens:
+            return Finish(FinishReason.LENGTH)
+        if (
+            repetition is not None
+            and len(token_ids) - num_prompt_tokens >= sampling.min_tokens
+            and repetition.found_at_end(token_ids, num_prompt_tokens)
+        ):
+            return Finish(FinishReason.REPETITION)
+    return None

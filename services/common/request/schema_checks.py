@@ -1,0 +1,128 @@
+"""JSON Schemas as llguidance gets them, and what it would accept and not hold outputs to."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from services.common.request.schema_refs import find_ref, with_encoded_refs
+from services.common.request.structured_outputs import invalid
+
+_MAX_PARTS = 10_000
+"""Parts of a schema that are looked at for an instance; the first of alternatives may be many."""
+_ALTERNATIVES = ("anyOf", "oneOf")
+
+
+def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema, whose references are URIs. Raises InvalidArgument for one that outputs could
+    not be held to: llguidance counts names that repeat, and follows references without an end.
+    """
+    checks = _Checks(schema)
+    try:
+        checks.check_counts()
+        has_instance = checks.has_instance(schema, frozenset())
+    except RecursionError as error:
+        raise invalid("json: its references are nested too deep") from error
+    if not has_instance:
+        raise invalid("json: no output conforms to it, since it requires itself without an end")
+    return with_encoded_refs(schema)
+
+
+class _Checks:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_left = _MAX_PARTS
+
+    def check_counts(self) -> None:
+        """Raises InvalidArgument for a `minProperties` that names have to reach of which more than
+        one is free: a free name may repeat.
+        """
+        seen: set[int] = set()
+        left: list[object] = [self._root]
+        while left:
+            part = left.pop()
+            if not isinstance(part, Mapping) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            together = list(self._together(part, set()))
+            _check_count(together)
+            left += (inner for one in together for inner in _inside(one))
+
+    def has_instance(self, schema: object, above: frozenset[int]) -> bool:
+        """Whether there is a finite instance, where those above it have none yet."""
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or self._num_left < 0:
+            return True
+        if id(schema) in above:
+            return False
+        above |= {id(schema)}
+        return all(self.has_instance(one, above) for one in self._needed(schema)) and all(
+            any(self.has_instance(one, above) for one in _list(schema, name))
+            for name in _ALTERNATIVES
+            if _list(schema, name)
+        )
+
+    def _needed(self, schema: Mapping[str, Any]) -> Iterator[object]:
+        """The schemas of which every instance has one."""
+        yield from _list(schema, "allOf")
+        if (target := self._target(schema)) is not None:
+            yield target
+        properties = schema.get("properties")
+        if schema.get("type") == "object" and isinstance(properties, Mapping):
+            yield from (
+                properties[name]
+                for name in _list(schema, "required")
+                if isinstance(name, str) and name in properties
+            )
+        if schema.get("type") == "array" and _number(schema, "minItems"):
+            yield from _list(schema, "prefixItems")[:1] or [schema.get("items")]
+
+    def _together(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
+        """A schema and those that hold with it."""
+        if not isinstance(schema, Mapping) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        yield schema
+        for part in (*_list(schema, "allOf"), self._target(schema)):
+            yield from self._together(part, seen)
+
+    def _target(self, schema: Mapping[str, Any]) -> object:
+        ref = schema.get("$ref")
+        found = find_ref(self._root, ref) if isinstance(ref, str) else None
+        return None if found is None else found[0]
+
+
+def _check_count(together: list[Mapping[str, Any]]) -> None:
+    least = max(_number(one, "minProperties") for one in together)
+    required = {name for one in together for name in _list(one, "required") if _is_name(name)}
+    is_closed = any(one.get("additionalProperties") is False for one in together)
+    if any(one.get("patternProperties") for one in together):
+        is_closed = False
+    if not is_closed and least > len(required) + 1:
+        raise invalid(
+            f"json: minProperties of {least:g} is not supported where names are free and "
+            f"{len(required)} are required: a name that repeats would count again. Name the "
+            "properties in required, or lower it"
+        )
+
+
+def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
+    """The parts of a schema that are about other values, or are alternatives."""
+    for name in ("properties", "patternProperties"):
+        values = schema.get(name)
+        yield from values.values() if isinstance(values, Mapping) else ()
+    yield from (schema.get(name) for name in ("additionalProperties", "items"))
+    for name in ("prefixItems", *_ALTERNATIVES):
+        yield from _list(schema, name)
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[object]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _number(schema: Mapping[str, Any], name: str) -> float:
+    value = schema.get(name)
+    return value if isinstance(value, int | float) else 0
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str)

@@ -1,0 +1,85 @@
+"""A client channel over one of grpc's own."""
+
+from abc import abstractmethod
+from typing import Any, Self
+
+import grpc
+
+from services.common.rpc.checked_call import CheckedCall, lenient
+
+
+class ForwardingChannel(grpc.aio.Channel):
+    """Connects as the channel does that it is over. Its calls are CheckedCalls."""
+
+    @abstractmethod
+    def current(self) -> grpc.aio.Channel:
+        """The channel for a call that begins now."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Has the next call begin on another connection: one that is broken may look whole for as
+        long as packets are lost on its way. Calls that run go on. Without any, the connection ends
+        at once, and with it grpc's attempts to establish it.
+        """
+
+    def began(self, call: grpc.aio.Call) -> None:
+        """Called with each call that begins on the current channel."""
+
+    def ended(self, code: grpc.StatusCode) -> None:
+        """Called with the status of each call that is answered by one message."""
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.current().channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _Method(self, "unary_unary", *args, **kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _Method(self, "unary_stream", *args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _Method(self, "stream_unary", *args, **kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _Method(self, "stream_stream", *args, **kwargs)
+
+
+class _Method:
+    """A method of a stub, which is called on the channel of the moment."""
+
+    def __init__(
+        self,
+        channel: ForwardingChannel,
+        kind: str,
+        method: str,
+        request_serializer: Any = None,
+        response_deserializer: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._channel = channel
+        self._kind, self._name, self._kwargs = kind, method, kwargs
+        self._args = (request_serializer, lenient(response_deserializer), *args)
+        self._bound_to: grpc.aio.Channel | None = None
+        self._method: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        channel = self._channel.current()
+        if channel is not self._bound_to:
+            self._method = getattr(channel, self._kind)(self._name, *self._args, **self._kwargs)
+            self._bound_to = channel
+        call = self._method(*args, **kwargs)
+        self._channel.began(call)
+        return CheckedCall(call, self._name, self._channel.ended)

@@ -1,0 +1,151 @@
+"""The client's side of a stream over a Unix socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, status_pb2
+
+from services.common.rpc.checked_call import UNDECODABLE, UndecodableAnswer, lenient
+from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opening
+from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
+from services.common.rpc.status import DETAILS_KEY
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_LOST = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="Socket closed")
+_UNREADABLE = status_pb2.Status(code=code_pb2.UNKNOWN, message="the status cannot be decoded")
+_CANCELLED = status_pb2.Status(code=code_pb2.CANCELLED, message="Locally cancelled")
+
+
+class LocalCall:
+    """A call with streams both ways: of `grpc.aio.StreamStreamCall` what services use, with the
+    same errors. One task reads, and one writes.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        method: str,
+        serialize: Callable[[Any], bytes] | None,
+        deserialize: Callable[[bytes], Any] | None,
+        lookahead_bytes: int,
+    ) -> None:
+        """Without functions messages are bytes, as with grpc."""
+        self._method = method
+        self._serialize = serialize or bytes
+        self._deserialize = lenient(deserialize) or bytes
+        self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
+        """How the call ended, once it has."""
+        self._stream = LocalStream(connection, lookahead_bytes, self._take, self._lost)
+        self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
+
+    async def write(self, request: Any) -> None:
+        """Raises InvalidStateError once the call has ended, and AioRpcError for a message that is
+        too large, which ends it. A cancelled write cancels the call.
+        """
+        if self.ended.done():
+            raise asyncio.InvalidStateError("the call has ended")
+        message = self._serialize(request)
+        if len(message) > MAX_MESSAGE_BYTES:
+            self._end(TOO_LARGE)
+            raise _error(TOO_LARGE)
+        self._stream.send(FrameKind.MESSAGE, message)
+        if self._stream.has_unsent:
+            try:
+                await self._stream.drained()
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
+
+    async def done_writing(self) -> None:
+        """Tells the server that no message follows."""
+        self._stream.send(FrameKind.END)
+
+    async def read(self) -> Any:
+        """The next message; EOF at the end. Raises AioRpcError if the call ends with an error, and
+        CancelledError if it was cancelled. A cancelled read cancels the call, so that no later read
+        gets the message that this one waited for.
+        """
+        try:
+            return await self._read()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    async def _read(self) -> Any:
+        data = None if self.cancelled() else await self._stream.read()
+        if data is not None:
+            message = self._deserialize(data)
+            if message is UNDECODABLE:
+                self.cancel()
+                raise UndecodableAnswer(self._method)
+            return message
+        status = await asyncio.shield(self.ended)
+        if status is _CANCELLED:
+            raise asyncio.CancelledError
+        if status.code:
+            raise _error(status)
+        return grpc.aio.EOF
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
+
+    def cancel(self) -> bool:
+        """Ends the call if it has not ended, and returns whether it did."""
+        has_run = not self.ended.done()
+        self._end(_CANCELLED)
+        return has_run
+
+    def cancelled(self) -> bool:
+        return self.ended.done() and self.ended.result() is _CANCELLED
+
+    def add_done_callback(self, callback: Callable[["LocalCall"], object]) -> None:
+        """Has the loop call it once the call has ended."""
+        self.ended.add_done_callback(lambda _: callback(self))
+
+    async def initial_metadata(self) -> grpc.aio.Metadata:
+        return grpc.aio.Metadata()
+
+    async def trailing_metadata(self) -> grpc.aio.Metadata:
+        return _trailing_metadata(await asyncio.shield(self.ended))
+
+    async def code(self) -> grpc.StatusCode:
+        return _code(await asyncio.shield(self.ended))
+
+    async def details(self) -> str:
+        return str((await asyncio.shield(self.ended)).message)
+
+    def _take(self, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.STATUS:
+            try:
+                status = status_pb2.Status.FromString(payload)
+            except DecodeError:
+                status = _UNREADABLE
+            self._end(status)
+
+    def _lost(self) -> None:
+        self._end(_LOST)
+
+    def _end(self, status: status_pb2.Status) -> None:
+        if not self.ended.done():
+            self.ended.set_result(status)
+        self._stream.close()
+
+
+def _code(status: status_pb2.Status) -> grpc.StatusCode:
+    return _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+
+
+def _error(status: status_pb2.Status) -> grpc.aio.AioRpcError:
+    metadata = _trailing_metadata(status)
+    return grpc.aio.AioRpcError(_code(status), grpc.aio.Metadata(), metadata, status.message)
+
+
+def _trailing_metadata(status: status_pb2.Status) -> grpc.aio.Metadata:
+    if not status.details:
+        return grpc.aio.Metadata()
+    return grpc.aio.Metadata((DETAILS_KEY, status.SerializeToString()))

@@ -1,0 +1,249 @@
+"""The server's side of streams over a Unix socket."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from inspect import isasyncgenfunction
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from google.rpc import code_pb2, status_pb2
+
+from services.common.rpc.local_stream import TOO_LARGE, FrameKind, LocalStream, opened
+from services.common.rpc.message_limits import LOOKAHEAD_BYTES, MAX_MESSAGE_BYTES
+from services.common.rpc.status import DETAILS_KEY
+from services.common.rpc.unix_socket import remove_abandoned
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 64
+_OPENING_SECONDS = 10.0
+"""How long a connection may take to name its method."""
+_ACCEPT_PAUSE_SECONDS = 1.0
+"""How long no connection is accepted after one could not be, as without file descriptors."""
+_OK = status_pb2.Status()
+_STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
+_DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
+
+
+class LocalServer:
+    """Serves methods with streams both ways, each call over a connection of its own. At most
+    `max_calls` are served at once; further ones are refused with RESOURCE_EXHAUSTED.
+    """
+
+    def __init__(
+        self, max_calls: int | None = None, opening_seconds: float = _OPENING_SECONDS
+    ) -> None:
+        """Ends connections that name no method within `opening_seconds`."""
+        self.handlers: dict[str, Any] = {}
+        """grpc's, by the name of the method."""
+        self.max_calls = max_calls
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Connections that serve a call."""
+        self.opening_seconds = opening_seconds
+        self.unopened: set[_Call] = set()
+        """Connections that have named no method so far."""
+        self._listener: socket.socket | None = None
+        self._path = Path()
+
+    def start(self, path: str) -> None:
+        """Listens at `path`, in place of the socket of a process that has ended. Raises OSError."""
+        self._path = Path(path)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.setblocking(False)
+            remove_abandoned(self._path)
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self._listener = listener
+        self._go_on_accepting()
+
+    @property
+    def takes_calls(self) -> bool:
+        return self._listener is not None
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no more calls, and ends those that run after `grace_seconds`."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=grace_seconds)
+        for task in self.tasks:
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        for call in list(self.unopened):
+            call.close()
+
+    def _go_on_accepting(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the client has gone again
+            return
+        except OSError as error:
+            logger.warning("no stream is accepted for a second: %s", error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener)
+            loop.call_later(_ACCEPT_PAUSE_SECONDS, self._go_on_accepting)
+            return
+        connection.setblocking(False)
+        _Call(self, connection)
+
+
+class _Call:
+    """One call, and the context that its handler gets: of `grpc.aio.ServicerContext` what handlers
+    of services use.
+    """
+
+    def __init__(self, server: LocalServer, connection: socket.socket) -> None:
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
+        self._handler: Any = None
+        self._status = _OK
+        self._is_cancelled = False
+        self._stream = LocalStream(connection, LOOKAHEAD_BYTES, self._take, self._lost)
+        server.unopened.add(self)
+        loop = asyncio.get_running_loop()
+        self._opening = loop.call_later(server.opening_seconds, self.close)
+
+    def peer(self) -> str:
+        return "unix:"
+
+    def cancelled(self) -> bool:
+        """Whether the client has ended the call."""
+        return self._is_cancelled
+
+    def trailing_metadata(self) -> tuple[()]:
+        return ()
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: tuple[tuple[str, Any], ...] = (),
+    ) -> NoReturn:
+        """Ends the call with this status; of the metadata its details are sent."""
+        rich = dict(trailing_metadata).get(DETAILS_KEY)
+        if rich is None:
+            self._status = status_pb2.Status(code=code.value[0], message=details)
+        else:
+            self._status = status_pb2.Status.FromString(rich)
+        raise grpc.aio.AbortError(details)
+
+    def close(self) -> None:
+        """Ends the connection without a status."""
+        self._has_opened()
+        self._stream.close()
+
+    async def write(self, response: Any) -> None:
+        """Sends a response, and waits while the client reads none. Raises AbortError for one that
+        is too large, which ends the call.
+        """
+        message = self._handler.response_serializer(response)
+        if len(message) > MAX_MESSAGE_BYTES:
+            self._status = TOO_LARGE
+            raise grpc.aio.AbortError(TOO_LARGE.message)
+        self._stream.send(FrameKind.MESSAGE, message)
+        if self._stream.has_unsent:
+            await self._stream.drained()
+        if self._stream.is_broken:
+            self.close()
+            self._lost()
+            await asyncio.sleep(0)  # where the call's task is cancelled
+
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (data := await self._stream.read()) is not None:
+            yield self._handler.request_deserializer(data)
+
+    def _take(self, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.END:
+            self._stream.end()
+        elif kind is FrameKind.OPEN and self._handler is None:
+            self._open(payload)
+        else:
+            self.close()
+            self._lost()
+
+    def _has_opened(self) -> None:
+        self._opening.cancel()
+        self._server.unopened.discard(self)
+
+    def _lost(self) -> None:
+        self._has_opened()
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _open(self, payload: bytes) -> None:
+        server = self._server
+        self._has_opened()
+        try:
+            method, lookahead_bytes = opened(payload)
+        except ValueError:
+            self._stream.close()
+            return
+        self._handler = server.handlers.get(method)
+        if self._stream.has_lost_peer:  # such as while this process was stopped
+            self._stream.close()
+        elif self._handler is None:
+            self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")
+        elif not server.takes_calls:
+            self._end(_STOPPED)
+        elif server.max_calls is not None and len(server.tasks) >= server.max_calls:
+            self._refuse(code_pb2.RESOURCE_EXHAUSTED, f"{server.max_calls} streams are served")
+        else:
+            self._stream.limit_sending(min(lookahead_bytes, LOOKAHEAD_BYTES))
+            self._task = asyncio.create_task(self._serve(), name=method)
+            server.tasks.add(self._task)
+            self._task.add_done_callback(self._served)
+
+    def _refuse(self, code: code_pb2.Code, message: str) -> None:
+        self._end(status_pb2.Status(code=code, message=message))
+
+    def _end(self, status: status_pb2.Status) -> None:
+        self._stream.send(FrameKind.STATUS, status.SerializeToString())
+        self._stream.close_when_sent()
+
+    def _served(self, task: asyncio.Task[None]) -> None:
+        self._server.tasks.discard(task)
+        if task.cancelled():  # before `_serve` began
+            self._end(_STOPPED)
+
+    async def _serve(self) -> None:
+        status = _DEFECT
+        try:
+            await self._handle()
+            status = _OK
+        except grpc.aio.AbortError:
+            status = self._status
+        except asyncio.CancelledError:
+            status = _STOPPED
+        except Exception:
+            if not self._is_cancelled:
+                raise
+        finally:
+            self._end(status)
+
+    async def _handle(self) -> None:
+        behavior, requests = self._handler.stream_stream, self._requests()
+        if not isasyncgenfunction(behavior):
+            await behavior(requests, self)
+            return
+        async with aclosing(behavior(requests, self)) as responses:
+            async for response in responses:
+                await self.write(response)

@@ -1,0 +1,264 @@
+"""Messages both ways over a connected Unix socket, between two processes of one machine.
+
+What is sent is cut into frames: a kind in one byte, the length of the payload in four bytes, the
+highest first, and the payload. The client begins with OPEN. MESSAGE frames follow in both
+directions. END says that the client sends no more of them. STATUS, a google.rpc.Status, is the
+server's last frame.
+"""
+
+import asyncio
+import enum
+import select
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+
+from google.rpc import code_pb2, status_pb2
+
+from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
+
+TOO_LARGE = status_pb2.Status(
+    code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
+)
+"""How a call ends whose next message is larger than the peer receives."""
+
+_HEADER = struct.Struct("!BI")
+_LOOKAHEAD = struct.Struct("!I")
+_READ_BYTES = 64 * 1024
+
+
+class FrameKind(enum.IntEnum):
+    """The kinds of frames."""
+
+    OPEN = 0
+    MESSAGE = 1
+    END = 2
+    STATUS = 3
+
+
+def streams_path(path: str) -> str:
+    """Where a server that listens at the Unix socket `path` takes streams."""
+    return f"{path}.streams"
+
+
+def opening(method: str, lookahead_bytes: int) -> bytes:
+    """The payload of OPEN: the method, such as /package.Service/Method, and how many bytes the
+    server may send ahead of what the client has read.
+    """
+    return _LOOKAHEAD.pack(lookahead_bytes) + method.encode()
+
+
+def opened(payload: bytes) -> tuple[str, int]:
+    """The method and the number of bytes of OPEN. Raises ValueError if the payload has no number,
+    or no method in UTF-8.
+    """
+    if len(payload) <= _LOOKAHEAD.size:
+        raise ValueError("no method")
+    return payload[_LOOKAHEAD.size :].decode(), _LOOKAHEAD.unpack_from(payload)[0]
+
+
+class LocalStream:
+    """One end of a stream, in the running loop. One task reads its messages, and one writes.
+
+    All is done in the thread of the event loop: a message is sent by the call that writes it, and
+    one that arrives wakes that thread alone. grpc.aio has each message, and the end of each write,
+    handed to the loop by another thread, which is woken first.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        lookahead_bytes: int,
+        on_frame: Callable[[FrameKind, bytes], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Takes over `connection`, which does not block. With more than `lookahead_bytes` of
+        messages that were not read, or one longer message, no more is received. `on_frame` gets
+        the frames that are no messages. `on_lost` is called if the connection ends before `close`,
+        or brings what is no frame.
+        """
+        self._connection = connection
+        self._lookahead_bytes = lookahead_bytes
+        self._on_frame = on_frame
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._chunk = bytearray(_READ_BYTES)
+        self._begun = bytearray()
+        """The received bytes of a frame that is not complete."""
+        self._messages: deque[bytes] = deque()
+        self._num_unread_bytes = 0
+        self._is_held = False
+        """Whether nothing is received until messages are read."""
+        self._unsent = bytearray()
+        self.is_broken = False
+        """Whether the peer was found to have closed the connection when it was sent something."""
+        self._has_ended = self._is_closing = self._is_closed = False
+        self._reader: asyncio.Future[None] | None = None
+        self._writer: asyncio.Future[None] | None = None
+        self._loop.add_reader(connection, self._receive)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether frames wait for the peer to read earlier ones."""
+        return bool(self._unsent)
+
+    @property
+    def has_lost_peer(self) -> bool:
+        """Whether the peer has closed the connection, also where what it sent before was not
+        received so far.
+        """
+        ends = select.poll()
+        ends.register(self._connection, select.POLLHUP)
+        return bool(ends.poll(0))
+
+    def limit_sending(self, num_bytes: int) -> None:
+        """Lets the kernel keep about `num_bytes` that the peer has not read, and at least a few
+        messages.
+        """
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+
+    def send(self, kind: FrameKind, payload: bytes = b"") -> None:
+        """Sends a frame, or keeps it until the peer has read earlier ones. Drops it if the
+        connection has ended, which is told once what came before is received.
+        """
+        if self._is_closed:
+            return
+        frame = _HEADER.pack(kind, len(payload)) + payload
+        if self._unsent:
+            self._unsent += frame
+            return
+        num_sent = self._try_to_send(frame)
+        if num_sent < len(frame):
+            self._unsent += memoryview(frame)[num_sent:]
+            self._loop.add_writer(self._connection, self._send_on)
+
+    async def drained(self) -> None:
+        """Returns once all is sent, or the connection has ended."""
+        while self._unsent and not self._is_closed:
+            self._writer = self._loop.create_future()
+            await self._writer
+
+    async def read(self) -> bytes | None:
+        """The next message; None once the peer sends no more, or the connection has ended."""
+        while not self._messages:
+            if self._has_ended:
+                return None
+            self._reader = self._loop.create_future()
+            await self._reader
+        message = self._messages.popleft()
+        self._num_unread_bytes -= _HEADER.size + len(message)
+        if self._is_held and not self._is_ahead and not self._is_closed:
+            self._is_held = False
+            self._loop.add_reader(self._connection, self._receive)
+        return message
+
+    def end(self) -> None:
+        """Notes that the peer sends no more: `read` gives what was received, and then None."""
+        self._has_ended = True
+        _wake(self._reader)
+
+    def close_when_sent(self) -> None:
+        """Ends the connection once the peer has been sent everything."""
+        if self._unsent:
+            self._is_closing = True
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection. What was received before can still be read."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._loop.remove_reader(self._connection)
+        if self._unsent:
+            self._loop.remove_writer(self._connection)
+        self._connection.close()
+        self.end()
+        _wake(self._writer)
+
+    @property
+    def _is_ahead(self) -> bool:
+        return len(self._messages) > 1 and self._num_unread_bytes > self._lookahead_bytes
+
+    def _lose(self) -> None:
+        if not self._is_closed:
+            self.close()
+            self._on_lost()
+
+    def _try_to_send(self, frame: bytes | bytearray) -> int:
+        try:
+            return self._connection.send(frame)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the peer has closed it
+            self.is_broken = True
+            return len(frame)
+
+    def _send_on(self) -> None:
+        del self._unsent[: self._try_to_send(self._unsent)]
+        if not self._unsent:
+            self._loop.remove_writer(self._connection)
+            _wake(self._writer)
+            if self._is_closing:
+                self.close()
+
+    def _receive(self) -> None:
+        try:
+            num_received = self._connection.recv_into(self._chunk)
+        except BlockingIOError:
+            return
+        except OSError:
+            num_received = 0
+        if not num_received:
+            self._lose()
+            return
+        received = memoryview(self._chunk)[:num_received]
+        if self._begun:
+            self._begun += received
+            num_taken = self._take_frames(bytes(self._begun)) if self._is_complete() else 0
+            del self._begun[:num_taken]
+        else:
+            self._begun += received[self._take_frames(received) :]
+        if self._is_ahead and not self._is_closed:
+            self._is_held = True
+            self._loop.remove_reader(self._connection)
+
+    def _is_complete(self) -> bool:
+        """Whether the frame that has begun is there, or is none."""
+        if len(self._begun) < _HEADER.size:
+            return False
+        kind, length = _HEADER.unpack_from(self._begun)
+        return not _is_frame(kind, length) or len(self._begun) >= _HEADER.size + length
+
+    def _take_frames(self, received: bytes | memoryview) -> int:
+        """Takes the complete frames; returns how many bytes they are."""
+        start = 0
+        while len(received) - start >= _HEADER.size and not self._is_closed:
+            kind, length = _HEADER.unpack_from(received, start)
+            if not _is_frame(kind, length):
+                self._lose()
+                break
+            end = start + _HEADER.size + length
+            if end > len(received):
+                break
+            self._take(FrameKind(kind), bytes(received[start + _HEADER.size : end]))
+            start = end
+        return start
+
+    def _take(self, kind: FrameKind, payload: bytes) -> None:
+        if kind is FrameKind.MESSAGE:
+            self._messages.append(payload)
+            self._num_unread_bytes += _HEADER.size + len(payload)
+            _wake(self._reader)
+        else:
+            self._on_frame(kind, payload)
+
+
+def _is_frame(kind: int, length: int) -> bool:
+    return kind <= FrameKind.STATUS and length <= MAX_MESSAGE_BYTES
+
+
+def _wake(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

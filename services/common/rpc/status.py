@@ -1,0 +1,159 @@
+"""The one map between errors and gRPC statuses, in both directions. Details follow google.rpc:
+ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay), QuotaFailure (tenant).
+"""
+
+import re
+from datetime import timedelta
+
+import grpc
+from google.protobuf import duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from services.common import errors
+from services.common.rpc.retry_hint import retry_hint_seconds
+
+DOMAIN = "stepwell"
+
+UNDECODABLE = "UNDECODABLE"
+"""The reason of a refusal of what cannot be decoded: by another service it was sent otherwise."""
+DETAILS_KEY = "grpc-status-details-bin"
+"""The key of the trailing metadata that holds the status with its details."""
+_PUSHBACK = "grpc-retry-pushback-ms"
+
+_CONNECTION_ENDS = (
+    (r"Hostname Verification", "shows a certificate for another name than its address"),
+    (r"CERTIFICATE_VERIFY_FAILED.*expired", "shows a certificate that has expired"),
+    (r"CERTIFICATE_VERIFY_FAILED", "shows a certificate that is not trusted here"),
+    (r"WRONG_VERSION_NUMBER", "does not speak TLS"),
+    (
+        r"failed to connect.*Secure read",
+        "ends each connection at once; it may expect another certificate, or be a proxy to nothing",
+    ),
+    (
+        r"failed to connect.*Socket closed",
+        "ends each connection at once; it may expect TLS, or another certificate, or be a proxy to "
+        "nothing",
+    ),
+    (r"ping timeout", "answers no ping"),
+    (r"failed to connect", "is not there"),
+    (r"Connection timed out", "does not answer"),
+    (r"Connection reset", "closed the connection"),
+    (r"Socket closed", "closed the connection"),
+)
+"""Patterns of grpc's messages about connections, and what they mean; the first one counts."""
+_WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio says, as INTERNAL, of a connection that ended while it was written to."""
+
+STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
+    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    errors.PayloadTooLarge: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.Aborted: grpc.StatusCode.ABORTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+}
+
+_NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
+"""Kinds that no service raises towards another one."""
+
+_KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
+    **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
+    grpc.StatusCode.CANCELLED: errors.Aborted,
+}
+
+
+def status_code(error: errors.StepwellError) -> grpc.StatusCode:
+    """The status of an error: that of the nearest class in its ancestry that has one."""
+    kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
+    return STATUS_OF[next(kinds, errors.InternalError)]
+
+
+def to_rich_status(
+    error: errors.StepwellError, retry_after_seconds: float | None = None
+) -> status_pb2.Status:
+    """The status with its details; `retry_after_seconds` is the hint for the client."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, errors.QuotaExceeded):
+        quota = error_details_pb2.QuotaFailure.Violation(
+            subject=f"tenant:{error.tenant_id}", description=error.message
+        )
+        details.append(error_details_pb2.QuotaFailure(violations=[quota]))
+    if retry_after_seconds is not None:
+        delay = duration_pb2.Duration()
+        delay.FromTimedelta(timedelta(seconds=retry_after_seconds))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    code: int = status_code(error).value[0]
+    rich = status_pb2.Status(code=code, message=error.message)
+    for detail in details:
+        rich.details.add().Pack(detail)
+    return rich
+
+
+def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
+    """What ends a call besides code and message: the details, and when grpc itself may try again.
+
+    A client tries again by itself only where its service config has a retryPolicy; -1 forbids it.
+    """
+    seconds = retry_hint_seconds(error)
+    details = to_rich_status(error, seconds).SerializeToString()
+    if error.may_retry is False:
+        return (DETAILS_KEY, details), (_PUSHBACK, "-1")
+    if seconds is None:
+        return ((DETAILS_KEY, details),)
+    return (DETAILS_KEY, details), (_PUSHBACK, str(round(1000 * seconds)))
+
+
+RpcError = grpc.aio.AioRpcError | grpc.Call
+"""How a call failed: of grpc's asyncio and its blocking clients."""
+
+
+def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
+    """The error that a server raised; for other failures of a call, one by the status."""
+    kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
+    message = rpc_error.details() or rpc_error.code().name
+    reason = field = retry_after_seconds = None
+    rich = rpc_status.from_call(rpc_error)
+    for packed in rich.details if rich is not None else ():
+        if packed.Unpack(info := error_details_pb2.ErrorInfo()):
+            reason = info.reason
+        elif packed.Unpack(bad := error_details_pb2.BadRequest()):
+            field = bad.field_violations[0].field if bad.field_violations else None
+        elif packed.Unpack(retry := error_details_pb2.RetryInfo()):
+            retry_after_seconds = retry.retry_delay.ToTimedelta().total_seconds()
+    return kind(message, field=field, reason=reason, retry_after_seconds=retry_after_seconds)
+
+
+def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
+    """As `from_rpc_error`, but errors of the connection itself become a sentence about the peer,
+    such as "the worker at 10.0.0.7:9003 closed the connection". A message that the peer cannot
+    decode was damaged on its way: the peer counts as one that is away for the moment.
+    """
+    if rpc_status.from_call(rpc_error) is None:
+        if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
+            return errors.Unavailable(f"{peer} {_connection_end(rpc_error.details() or '')}")
+        if rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return errors.Unavailable(f"{peer} does not answer")
+        if rpc_error.details() == _WRITE_FAILED:
+            return errors.Unavailable(f"{peer} closed the connection")
+    error = from_rpc_error(rpc_error)
+    return errors.Unavailable(error.message) if error.error_reason == UNDECODABLE else error
+
+
+def _connection_end(details: str) -> str:
+    """What happened to a connection; grpc's message is quoted if it is not known."""
+    meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
+    return next(meanings, f"is gone: {details}")

@@ -1,0 +1,58 @@
+"""A histogram that costs a bisection for each observation."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import inf
+
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.samples import Exemplar
+
+from services.common.telemetry.exposition import number_text
+from services.common.telemetry.metric_specs import SPECS
+
+
+class Histogram:
+    """Counts observations by size, for one set of label values. One thread observes; another may
+    read meanwhile.
+    """
+
+    __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of a metric, which has the buckets."""
+        self._bounds = SPECS[name].buckets
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._exemplars: dict[int, Exemplar] = {}
+        self.sum = 0.0
+        """The sum of all observations."""
+
+    @property
+    def count(self) -> int:
+        """How many observations there were."""
+        return sum(self._counts)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Adds `count` observations of the same value."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
+
+    def observe_traced(self, value: float, trace_id: str) -> None:
+        """Adds an observation, which becomes the exemplar of its bucket if it has a trace."""
+        self.observe(value)
+        if trace_id:
+            exemplar = Exemplar({"trace_id": trace_id}, value, time.time())
+            self._exemplars[bisect_left(self._bounds, value)] = exemplar
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
+        """Adds the buckets to a family, with these values of its labels."""
+        total, exemplars = 0, dict(self._exemplars)
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for number, (bound, count) in enumerate(
+            zip((*self._bounds, inf), self._counts, strict=True)
+        ):
+            total += count
+            exemplar = exemplars.get(number)
+            bucket = number_text(bound), total
+            buckets.append(bucket if exemplar is None else (*bucket, exemplar))
+        family.add_metric(labels, buckets, self.sum)

@@ -1,0 +1,206 @@
+"""Metrics of a gateway: what clients see, tenants, replicas, the index of cached prefixes."""
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import buckets
+from services.common.telemetry.metric_specs.spec import MetricSpec, counter, gauge, histogram
+
+_CLIENTS = (
+    counter(
+        names.METRIC_HTTP_REQUESTS,
+        "requests",
+        "HTTP requests that were answered, as vLLM counts them: by route, method and class of "
+        "status, such as 2xx.",
+        "handler",
+        "method",
+        "status",
+    ),
+    histogram(
+        names.METRIC_HTTP_REQUEST_SECONDS,
+        "seconds",
+        "From an HTTP request to the end of its answer, by route and method.",
+        buckets.HTTP_SECONDS,
+        "handler",
+        "method",
+    ),
+    counter(names.METRIC_HTTP_RESPONSES, "requests", "HTTP requests that were answered.", "code"),
+    counter(
+        names.METRIC_TRACES_KEPT,
+        "requests",
+        "Requests whose spans were made, by why: sampled, failed, slow or watched.",
+        "model_name",
+        "reason",
+    ),
+    counter(
+        names.METRIC_TRACE_SPANS_CUT,
+        "spans",
+        "Spans that were left out of the traces of requests, which have 1152 here at most.",
+        "model_name",
+    ),
+    counter(
+        names.METRIC_ADMISSION_REJECTIONS,
+        "requests",
+        "Requests refused before an engine took them, by reason; counted nowhere else as work.",
+        "model_name",
+        "reason",
+    ),
+    counter(
+        names.METRIC_GATEWAY_ANSWERS,
+        "sequences",
+        "Answers that ended, by reason.",
+        "model_name",
+        "finished_reason",
+    ),
+    counter(
+        names.METRIC_GATEWAY_PROMPT_TOKENS,
+        "tokens",
+        "Prompt tokens of requests that were answered, each prompt once.",
+        "model_name",
+    ),
+    counter(
+        names.METRIC_GATEWAY_PROMPT_TOKENS_CACHED,
+        "tokens",
+        "Of the prompt tokens, those found in the prefix cache.",
+        "model_name",
+    ),
+    counter(
+        names.METRIC_GATEWAY_GENERATION_TOKENS,
+        "tokens",
+        "Tokens of answers, as far as clients took them.",
+        "model_name",
+    ),
+    histogram(
+        names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN,
+        "seconds",
+        "From a request's arrival to its first token.",
+        buckets.FIRST_TOKEN_SECONDS,
+        "model_name",
+    ),
+    histogram(
+        names.METRIC_GATEWAY_INTER_TOKEN_LATENCY,
+        "seconds",
+        "Between tokens of one answer.",
+        buckets.TOKEN_SECONDS,
+        "model_name",
+    ),
+    histogram(
+        names.METRIC_GATEWAY_REQUEST_SECONDS,
+        "seconds",
+        "From a request's arrival to its end.",
+        buckets.REQUEST_SECONDS,
+        "model_name",
+    ),
+    gauge(
+        names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT,
+        "requests",
+        "Client requests being served.",
+        "model_name",
+    ),
+    counter(
+        names.METRIC_GATEWAY_READERS_CUT,
+        "requests",
+        "Requests ended since their client had stopped reading.",
+        "model_name",
+        "protocol",
+    ),
+    histogram(
+        names.METRIC_GATEWAY_QUEUE_SECONDS,
+        "seconds",
+        "Of sequences that waited here for a place at a replica, by what they waited for.",
+        buckets.FIRST_TOKEN_SECONDS,
+        "model_name",
+        "reason",
+    ),
+)
+
+_REPLICAS = (
+    gauge(names.METRIC_GATEWAY_REPLICAS, "replicas", "Replicas that are known.", "model_name"),
+    gauge(
+        names.METRIC_GATEWAY_REPLICAS_READY,
+        "replicas",
+        "Replicas that take requests.",
+        "model_name",
+    ),
+    gauge(
+        names.METRIC_GATEWAY_REPLICAS_SILENT,
+        "replicas",
+        "Replicas whose metrics are missing here, since their scheduler did not send them.",
+        "model_name",
+    ),
+    gauge(
+        names.METRIC_GATEWAY_SESSIONS,
+        "sessions",
+        "Sessions of clients that are open: in a turn, held by a replica between two turns, or "
+        "idle.",
+        "model_name",
+        "state",
+    ),
+    counter(
+        names.METRIC_GATEWAY_SESSIONS_EXPIRED,
+        "sessions",
+        "Sessions of clients that ended since they began no turn for too long.",
+        "model_name",
+    ),
+    counter(
+        names.METRIC_GATEWAY_RESUBMISSIONS,
+        "sequences",
+        "Sequences that were sent again, with their tokens so far: their replica was lost, could "
+        "not run steps, or refused them, or another tenant got their place.",
+        "model_name",
+    ),
+    gauge(
+        names.METRIC_DISCOVERY_UP,
+        "",
+        "1 while schedulers are found by a source, by its last answer.",
+        "source",
+    ),
+    gauge(
+        names.METRIC_DISCOVERY_ADDRESSES,
+        "addresses",
+        "Addresses of schedulers that a source named last.",
+        "source",
+    ),
+    counter(
+        names.METRIC_DISCOVERY_FAILURES, "looks", "Looks for schedulers that failed.", "source"
+    ),
+)
+
+_TENANTS = (
+    counter(
+        names.METRIC_TENANT_REQUESTS,
+        "requests",
+        "Requests of a tenant that were answered.",
+        "model_name",
+        "tenant",
+    ),
+    counter(
+        names.METRIC_TENANT_TOKENS,
+        "tokens",
+        "Tokens of a tenant's requests that were answered: prompt, cached (of the prompt), "
+        "generated.",
+        "model_name",
+        "tenant",
+        "kind",
+    ),
+    counter(
+        names.METRIC_TENANT_REFUSALS,
+        "requests",
+        "Requests of a tenant that were refused, by reason.",
+        "model_name",
+        "tenant",
+        "reason",
+    ),
+    gauge(
+        names.METRIC_TENANT_NUM_WAITING,
+        "sequences",
+        "Sequences of a tenant that wait here for a place at a replica.",
+        "tenant",
+    ),
+    gauge(
+        names.METRIC_TENANT_NUM_RUNNING,
+        "sequences",
+        "Sequences of a tenant that were sent to a replica and have not ended.",
+        "tenant",
+    ),
+)
+
+SPECS: tuple[MetricSpec, ...] = (*_CLIENTS, *_REPLICAS, *_TENANTS)

@@ -1,0 +1,202 @@
+"""Metrics of a replica that vLLM has no name for: scheduler, pool, worker."""
+
+from dataclasses import replace
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import buckets
+from services.common.telemetry.metric_specs.spec import (
+    MetricSpec,
+    Source,
+    counter,
+    gauge,
+    histogram,
+    summary,
+)
+
+_SCHEDULER = (
+    gauge(
+        names.METRIC_WAITING_BY_REASON,
+        "requests",
+        "Requests that wait, by the reason for which the head of the queue does.",
+        "reason",
+    ),
+    counter(
+        names.METRIC_WAIT_STEPS,
+        "steps",
+        "Steps after which requests still waited, by the reason.",
+        "reason",
+    ),
+    counter(
+        names.METRIC_WAIT_SECONDS,
+        "seconds",
+        "How long requests waited, by the reason; counted when a request stops waiting.",
+        "reason",
+    ),
+    gauge(
+        names.METRIC_QUEUE_ESTIMATE,
+        "seconds",
+        "How long a request that comes now would wait; what requests are refused by.",
+    ),
+    gauge(
+        names.METRIC_ENGINE_STATE,
+        "",
+        "1 for the state that the engine is in: idle, running, paused, recovering; else 0.",
+        "state",
+    ),
+    histogram(
+        names.METRIC_STEP_SECONDS,
+        "seconds",
+        "Time of a step, without its overlap with the step before.",
+        buckets.STEP_SECONDS,
+    ),
+    summary(
+        names.METRIC_STEP_PUT_OFF_SECONDS,
+        "seconds",
+        "For how long the planning of a step was put off while the one before it ran, so that "
+        "requests that came meanwhile were part of it.",
+    ),
+    counter(
+        names.METRIC_STEP_LATE_SECONDS,
+        "seconds",
+        "For how long workers had no step to run between two of them that were planned one "
+        "while the other ran.",
+    ),
+    counter(
+        names.METRIC_LOST_TOKENS, "tokens", "Computed tokens that preemptions for blocks gave up."
+    ),
+    counter(
+        names.METRIC_RECOVERIES,
+        "recoveries",
+        "Generations that were begun because the pool or the workers were lost, or hung.",
+        "lost",
+    ),
+    gauge(
+        names.METRIC_TIER_BLOCKS,
+        "blocks",
+        "Blocks of the tier of offloaded keys and values, on each rank; 0 without one.",
+    ),
+    gauge(names.METRIC_TIER_BLOCKS_HELD, "blocks", "Of these, blocks that can be loaded."),
+    counter(
+        names.METRIC_TIER_TRANSFERS,
+        "blocks",
+        "Blocks of the tier by what happened: stored, loaded, evicted for others, or invalid: "
+        "missing or damaged when they were to be loaded.",
+        "kind",
+    ),
+    gauge(names.METRIC_SESSIONS, "sessions", "Gateways that are connected."),
+    gauge(
+        names.METRIC_CLIENT_SESSIONS,
+        "sessions",
+        "Sessions of clients that are open at the replica: in a turn, or waiting for input.",
+        "state",
+    ),
+    counter(
+        names.METRIC_CLIENT_SESSIONS_GIVEN_UP,
+        "sessions",
+        "Sessions of clients that gave up their blocks since other requests lacked them.",
+    ),
+    gauge(
+        names.METRIC_REGISTRATION_UP,
+        "",
+        "1 while the registry in Redis holds this scheduler, by the last call.",
+    ),
+    counter(
+        names.METRIC_REGISTRATION_FAILURES,
+        "calls",
+        "Renewals of the lease in the registry that failed.",
+    ),
+)
+
+_POOL = (
+    gauge(
+        names.METRIC_POOL_USAGE,
+        "ratio",
+        "Share of the blocks that are held, 1 is all of them.",
+        "engine",
+    ),
+    gauge(
+        names.METRIC_POOL_CACHED_HASHES,
+        "blocks",
+        "Hashes that can be found.",
+        "engine",
+    ),
+    counter(
+        names.METRIC_POOL_EVICTIONS,
+        "blocks",
+        "Cached blocks that were reused for something else.",
+        "engine",
+    ),
+    counter(
+        names.METRIC_POOL_REUSES,
+        "blocks",
+        "Free cached blocks that an admission found.",
+        "engine",
+    ),
+    counter(
+        names.METRIC_POOL_RESETS,
+        "resets",
+        "Times that every hash was forgotten on demand.",
+        "engine",
+    ),
+    counter(
+        names.METRIC_POOL_TRANSACTIONS,
+        "transactions",
+        "Transactions applied.",
+        "engine",
+    ),
+    summary(
+        names.METRIC_POOL_BLOCK_LIFETIME,
+        "transactions",
+        "From a block's publication to its eviction.",
+        "engine",
+    ),
+    summary(
+        names.METRIC_POOL_BLOCK_IDLE_BEFORE_EVICT,
+        "transactions",
+        "From a block's last release to its eviction.",
+        "engine",
+    ),
+    summary(
+        names.METRIC_POOL_BLOCK_REUSE_GAP,
+        "transactions",
+        "From a block's last release until an admission found it.",
+        "engine",
+    ),
+    counter(names.METRIC_DIRECTORY_ENTRIES, "entries", "Entries written to the log in Redis."),
+    counter(names.METRIC_DIRECTORY_KEYS, "blocks", "Keys in those entries."),
+    counter(names.METRIC_DIRECTORY_SNAPSHOTS, "snapshots", "Snapshots written."),
+    counter(names.METRIC_DIRECTORY_LIVES, "lives", "Lives of nodes begun."),
+    counter(
+        names.METRIC_DIRECTORY_FAILURES, "calls", "Calls of Redis that failed; each ends a life."
+    ),
+    counter(
+        names.METRIC_DIRECTORY_DROPPED,
+        "blocks",
+        "Changes forgotten since too many were unwritten; a snapshot replaces them.",
+    ),
+    gauge(names.METRIC_DIRECTORY_CONNECTED, "pools", "Pools whose life Redis holds."),
+    gauge(names.METRIC_DIRECTORY_UNWRITTEN, "blocks", "Changes not written yet."),
+)
+
+_WORKER = (
+    histogram(
+        names.METRIC_WORKER_STEP_SECONDS,
+        "seconds",
+        "Time of a step's forward pass and sampling.",
+        buckets.STEP_SECONDS,
+    ),
+    summary(
+        names.METRIC_WORKER_STEP_WAIT_SECONDS,
+        "seconds",
+        "From a step's arrival to its start: it waited for the step before.",
+    ),
+    counter(names.METRIC_WORKER_TOKENS, "tokens", "Tokens computed."),
+    gauge(names.METRIC_WORKER_KV_CACHE_BYTES, "bytes", "Memory of the KV cache."),
+    counter(names.METRIC_WORKER_STREAMS, "streams", "Streams of steps that a scheduler opened."),
+)
+
+SPECS: tuple[MetricSpec, ...] = (
+    *(replace(spec, source=Source.SCHEDULER) for spec in _SCHEDULER),
+    *(replace(spec, source=Source.KVPOOL) for spec in _POOL),
+    *(replace(spec, source=Source.WORKER) for spec in _WORKER),
+)

@@ -1,0 +1,67 @@
+"""The metrics of a process over gRPC, and those of other processes put together."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import metrics_pb2, metrics_pb2_grpc
+
+from services.common.rpc.server import GrpcServer
+from services.common.telemetry.exposition import Exposition, is_exposition
+
+COLLECT_TIMEOUT_SECONDS = 1.0
+"""A process that takes longer is left out: a scrape must not wait for one that hangs."""
+
+Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
+"""The metrics as text, with these labels added to each series, and with exemplars or without."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
+    """Converts: message, metrics, message."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+
+    async def Collect(
+        self, request: metrics_pb2.CollectRequest, context: _Context
+    ) -> metrics_pb2.CollectResponse:
+        """See the contract."""
+        text = await self._collect(dict(request.labels), request.exemplars)
+        return metrics_pb2.CollectResponse(text=text)
+
+
+def serve_collect(server: GrpcServer, collect: Collect) -> None:
+    """Adds the contract to a server."""
+    server.add(
+        metrics_pb2_grpc.add_MetricsServicer_to_server,
+        MetricsServicer(collect),
+        metrics_pb2.DESCRIPTOR.services_by_name["Metrics"].full_name,
+    )
+
+
+async def collect_from(
+    channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
+) -> bytes | None:
+    """The metrics of the process behind a channel, with these labels added to each series, and with
+    exemplars if they are wanted; None if it does not send them in time, or sends no such text.
+    """
+    stub = metrics_pb2_grpc.MetricsStub(channel)
+    try:
+        response = await stub.Collect(
+            metrics_pb2.CollectRequest(labels=labels or {}, exemplars=exemplars),
+            timeout=COLLECT_TIMEOUT_SECONDS,
+        )
+    except grpc.aio.AioRpcError:
+        return None
+    text = bytes(response.text)
+    return text if is_exposition(text) else None
+
+
+def collect_in_thread(exposition: Exposition) -> Collect:
+    """Renders in a thread, so that the event loop goes on."""
+    return lambda labels, exemplars: asyncio.to_thread(
+        exposition.render, labels, exemplars=exemplars
+    )

@@ -1,0 +1,166 @@
+"""Sends spans to a collector from a thread of its own, and counts those that do not arrive.
+
+A collector that is down, slow or full costs its own spans and nothing else: the queue is bounded,
+and what does not fit is dropped at once. What it could not take is sent again until it has
+been away for a minute. In that time no span is lost unless the queue is full.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from services.common.process.settings import SettingError
+from services.common.telemetry.span_outage import DropReason, SpanOutage
+
+LAST_EXPORT_SECONDS = 0.5
+KEPT_SECONDS = 60.0
+"""Time without a collector after which spans that it could not take are not sent again."""
+
+logger = logging.getLogger(__name__)
+
+
+class NotTaken(Exception):
+    """An exporter's spans were not taken. The message says why, as a part of a sentence."""
+
+    def __init__(self, message: str, *, may_retry: bool) -> None:
+        """`may_retry`: whether they may be taken later."""
+        super().__init__(message)
+        self.may_retry = may_retry
+
+
+class SpanSender(SpanProcessor):
+    """Queues spans that ended, and exports them in batches.
+
+    How many wait, how many are sent at once and how often is set as everywhere: by
+    OTEL_BSP_MAX_QUEUE_SIZE, OTEL_BSP_MAX_EXPORT_BATCH_SIZE and OTEL_BSP_SCHEDULE_DELAY in
+    milliseconds.
+    """
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        """An exporter raises NotTaken. Raises SettingError for a variable that is no whole number
+        above 0.
+        """
+        self.num_sent = 0
+        self.num_dropped: Counter[DropReason] = Counter()
+        self._exporter = exporter
+        self._max_queue = _from_environment("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+        self._max_batch = _from_environment("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)
+        self._delay_seconds = _from_environment("OTEL_BSP_SCHEDULE_DELAY", 1000) / 1000
+        self._queue: deque[ReadableSpan] = deque()
+        self._wake = threading.Event()
+        self._exporting = threading.Lock()
+        self._counting = threading.Lock()
+        self._is_stopped = False
+        self._is_given_up = False
+        self._away_since: float | None = None
+        """When the collector first could not take a batch, on the monotonic clock; None if it took
+        the last one, or refused it.
+        """
+        self._outage = SpanOutage()
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queues a sampled span, or drops it. Never waits."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        num_waiting = len(self._queue)
+        if self._is_stopped or num_waiting >= self._max_queue:
+            self._drop(1, DropReason.SHUTDOWN if self._is_stopped else DropReason.QUEUE_FULL)
+            return
+        self._queue.append(span)
+        is_due = num_waiting + 1 >= self._max_batch and self._away_since is None
+        if is_due and not self._wake.is_set():
+            self._wake.set()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
+        """Sends what waits; the exporter bounds the time."""
+        self._send(1)
+        return not self._queue
+
+    def shutdown(self) -> None:
+        """Sends what waits, within LAST_EXPORT_SECONDS; the rest is dropped."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._wake.set()
+        self._thread.join(LAST_EXPORT_SECONDS)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            while rest := self._take():
+                self._drop(len(rest), DropReason.SHUTDOWN)
+            logger.warning(
+                "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
+            )
+        self._outage.stopped(self.num_dropped)
+        # It may wait for a call that is going on.
+        threading.Thread(target=self._exporter.shutdown, name="last export", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._is_stopped:
+            is_full = self._wake.wait(self._delay_seconds)
+            self._wake.clear()
+            self._send(self._max_batch if is_full and not self._is_stopped else 1)
+        self._send(1)
+
+    def _send(self, at_least: int) -> None:
+        """Exports while `at_least` spans wait, unless the collector is away."""
+        with self._exporting:
+            while len(self._queue) >= at_least and not self._is_given_up:
+                self._export(self._take())
+                if self._away_since is not None and not self._is_stopped:
+                    return
+
+    def _take(self) -> list[ReadableSpan]:
+        """The spans that wait, a batch at most."""
+        batch: list[ReadableSpan] = []
+        with contextlib.suppress(IndexError):  # what ends with the service takes from it, too
+            while len(batch) < self._max_batch:
+                batch.append(self._queue.popleft())
+        return batch
+
+    def _export(self, batch: list[ReadableSpan]) -> None:
+        failure = None
+        try:
+            self._exporter.export(batch)
+            self.num_sent += len(batch)
+            self._away_since = None
+        except Exception as error:
+            failure = str(error)
+            if not isinstance(error, NotTaken):
+                logger.exception("defect while spans were exported")
+            if not (isinstance(error, NotTaken) and error.may_retry):
+                self._away_since = None
+            elif self._away_since is None:
+                self._away_since = time.monotonic()
+            self._keep_or_drop(batch)
+        if not self._is_stopped:
+            is_caught_up = failure is None and len(self._queue) < self._max_batch
+            self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
+
+    def _keep_or_drop(self, batch: list[ReadableSpan]) -> None:
+        """Puts spans back that were not taken, if they may yet be; else drops them."""
+        since = self._away_since
+        if self._is_stopped:
+            self._drop(len(batch), DropReason.SHUTDOWN)
+        elif since is not None and time.monotonic() < since + KEPT_SECONDS:
+            self._queue.extendleft(reversed(batch))
+        else:
+            self._drop(len(batch), DropReason.NOT_TAKEN)
+
+    def _drop(self, num_spans: int, reason: DropReason) -> None:
+        with self._counting:
+            self.num_dropped[reason] += num_spans
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "").strip() or str(default)
+    if not text.isdecimal() or not int(text):
+        raise SettingError(f"{name} must be a whole number above 0, not {text!r}")
+    return int(text)

@@ -1,0 +1,159 @@
+"""Where the time of a request went, in parts that add up to all of it: their names, their
+explanations, and the line in which they are shown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.common.telemetry import names
+
+PREFILL, DECODE, GATEWAY = "prefill", "decode", "gateway"
+CLIENT, QUEUE, MOVED, BLOCKS, RECOVERY = "client", "queue", "moved", "blocks", "recovery"
+OTHER = "other"
+
+EXPLANATIONS: Mapping[str, str] = {
+    "limits": "The tenant's tokens per minute were asked for.",
+    "retry": "Other requests with the same idempotency key were looked for.",
+    "no_replica": "No replica was ready.",
+    "places": "Each replica had as many requests as the gateway sends to it.",
+    "share": "Free places were reserved for tenants that had fewer than their share.",
+    "turn": "Other requests of the same tenant waited before this one.",
+    "resubmit": "It had left one replica, and waited for the next one.",
+    QUEUE: "It waited in the queue of a replica, which has not reported its reasons.",
+    "slots": "As many requests ran as may run at once (max_num_seqs).",
+    BLOCKS: "The KV cache had too few free blocks, or its own blocks had been taken from it.",
+    "budget": "The token budget of each step went to other requests (max_num_batched_tokens).",
+    "interval": "Steps with prompts were kept apart, so that running requests decode evenly.",
+    "adapters": "Its LoRA adapter was loaded, or running requests used as many as fit.",
+    "grammar": "The grammar of its structured output was compiled.",
+    "encoder": "The encoder had no budget for an item of its prompt.",
+    "kv_load": "Its keys and values were loaded from another tier.",
+    "session": "It is a session, and waited for its next input.",
+    "hashing": "The blocks of its prompt were hashed.",
+    "step": "It waited for the next step to be planned.",
+    "fault_search": "Few requests ran at a time, to find the one whose steps always fail.",
+    "pause": "An operator had paused the engine.",
+    RECOVERY: "The pool or the workers of its replica were lost, and were started again.",
+    MOVED: "It was at a replica that it left for another one; the tokens from there are kept.",
+    PREFILL: "Tokens of its prompt were computed; again after a preemption or a loss.",
+    DECODE: "Its output was generated, one step after another.",
+    OTHER: "Phases that were merged, since it had too many.",
+    CLIENT: "The client sent its body, or read the rest of its answer.",
+    GATEWAY: "The gateway tokenized, checked, routed and sent.",
+}
+"""By the name of the part, in the order in which parts are shown."""
+
+_OF_REASONS: Mapping[str, str] = {
+    "max_seqs": "slots",
+    "no_blocks": BLOCKS,
+    "prefill_interval": "interval",
+    "held_back": "fault_search",
+    "paused": "pause",
+    "remote_kv": "kv_load",
+    "output_in_flight": "step",
+    "next_step": "step",
+    "step_ahead": "step",
+    "lost_step": RECOVERY,
+    "no_place": "places",
+    "preempted": "resubmit",
+    "idempotency_key": "retry",
+    "body_budget": GATEWAY,
+}
+"""Wait reasons whose part has another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePart:
+    """A part of a request's time."""
+
+    name: str
+    nanos: int
+    request_id: str = ""
+    """The request that held what this one waited for, in the longest wait; empty if none did."""
+    step: int | None = None
+    """The step in which that wait began."""
+
+    @property
+    def seconds(self) -> float:
+        return self.nanos / 1e9
+
+    def plus(self, other: "TimePart") -> "TimePart":
+        """Both together; what was waited for is of the longer one."""
+        longer = self if self.nanos >= other.nanos else other
+        return TimePart(self.name, self.nanos + other.nanos, longer.request_id, longer.step)
+
+
+def part_of_reason(reason: str) -> str:
+    """The name of the part to which a wait with this reason belongs."""
+    name = _OF_REASONS.get(reason, reason)
+    return name if name in EXPLANATIONS else OTHER
+
+
+def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
+    """One part of each name, in the order of EXPLANATIONS, without empty ones."""
+    sums: dict[str, TimePart] = {}
+    for part in parts:
+        before = sums.get(part.name)
+        sums[part.name] = part if before is None else before.plus(part)
+    return tuple(sums[name] for name in EXPLANATIONS if name in sums and sums[name].nanos > 0)
+
+
+def time_line(parts: Sequence[TimePart]) -> str:
+    """One line, such as "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8". The numbers
+    shown add up: each is rounded so that their sum is the rounded whole. Parts that round to
+    nothing are left out.
+    """
+    whole = sum(part.nanos for part in parts)
+    unit, name, digits = _unit(whole)
+    shown = _rounded([part.nanos for part in parts], unit)
+    terms = [
+        f"{part.name} {number / 10**digits:.{digits}f}"
+        for part, number in zip(parts, shown, strict=True)
+        if number
+    ]
+    return f"{sum(shown) / 10**digits:.{digits}f} {name} = {' · '.join(terms) or 'nothing'}"
+
+
+def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
+    """The attributes of a span by which its parts are known."""
+    attributes: dict[str, str | int | float] = {names.ATTR_TIME: time_line(parts)}
+    for part in parts:
+        name = f"{names.ATTR_TIME}.{part.name}"
+        attributes[name] = part.seconds
+        if part.request_id:
+            attributes[f"{name}.request_id"] = part.request_id
+        if part.step is not None:
+            attributes[f"{name}.step"] = part.step
+    return attributes
+
+
+def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
+    """The parts that `time_attributes` wrote; none where it wrote nothing."""
+    parts = []
+    for name in EXPLANATIONS:
+        key = f"{names.ATTR_TIME}.{name}"
+        seconds, step = attributes.get(key), attributes.get(f"{key}.step")
+        if seconds is not None:
+            request_id = attributes.get(f"{key}.request_id", "")
+            parts.append(TimePart(name, round(seconds * 1e9), request_id, step))
+    return tuple(parts)
+
+
+def _unit(nanos: int) -> tuple[int, str, int]:
+    """Nanoseconds of the last digit shown, the unit's name, and the digits after the point."""
+    if nanos >= 950_000_000:
+        return 100_000_000, "s", 1
+    if nanos >= 9_500_000:
+        return 1_000_000, "ms", 0
+    return 100_000, "ms", 1
+
+
+def _rounded(numbers: Sequence[int], unit: int) -> list[int]:
+    """Each number in units, rounded down or up so that the sum is the rounded sum."""
+    shown = [number // unit for number in numbers]
+    missing = (sum(numbers) + unit // 2) // unit - sum(shown)
+    by_rest = sorted(range(len(numbers)), key=lambda index: -(numbers[index] % unit))
+    for index in by_rest[:missing]:
+        shown[index] += 1
+    return shown

@@ -1,0 +1,282 @@
+"""Tracing: over OTLP if an endpoint is set, else none.
+
+Sampling is parent-based: the service where a trace begins decides by ratio, and the services below
+follow the flag in the W3C `traceparent` that travels in messages. An unsampled trace context is
+sent as the empty string, so that a service below spends one comparison on it.
+"""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import (
+    Event,
+    ReadableSpan,
+    SpanLimits,
+    SynchronousMultiSpanProcessor,
+    TracerProvider,
+)
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, TraceIdRatioBased
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    TraceFlags,
+)
+
+from services.common.process.service_settings import ServiceSettings
+from services.common.telemetry.span_sender import SpanSender
+from services.common.telemetry.trace_context import new_span_id, new_trace_id, parse_traceparent
+
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+
+_SCOPE = InstrumentationScope("stepwell")
+_UNSET = Status()
+
+MAX_LINKS = 1024
+"""Links of a span. A span with more leaves some out, and says how many."""
+_LIMITS = SpanLimits(
+    max_span_attributes=128,
+    max_events=128,
+    max_links=MAX_LINKS,
+    max_event_attributes=16,
+    max_link_attributes=16,
+    max_span_attribute_length=4096,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOrigin:
+    """Where the spans of a request belong: its trace, the caller's span, and whether they are
+    sampled from the beginning.
+    """
+
+    trace_id: int
+    parent: SpanContext | None
+    is_sampled: bool
+
+    @property
+    def tracestate(self) -> str:
+        """The caller's, as it goes on to other services."""
+        return "" if self.parent is None else self.parent.trace_state.to_header()
+
+    def context(self, span_id: int) -> SpanContext:
+        """Of a span that is kept."""
+        state = None if self.parent is None else self.parent.trace_state
+        return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """A service's tracer. Without a provider every span is INVALID_SPAN."""
+
+    tracer: trace.Tracer
+    provider: TracerProvider | None
+    processor: SynchronousMultiSpanProcessor | None = None
+    """Gets every span that ends; more processors may be added to it."""
+    sample_ratio: float = 0.0
+    root_sampler: Sampler | None = None
+    """Decides in place of the ratio."""
+    senders: tuple[SpanSender, ...] = ()
+    """Each sends them to a collector."""
+    resource: Resource | None = None
+    """What the spans of `record` are made by, in place of the provider's."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans go anywhere."""
+        return self.provider is not None
+
+    def of(self, service: str) -> "Tracing":
+        """The same, whose recorded spans are those of another service."""
+        return replace(self, resource=_resource(service))
+
+    def start(
+        self,
+        name: str,
+        traceparent: str = "",
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        start_unix_nanos: int | None = None,
+    ) -> Span:
+        """Starts a span under `traceparent`, or a new trace if that names no span. The caller ends
+        it.
+        """
+        if self.provider is None:
+            return INVALID_SPAN
+        parent = parse_traceparent(traceparent)
+        context = otel_context.Context()
+        if parent is not None:
+            context = trace.set_span_in_context(trace.NonRecordingSpan(parent), context)
+        return self.tracer.start_span(
+            name,
+            context=context,
+            kind=kind,
+            attributes=attributes,
+            start_time=start_unix_nanos,
+        )
+
+    def child(
+        self,
+        name: str,
+        traceparent: str,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        start_unix_nanos: int | None = None,
+    ) -> Span:
+        """Starts a span under `traceparent`; INVALID_SPAN if that names no span."""
+        if not traceparent or parse_traceparent(traceparent) is None:
+            return INVALID_SPAN
+        return self.start(
+            name, traceparent, kind=kind, attributes=attributes, start_unix_nanos=start_unix_nanos
+        )
+
+    def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
+        """The context of the first span of a new trace; None if the ratio leaves it out, unless it
+        is to be sampled in any case.
+        """
+        if self.processor is None or not (is_sampled or self._is_drawn()):
+            return None
+        return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
+
+    def _is_drawn(self) -> bool:
+        if self.root_sampler is None:
+            return random.random() < self.sample_ratio
+        result = self.root_sampler.should_sample(None, new_trace_id(), "")
+        return result.decision is Decision.RECORD_AND_SAMPLE
+
+    def origin(
+        self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
+    ) -> TraceOrigin:
+        """The trace of a request that comes with these headers, or a new one. The caller's flag
+        decides whether it is sampled. Where there is no caller, the sampler does; if it may not be
+        drawn, the request is not sampled, and the sampler does not count it.
+        """
+        parent = parse_traceparent(traceparent, tracestate)
+        if parent is not None:
+            is_sampled = self.enabled and bool(parent.trace_flags & TraceFlags.SAMPLED)
+            return TraceOrigin(parent.trace_id, parent, is_sampled)
+        trace_id = new_trace_id()
+        if self.provider is None or not may_be_drawn:
+            return TraceOrigin(trace_id, None, False)
+        drawn = self.provider.sampler.should_sample(None, trace_id, "")
+        return TraceOrigin(trace_id, None, drawn.decision is Decision.RECORD_AND_SAMPLE)
+
+    def record(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        start_unix_nanos: int,
+        end_unix_nanos: int,
+        *,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+        status: Status = _UNSET,
+        links: Sequence[Link] = (),
+        events: Sequence[Event] = (),
+    ) -> None:
+        """Makes a span of what is over. Its context says whether it is sampled."""
+        if self.provider is None or self.processor is None:
+            return
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self.resource or self.provider.resource,
+            attributes,
+            events,
+            links,
+            kind,
+            status=status,
+            start_time=start_unix_nanos,
+            end_time=end_unix_nanos,
+            instrumentation_scope=_SCOPE,
+        )
+        self.processor.on_end(span)
+
+    def shutdown(self) -> None:
+        """Sends what is left, within half a second. Spans not taken by then are lost."""
+        if self.provider is not None:
+            self.provider.shutdown()
+
+
+def configure_tracing(
+    service: str,
+    endpoint: str,
+    sample_ratio: float,
+    *,
+    exporter: SpanExporter | None = None,
+    root_sampler: Sampler | None = None,
+) -> Tracing:
+    """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or several
+    with commas, each of which gets every span, or empty.
+
+    An `exporter` gets every span as it ends. A `root_sampler` takes the place of the ratio.
+    """
+    # It would log what any client sends as `tracestate`.
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
+    if not endpoint and exporter is None:
+        return Tracing(trace.NoOpTracer(), None)
+    processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    if exporter is not None:
+        processor.add_span_processor(SimpleSpanProcessor(exporter))
+    urls = [url for one in endpoint.split(",") if (url := one.strip())]
+    senders = tuple(SpanSender(_otlp_exporter(url)) for url in urls)
+    for sender in senders:
+        processor.add_span_processor(sender)
+    provider = TracerProvider(
+        resource=_resource(service),
+        sampler=ParentBased(root_sampler or TraceIdRatioBased(sample_ratio)),
+        active_span_processor=processor,
+        span_limits=_LIMITS,
+    )
+    tracer = provider.get_tracer("stepwell")
+    return Tracing(tracer, provider, processor, sample_ratio, root_sampler, senders)
+
+
+def _resource(service: str) -> Resource:
+    return Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"})
+
+
+@contextmanager
+def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
+    """Tracing as the settings ask for it. At the end, what is left is sent."""
+    tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
+    try:
+        yield tracing
+    finally:
+        tracing.shutdown()
+
+
+@contextmanager
+def ended(span: Span) -> Iterator[None]:
+    """Ends a span with the block, noting what was raised."""
+    try:
+        yield
+    except Exception as error:
+        span.record_exception(error)
+        raise
+    finally:
+        span.end()
+
+
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    # Imported here: without tracing no process pays for loading the exporter.
+    from services.common.telemetry.span_exporter import OtlpExporter  # noqa: PLC0415
+
+    # It would log every call that fails; SpanSender says once that they do.
+    logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+    return OtlpExporter(endpoint)

@@ -1,0 +1,29 @@
+"""Prometheus metrics of the spans that a service sends to its collector."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import value_family
+from services.common.telemetry.span_outage import DropReason
+from services.common.telemetry.tracing import Tracing
+
+
+class TracingCollector(Collector):
+    """Spans that were sent, and those that were dropped, by reason; 0 without a collector."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._senders = tracing.senders
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        sent = value_family(names.METRIC_SPANS_SENT)
+        dropped = value_family(names.METRIC_SPANS_DROPPED)
+        sent.add_metric([], sum(sender.num_sent for sender in self._senders))
+        for reason in DropReason:
+            count = sum(sender.num_dropped[reason] for sender in self._senders)
+            dropped.add_metric([reason.value], count)
+        yield sent
+        yield dropped

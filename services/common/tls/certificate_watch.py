@@ -1,0 +1,105 @@
+"""Follows the files of a certificate: what replaces them is used without a restart."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from services.common.tls.certificates import Certificate, CertificateError, CertificateFiles
+
+logger = logging.getLogger(__name__)
+
+PERIOD_SECONDS = 1.0
+"""How often the files are read. Their contents are compared, since the time of change tells little
+where directories are swapped, as Kubernetes does.
+"""
+_LAST_SHARE = 0.1
+"""A certificate that has less than this share of its time left should have been replaced."""
+
+
+class CertificateWatch:
+    """The certificate that its files held when they last fitted together.
+
+    `current` may be read by any thread; a new certificate is a new object. Files that are damaged,
+    half-written or expired change nothing, and are logged once.
+    """
+
+    def __init__(
+        self, purpose: str, files: CertificateFiles, unix_seconds: Callable[[], float] = time.time
+    ) -> None:
+        """`purpose` says in logs and metrics what it is for. Raises CertificateError."""
+        self.purpose = purpose
+        self.files = files
+        self.current: Certificate = files.check(files.read())
+        self.num_reloads = 0
+        self.num_failures = 0
+        self._unix_seconds = unix_seconds
+        self._complaint = ""
+        self._warned_of: Certificate | None = None
+        self._stop = threading.Event()
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the certificate expires; negative after that."""
+        return self.current.not_after - self._unix_seconds()
+
+    @contextlib.contextmanager
+    def running(self, period_seconds: float = PERIOD_SECONDS) -> Iterator[None]:
+        """Looks at the files again and again, from a thread."""
+        thread = threading.Thread(
+            target=self._run,
+            args=(period_seconds,),
+            name=f"{self.purpose} certificate",
+            daemon=True,
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+    def look(self) -> None:
+        """Reads the files, and takes what they hold if it is new and good."""
+        try:
+            contents = self.files.read()
+            if contents != self.current.pem:
+                self.current = self.files.check(contents)
+                self.num_reloads += 1
+                logger.info("the %s certificate was replaced%s", self.purpose, self._validity())
+            self._complaint = ""
+        except CertificateError as error:
+            self._failed(str(error))
+        self._warn_before_the_end()
+
+    def _run(self, period_seconds: float) -> None:
+        while not self._stop.wait(period_seconds):
+            try:
+                self.look()
+            except Exception:
+                logger.exception("a defect while reading the %s certificate", self.purpose)
+
+    def _failed(self, complaint: str) -> None:
+        if complaint != self._complaint:
+            self._complaint = complaint
+            self.num_failures += 1
+            logger.warning("%s; the %s certificate before it stays in use", complaint, self.purpose)
+
+    def _warn_before_the_end(self) -> None:
+        current = self.current
+        whole = current.not_after - current.not_before
+        if self.seconds_left < _LAST_SHARE * whole and self._warned_of is not current:
+            self._warned_of = current
+            logger.warning(
+                "the %s certificate should be replaced%s", self.purpose, self._validity()
+            )
+
+    def _validity(self) -> str:
+        return f": it is valid for another {_span(self.seconds_left)}"
+
+
+def _span(seconds: float) -> str:
+    if seconds >= 2 * 86_400:
+        return f"{seconds / 86_400:.0f} days"
+    return f"{max(0.0, seconds) / 60:.0f} minutes"

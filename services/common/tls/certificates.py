@@ -1,0 +1,108 @@
+"""A certificate with its key and the authorities to trust, as PEM files hold them (RFC 7468).
+
+`cryptography` is an extra: this module is imported only where a certificate is set.
+"""
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from services.common.process.settings import SettingError, flag_name
+
+
+class CertificateError(SettingError):
+    """Files that cannot be used; the message names the setting and the file, and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class PemFile:
+    """A file that a setting names."""
+
+    setting: str
+    path: Path
+
+    def read(self) -> bytes:
+        """What it holds. Raises CertificateError."""
+        try:
+            return self.path.read_bytes()
+        except OSError as error:
+            raise self.error(f"cannot be read: {error.strerror}") from error
+
+    def error(self, complaint: str) -> CertificateError:
+        """The error that says what is wrong with it."""
+        return CertificateError(f"{flag_name(self.setting)} {self.path} {complaint}")
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Where a certificate is: its chain, its key, and the authorities (CA) that peers'
+    certificates must come from; without authorities no peer is asked for one.
+    """
+
+    cert: PemFile
+    key: PemFile
+    ca: PemFile | None = None
+
+    def read(self) -> "PemContents":
+        """What the files hold now. Raises CertificateError if one cannot be read."""
+        return PemContents(
+            self.cert.read(), self.key.read(), None if self.ca is None else self.ca.read()
+        )
+
+    def check(self, contents: "PemContents") -> "Certificate":
+        """The certificate that was read. Raises CertificateError where it is damaged, its key is
+        another one's, or it has expired.
+        """
+        own = self._first_certificate(self.cert, contents.chain)
+        self._check_key(own, contents.key)
+        if self.ca is not None and contents.ca is not None:
+            self._first_certificate(self.ca, contents.ca)
+        if own.not_valid_after_utc <= datetime.datetime.now(datetime.UTC):
+            raise self.cert.error(f"holds a certificate that expired on {_day(own)}")
+        return Certificate(
+            contents,
+            own.not_valid_before_utc.timestamp(),
+            own.not_valid_after_utc.timestamp(),
+        )
+
+    def _first_certificate(self, file: PemFile, pem: bytes) -> x509.Certificate:
+        try:
+            return x509.load_pem_x509_certificates(pem)[0]
+        except ValueError as error:
+            raise file.error("holds no certificate in PEM form, or a damaged one") from error
+
+    def _check_key(self, own: x509.Certificate, pem: bytes) -> None:
+        try:
+            key = load_pem_private_key(pem, password=None)
+        except TypeError as error:
+            raise self.key.error("is encrypted; a key without a passphrase is needed") from error
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise self.key.error("holds no key in PEM form, or a damaged one") from error
+        if key.public_key() != own.public_key():
+            raise self.key.error(f"is not the key of the certificate in {self.cert.path}")
+
+
+@dataclass(frozen=True, slots=True)
+class PemContents:
+    """The contents of a certificate's files."""
+
+    chain: bytes
+    key: bytes
+    ca: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A certificate whose files fit together, and when it is valid, in Unix seconds."""
+
+    pem: PemContents
+    not_before: float
+    not_after: float
+
+
+def _day(certificate: x509.Certificate) -> str:
+    return f"{certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"

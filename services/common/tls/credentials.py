@@ -1,0 +1,88 @@
+"""TLS as servers and channels use it: grpc's credentials, made of the certificate of the moment.
+
+A connection keeps the certificates that it began with; each new one is made with the current ones.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from services.common.errors import PermissionDenied
+from services.common.rpc.addresses import is_unix_address
+from services.common.rpc.renewing_channel import RenewingChannel
+from services.common.tls.certificate_watch import CertificateWatch
+from services.common.tls.certificates import Certificate
+
+_SUBJECT_NAMES = "x509_subject_alternative_name"
+_NAME_OF_SERVER = "grpc.ssl_target_name_override"
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """A service's certificate, and whom it deals with.
+
+    `allowed_names`: a caller's certificate must carry one of these subject alternative names (DNS
+    name, address or URI); if there are none, any certificate of the authority will do.
+    `server_name`: the name that certificates of servers must carry; None: the host of the address.
+    """
+
+    watch: CertificateWatch
+    allowed_names: frozenset[str] = frozenset()
+    server_name: str | None = None
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Clients must show a certificate where there is an authority for them."""
+        served = [self.watch.current]
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            """Called by grpc before each handshake; None changes nothing."""
+            if self.watch.current is served[0]:
+                return None
+            served[0] = self.watch.current
+            return _configuration(served[0])
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(served[0]),
+            fetch,  # type: ignore[arg-type] # the stub leaves None out
+            require_client_authentication=served[0].pem.ca is not None,
+        )
+
+    def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> RenewingChannel:
+        """A channel whose calls show the certificate of the moment in which they begin."""
+        if self.server_name is not None:
+            options = (*options, (_NAME_OF_SERVER, self.server_name))
+        watch = self.watch
+        return RenewingChannel(
+            lambda: grpc.aio.secure_channel(
+                address, channel_credentials(watch.current), options=options
+            ),
+            lambda: watch.current,
+        )
+
+    def check_caller(self, context: "grpc.aio.ServicerContext[object, object]") -> None:
+        """Raises PermissionDenied for a caller whose certificate carries none of the names. Callers
+        over a socket of this machine have no certificate.
+        """
+        if self.allowed_names and not is_unix_address(context.peer()):
+            names = _subject_names(context.auth_context())
+            if self.allowed_names.isdisjoint(names):
+                raise PermissionDenied(
+                    f"certificates for {', '.join(sorted(names)) or 'no name'} may not call here"
+                )
+
+
+def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
+    """Those of a client that shows this certificate, and trusts servers of its authority."""
+    pem = certificate.pem
+    return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.chain)
+
+
+def _configuration(certificate: Certificate) -> grpc.ServerCertificateConfiguration:
+    pem = certificate.pem
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.chain)], pem.ca)
+
+
+def _subject_names(peer: Mapping[str, Iterable[bytes]]) -> set[str]:
+    return {name.decode(errors="replace") for name in peer.get(_SUBJECT_NAMES, ())}

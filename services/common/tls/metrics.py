@@ -1,0 +1,33 @@
+"""Prometheus metrics of certificates."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import value_family
+
+if TYPE_CHECKING:
+    from services.common.tls.credentials import Tls
+
+
+class TlsCollector(Collector):
+    """The certificates of a service, read at each scrape; those that it does not have, as None,
+    have no metrics.
+    """
+
+    def __init__(self, *each: "Tls | None") -> None:
+        self._watches = [tls.watch for tls in each if tls is not None]
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        left = value_family(names.METRIC_TLS_SECONDS_LEFT)
+        reloads = value_family(names.METRIC_TLS_RELOADS)
+        failures = value_family(names.METRIC_TLS_RELOAD_FAILURES)
+        for watch in self._watches:
+            left.add_metric([watch.purpose], watch.seconds_left)
+            reloads.add_metric([watch.purpose], watch.num_reloads)
+            failures.add_metric([watch.purpose], watch.num_failures)
+        return iter((left, reloads, failures) if self._watches else ())

@@ -1,0 +1,81 @@
+"""From the settings of a service to its TLS. Without certificates nothing of it is imported."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.common.process.settings import SettingError, flag_name
+
+if TYPE_CHECKING:
+    from services.common.tls.credentials import Tls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFields:
+    """The settings that one use of TLS is made of, by their names.
+
+    `purpose` says in logs and metrics what the certificate is for. Without `ca` peers need no
+    certificate, which a service may allow by `is_ca_needed`.
+    """
+
+    purpose: str
+    cert: str
+    key: str
+    ca: str
+    is_ca_needed: bool
+    allowed_names: str = ""
+    server_name: str = ""
+
+
+INTERNAL = TlsFields(
+    purpose="internal",
+    cert="internal_tls_cert_file",
+    key="internal_tls_key_file",
+    ca="internal_tls_ca_file",
+    is_ca_needed=True,
+    allowed_names="internal_tls_allowed_names",
+    server_name="internal_tls_server_name",
+)
+"""TLS between the services. A service has only those of the last two that it can use."""
+
+
+@contextmanager
+def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
+    """TLS as the settings of a service ask for it, with a certificate that is kept up to date
+    meanwhile; None where they do not. Raises SettingError.
+    """
+    values = {
+        name: getattr(settings, name, None) or None
+        for name in (fields.cert, fields.key, fields.ca, fields.allowed_names, fields.server_name)
+    }
+    given = [name for name, value in values.items() if value is not None]
+    if not given:
+        yield None
+        return
+    _require_all(fields, given)
+    try:
+        from services.common.tls.certificate_watch import CertificateWatch  # noqa: PLC0415 - an extra
+        from services.common.tls.certificates import CertificateFiles, PemFile  # noqa: PLC0415
+        from services.common.tls.credentials import Tls  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        package = "the package cryptography: pip install 'stepwell[tls]'"
+        raise SettingError(f"{flag_name(fields.cert)} needs {package}") from error
+
+    def file(name: str) -> PemFile:
+        return PemFile(name, Path(values[name] or ""))
+
+    ca = file(fields.ca) if fields.ca in given else None
+    files = CertificateFiles(file(fields.cert), file(fields.key), ca)
+    watch = CertificateWatch(fields.purpose, files)
+    names = frozenset(values[fields.allowed_names] or ())
+    with watch.running():
+        yield Tls(watch, names, values[fields.server_name])
+
+
+def _require_all(fields: TlsFields, given: list[str]) -> None:
+    needed = [fields.cert, fields.key, *([fields.ca] if fields.is_ca_needed else [])]
+    missing = [flag_name(name) for name in needed if name not in given]
+    if missing:
+        raise SettingError(f"{flag_name(given[0])} needs {' and '.join(missing)}")

@@ -1,0 +1,271 @@
+"""The gRPC service `Inference`: converts messages to requests of the core and back."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from services.common.errors import InvalidArgument
+from services.common.request.pooling import PoolingParams
+from services.common.request.sampling import SamplingParams
+from services.common.telemetry import names
+from services.gateway.adapters.grpc.generate_requests import (
+    ID_PREFIX,
+    GenerateRequests,
+    to_response,
+)
+from services.gateway.adapters.grpc.message_stream import AnswerStreams
+from services.gateway.adapters.grpc.session_calls import SessionCalls, deadline_of_call
+from services.gateway.adapters.keys.auth import CALL_ALLOWANCE, CALL_TENANT
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import (
+    CALL_ARRIVAL,
+    CALL_RECORD,
+    RequestRecord,
+)
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.fleet.membership import Membership
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD, IdempotencyKey, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, TenantLimits
+from services.gateway.core.request.delivery import Answers
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest, Prompt
+from services.gateway.core.request.request_check import check_request_id
+from services.gateway.core.request.vectors import numbers
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.traces.timeline import Part
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+_EMBED_API = "embd"
+"""The kind of its answers."""
+METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
+GENERATE = f"{METHOD_PREFIX}Generate"
+EMBED = f"{METHOD_PREFIX}Embed"
+REQUEST_TYPES: dict[str, type[Message]] = {
+    f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
+    for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
+    if not method.client_streaming
+}
+"""The message of each method that takes one, by its full name."""
+
+
+class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
+    """Inference over the same core as HTTP."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        keyed_requests: KeyedRequests,
+        membership: Membership,
+        gate: Gate,
+        observer: Observer,
+        limits: TenantLimits,
+        sessions: SessionCalls,
+        streams: AnswerStreams,
+    ) -> None:
+        self._inference = inference
+        self._keyed_requests = keyed_requests
+        self._membership = membership
+        self._gate = gate
+        self._observer = observer
+        self._limits = limits
+        self._sessions = sessions
+        self._streams = streams
+        self._requests = GenerateRequests(inference)
+
+    def arriving(self, context: Context) -> Arrival:
+        """Counts a call from before its message is read until it has sequences. Raises a refusal
+        while there is no room for it.
+        """
+        tenant = CALL_TENANT.get()
+        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
+            self._gate.check()
+            key = _key()
+            needs_room = key is None or not self._keyed_requests.knows(key)
+            deadline = deadline_of_call(context)
+            return self._inference.arriving(tenant, deadline, needs_room=needs_room)
+
+    async def admit(self, tenant: Tenant) -> Allowance:
+        """What Generate takes of its tenant's limits. Raises LimitReached."""
+        with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
+            return await self._limits.admit(tenant)
+
+    async def Generate(  # type: ignore[override]  # the stubs know generators alone
+        self, request: gateway_pb2.GenerateRequest, context: Context
+    ) -> None:
+        tenant = CALL_TENANT.get()
+        record = CALL_RECORD.get()
+        with self._observer.counting_refusals(record, tenant):
+            self._inference.check_model(request.model, tenant)
+        is_chat = request.WhichOneof("prompt") == "chat"
+        operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
+        async with AsyncExitStack() as work:
+            observing = self._observer.observing(operation, record, tenant)
+            observation = work.enter_context(observing)
+            work.enter_context(self._gate.enter())
+            deadline = deadline_of_call(context)
+            key = _key()
+            record.enter(Part.TOKENIZE)
+            client_request = await self._requests.client_request(request, record)
+            generation = await self._prepare(client_request, record, deadline)
+            if key is not None:
+                record.wait("idempotency_key")
+                generation = await self._keyed_requests.attach(
+                    generation, key, ID_PREFIX, self._inference.again
+                )
+            record.enter(Part.PREPARE)
+            await self._streams.send(
+                generation,
+                lambda piece: to_response(
+                    piece, generation, record if request.include_metrics else None
+                ),
+                context,
+                record,
+                observation,
+                CALL_ARRIVAL.get(),
+                work,
+            )
+
+    async def GenerateSession(  # type: ignore[override]  # the stubs know generators alone
+        self,
+        request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest],
+        context: Context,
+    ) -> None:
+        await self._sessions.serve(request_iterator, context)
+
+    async def _prepare(
+        self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
+    ) -> Generation:
+        """The request, checked, with the tokens reserved that it may take."""
+        record.enter(Part.PREPARE)
+        generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
+        allowance = CALL_ALLOWANCE.get()
+        if allowance is not NO_LIMITS:
+            record.wait("limits")
+        await allowance.reserve(generation)
+        return generation
+
+    async def Embed(
+        self, request: gateway_pb2.EmbedRequest, context: Context
+    ) -> gateway_pb2.EmbedResponse:
+        tenant, record = CALL_TENANT.get(), CALL_RECORD.get()
+        with self._observer.counting_refusals(record, tenant):
+            self._inference.check_model(request.model, tenant)
+        async with AsyncExitStack() as work:
+            observing = self._observer.observing(names.GENAI_OPERATION_EMBEDDINGS, record, tenant)
+            observation = work.enter_context(observing)
+            work.enter_context(self._gate.enter())
+            deadline = deadline_of_call(context)
+            record.enter(Part.TOKENIZE)
+            client_request = await self._embed_request(request, record)
+            generation = await self._prepare(client_request, record, deadline)
+            record.enter(Part.PREPARE)
+            sink = Answers(generation)
+            with observation.watching(generation, sink, stream=False) as watched:
+                CALL_ARRIVAL.get().end()
+                await self._inference.delivery(generation, watched, stream=False).run()
+            usage = generation.usage()
+            return gateway_pb2.EmbedResponse(
+                request_id=client_request.request_id,
+                vectors=[
+                    gateway_pb2.Vector(values=numbers(answer.pooled)) for answer in sink.answers
+                ],
+                usage=gateway_pb2.Usage(
+                    num_prompt_tokens=usage.num_prompt_tokens,
+                    num_cached_tokens=usage.num_cached_tokens,
+                ),
+            )
+
+    async def _embed_request(
+        self, request: gateway_pb2.EmbedRequest, record: RequestRecord
+    ) -> ClientRequest:
+        self._inference.check_pools()
+        if request.request_id:
+            check_request_id(request.request_id)
+            record.rename(request.request_id)
+        self._inference.check_num_choices(len(request.inputs), 1)
+        prompts = [await self._embed_prompt(one, n) for n, one in enumerate(request.inputs)]
+        return ClientRequest(
+            request_id=request.request_id or f"{_EMBED_API}-{record.request_id}",
+            prompts=tuple(prompts),
+            sampling=SamplingParams(),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            session_id=request.session_id,
+            tenant=CALL_TENANT.get(),
+            adapter=self._inference.adapters.find(request.model),
+            pooling=PoolingParams(
+                dimensions=request.dimensions if request.HasField("dimensions") else None,
+                use_activation=request.use_activation
+                if request.HasField("use_activation")
+                else None,
+            ),
+        )
+
+    async def _embed_prompt(self, given: gateway_pb2.EmbedInput, number: int) -> Prompt:
+        match given.WhichOneof("prompt"):
+            case "text" if given.text:
+                [token_ids] = await self._inference.encode([given.text], add_special_tokens=True)
+                return Prompt(token_ids)
+            case "token_ids":
+                self._inference.check_num_items("token_ids", len(given.token_ids.ids))
+                return Prompt(list(given.token_ids.ids))
+            case "pair" if given.pair.first and given.pair.second:
+                pair = given.pair.first, given.pair.second
+                [(token_ids, num_first)] = await self._inference.encode_pairs([pair])
+                return Prompt(token_ids, num_first_text_tokens=num_first)
+        raise InvalidArgument(f"inputs[{number}] is empty", field=f"inputs[{number}]")
+
+    async def Tokenize(
+        self, request: gateway_pb2.TokenizeRequest, context: Context
+    ) -> gateway_pb2.TokenizeResponse:
+        self._inference.check_model(request.model, CALL_TENANT.get())
+        kind = request.WhichOneof("prompt")
+        if kind is None:
+            raise InvalidArgument("prompt is missing", field="prompt")
+        if kind == "chat":
+            token_ids = await self._requests.chat_tokens(request.chat)
+        else:
+            token_ids = await self._inference.tokenize(
+                request.text, add_special_tokens=not request.skip_special_tokens
+            )
+        limits = self._inference.limits()
+        return gateway_pb2.TokenizeResponse(token_ids=token_ids, max_model_len=limits.max_model_len)
+
+    async def Detokenize(
+        self, request: gateway_pb2.DetokenizeRequest, context: Context
+    ) -> gateway_pb2.DetokenizeResponse:
+        self._inference.check_model(request.model, CALL_TENANT.get())
+        text = await self._inference.detokenize(request.token_ids)
+        return gateway_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(
+        self, _request: gateway_pb2.ListModelsRequest, context: Context
+    ) -> gateway_pb2.ListModelsResponse:
+        base, tenant = self._inference.model_name, CALL_TENANT.get()
+        parents = {base: ""} | {adapter.name: base for adapter in self._inference.adapters}
+        models = [
+            gateway_pb2.Model(
+                name=name,
+                max_model_len=self._membership.max_model_len() or 0,
+                num_ready_replicas=self._membership.num_ready,
+                parent=parent,
+            )
+            for name, parent in parents.items()
+            if tenant.may_use(name)
+        ]
+        return gateway_pb2.ListModelsResponse(models=models)
+
+
+def _key() -> IdempotencyKey | None:
+    """The idempotency key in the call's metadata. Raises InvalidArgument."""
+    return idempotency_key(CALL_RECORD.get().headers.get(FIELD.lower()), CALL_TENANT.get())

@@ -1,0 +1,218 @@
+"""Checks gRPC calls before their message is read, and bounds how large and slow it may be."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from services.common.errors import (
+    InvalidArgument,
+    ResourceExhausted,
+    StepwellError,
+)
+from services.gateway.adapters.grpc.call_records import CallRecords, metadata_of
+from services.gateway.adapters.grpc.message_readers import MessageReaders
+from services.gateway.adapters.grpc.proto_meter import check_message
+from services.gateway.adapters.keys.auth import CALL_ALLOWANCE, CALL_TENANT, ApiKeys
+from services.gateway.adapters.keys.rate_limit_headers import rate_limit_headers
+from services.gateway.adapters.telemetry.request_record import CALL_ARRIVAL
+from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance, was_refused
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.traces.timeline import Part
+
+_HEALTH = "/grpc.health.v1.Health/"
+_MAX_OTHER_STREAMS = 64
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class RequestInterceptor(grpc.aio.ServerInterceptor):
+    """Checks the key of each call, whose tenant CALL_TENANT then is, and reads its message itself.
+
+    grpc would read and parse a request's message before any code of ours sees the call. Health
+    needs no key. Streams of other services, such as reflection, are bounded in number.
+    """
+
+    def __init__(
+        self,
+        keys: ApiKeys,
+        request_types: Mapping[str, type[Message]],
+        stream_types: Mapping[str, type[Message]],
+        *,
+        admissions: Mapping[str, Callable[[Tenant], Awaitable[Allowance]]],
+        arriving: Mapping[str, Callable[[Context], Arrival]],
+        operations: Mapping[str, str],
+        recorder: RequestRecorder,
+        max_items: int,
+        message_timeout_seconds: float,
+    ) -> None:
+        """`request_types` has the message of each method that takes one, by its full name, and
+        `stream_types` those of methods that take several; `admissions` and
+        `arriving` what is called before that message is read: either raises to refuse the call.
+        What an admission returns is closed when the call is over, and so is the arrival, which is
+        CALL_ARRIVAL meanwhile.
+        `operations` has the GenAI operation of each method that generates.
+        """
+        self._keys = keys
+        self._request_types = request_types
+        self._stream_types = stream_types
+        self._admissions = admissions
+        self._arriving = arriving
+        self._operations = operations
+        self._records = CallRecords(recorder)
+        self._max_items = max_items
+        self._readers = MessageReaders(message_timeout_seconds)
+        self._num_other_streams = 0
+        self._handlers: dict[str, Any] = {}
+        """Of the methods whose messages are read here, as far as they were called."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        if (known := self._handlers.get(method)) is not None:
+            return known
+        handler = await continuation(handler_call_details)
+        if handler is None or method == f"{_HEALTH}Check":
+            return handler
+        if method.startswith(_HEALTH):
+            return grpc.unary_stream_rpc_method_handler(
+                self._watch_health(handler),
+                handler.request_deserializer,
+                handler.response_serializer,
+            )
+        if method in self._request_types:
+            serve = self._serve_message(handler, method)
+            deserializer = None
+        elif method in self._stream_types:
+            serve = self._serve_stream(handler, method)
+            deserializer = None
+        else:
+            serve = self._serve_other(handler)
+            deserializer = handler.request_deserializer
+        served = grpc.stream_stream_rpc_method_handler(
+            serve, deserializer, handler.response_serializer
+        )
+        if deserializer is None:
+            self._handlers[method] = served
+        return served
+
+    def _serve_message(self, handler: Any, method: str) -> Any:
+        kind = self._request_types[method]
+        admit, arriving = self._admissions.get(method), self._arriving.get(method, _not_counted)
+
+        operation = self._operations.get(method, "")
+
+        async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
+            with self._records.recording(method, operation, context) as record:
+                authorization = _authorization(record.headers)
+                tenant = record.tenant = await self._keys.authenticate(authorization)
+                CALL_TENANT.set(tenant)
+                allowance = NO_LIMITS if admit is None else await admit(tenant)
+                with _spending(allowance, context), arriving(context) as arrival:
+                    if arrival is not None:
+                        CALL_ARRIVAL.set(arrival)
+                    record.enter(Part.READ)
+                    raw = await self._readers.read(messages)
+                    record.enter(Part.PARSE)
+                    request = self._parse(raw, kind)
+                    if handler.unary_unary is not None:
+                        await context.write(await handler.unary_unary(request, context))
+                    else:
+                        await handler.unary_stream(request, context)
+
+        return serve
+
+    def _serve_stream(self, handler: Any, method: str) -> Any:
+        """Calls with several messages, each of which is checked as one message is."""
+        kind = self._stream_types[method]
+
+        async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
+
+            async def parsed() -> AsyncIterator[Message]:
+                async for raw in messages:
+                    yield self._parse(raw, kind)
+
+            await handler.stream_stream(parsed(), context)
+
+        return serve
+
+    def _watch_health(self, handler: Any) -> Any:
+        async def watch(request: Message, context: Context) -> None:
+            try:
+                with self._counted():
+                    await handler.unary_stream(request, context)
+            except ResourceExhausted as error:  # this handler may not raise our errors
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
+
+        return watch
+
+    def _serve_other(self, handler: Any) -> Any:
+        async def serve(messages: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+            CALL_TENANT.set(await self._keys.authenticate(_authorization(metadata_of(context))))
+            with self._counted():
+                async with aclosing(handler.stream_stream(messages, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+        return serve
+
+    def _parse(self, raw: bytes, kind: type[Message]) -> Message:
+        check_message(raw, kind, self._max_items)
+        try:
+            return kind.FromString(raw)
+        except DecodeError as error:
+            raise InvalidArgument(f"the message is no {kind.DESCRIPTOR.name}") from error
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._num_other_streams >= _MAX_OTHER_STREAMS:
+            raise ResourceExhausted(
+                f"{_MAX_OTHER_STREAMS} such streams are open; no more are served at once",
+                retry_after_seconds=1.0,
+            )
+        self._num_other_streams += 1
+        try:
+            yield
+        finally:
+            self._num_other_streams -= 1
+
+
+def _not_counted(_context: Context) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _spending(allowance: Allowance, context: Context) -> AbstractContextManager[None]:
+    """Closes an allowance at the end. A call that ended well says what its tenant has left."""
+    if allowance is NO_LIMITS:
+        return nullcontext()
+    CALL_ALLOWANCE.set(allowance)
+    return _spent(allowance, context)
+
+
+@contextmanager
+def _spent(allowance: Allowance, context: Context) -> Iterator[None]:
+    refused = False
+    try:
+        yield
+        if allowance.standing is not None:
+            left = rate_limit_headers(allowance.limits, allowance.standing)
+            context.set_trailing_metadata(tuple(left))
+    except StepwellError as error:
+        refused = was_refused(error)
+        raise
+    finally:
+        allowance.close(was_refused=refused)
+
+
+def _authorization(metadata: Mapping[str, str]) -> str:
+    """The header's value, with a character for each byte, as HTTP's headers are given."""
+    value = metadata.get("authorization", "")
+    return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

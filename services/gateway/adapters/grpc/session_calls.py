@@ -1,0 +1,147 @@
+"""Calls of GenerateSession: one session each, whose turns are requests of their own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+from stepwell.gateway.v1 import gateway_pb2
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.telemetry import names
+from services.gateway.adapters.grpc.call_records import CallRecords
+from services.gateway.adapters.grpc.generate_requests import GenerateRequests, to_response
+from services.gateway.adapters.grpc.message_stream import AnswerStreams
+from services.gateway.adapters.keys.auth import CALL_TENANT
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD
+from services.gateway.core.limits.tenant_limits import TenantLimits, was_refused
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.sessions.client_session import ClientSession
+from services.gateway.core.sessions.client_sessions import ClientSessions
+from services.gateway.core.traces.timeline import Part
+
+GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
+STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
+"""The messages of the methods that take several, by their full names."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SessionCalls:
+    """Serves such calls: reads a turn, answers it, and only then reads the next one."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        sessions: ClientSessions,
+        gate: Gate,
+        observer: Observer,
+        records: CallRecords,
+        limits: TenantLimits,
+        streams: AnswerStreams,
+    ) -> None:
+        self._inference = inference
+        self._requests = GenerateRequests(inference)
+        self._sessions = sessions
+        self._gate = gate
+        self._observer = observer
+        self._records = records
+        self._limits = limits
+        self._streams = streams
+
+    async def serve(
+        self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
+    ) -> None:
+        """One call from its first turn to the end of its stream."""
+        if FIELD.lower() in dict(context.invocation_metadata() or ()):
+            raise InvalidArgument(f"{FIELD} cannot be given with a session", field=FIELD)
+        self._gate.check()
+        ended: asyncio.Future[StepwellError] = asyncio.get_running_loop().create_future()
+        session = self._sessions.open(CALL_TENANT.get(), ended.set_result)
+        try:
+            while (message := await _next(messages, ended)) is not None:
+                await self._turn(session, message.turn, context)
+        finally:
+            self._sessions.end(session)
+            ended.cancel()
+
+    async def _turn(
+        self, session: ClientSession, request: gateway_pb2.GenerateRequest, context: Context
+    ) -> None:
+        is_chat = request.WhichOneof("prompt") == "chat"
+        operation = names.GENAI_OPERATION_CHAT if is_chat else names.GENAI_OPERATION_TEXT_COMPLETION
+        tenant = session.tenant
+        with self._records.recording(
+            GENERATE_SESSION, operation, context, in_trailer=False
+        ) as record:
+            with self._observer.counting_refusals(record, tenant):
+                self._inference.check_model(request.model, tenant)
+                allowance = await self._limits.admit(tenant)
+            refused = False
+            try:
+                async with AsyncExitStack() as work:
+                    observing = self._observer.observing(operation, record, tenant)
+                    observation = work.enter_context(observing)
+                    work.enter_context(self._gate.enter())
+                    deadline = deadline_of_call(context)
+                    arrival = work.enter_context(
+                        self._inference.arriving(tenant, deadline, needs_room=session.held is None)
+                    )
+                    record.enter(Part.TOKENIZE)
+                    asked = await self._requests.client_request(request, record, session)
+                    record.enter(Part.PREPARE)
+                    generation = await self._inference.prepare(
+                        asked, record.trace_headers, deadline
+                    )
+                    await allowance.reserve(generation)
+                    await self._streams.send(
+                        generation,
+                        lambda piece: _message(
+                            piece, generation, record if request.include_metrics else None
+                        ),
+                        context,
+                        record,
+                        observation,
+                        arrival,
+                        work,
+                    )
+            except StepwellError as error:
+                refused = was_refused(error)
+                raise
+            finally:
+                allowance.close(was_refused=refused)
+
+
+def _message(
+    piece: Piece, generation: Generation, timed: RequestRecord | None
+) -> gateway_pb2.GenerateSessionResponse:
+    message = to_response(piece, generation, timed)
+    return gateway_pb2.GenerateSessionResponse(turn=generation.request.turn, piece=message)
+
+
+async def _next(
+    messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
+    ended: asyncio.Future[StepwellError],
+) -> gateway_pb2.GenerateSessionRequest | None:
+    """The next message; None at the end of the client's stream. Raises what ended the session."""
+    reading = asyncio.ensure_future(anext(messages, None))
+    try:
+        await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not reading.done():
+            reading.cancel()
+    if ended.done():
+        raise ended.result()
+    return reading.result()
+
+
+def deadline_of_call(context: Context) -> float | None:
+    """The call's deadline on the event loop's clock."""
+    remaining = context.time_remaining()
+    return None if remaining is None else asyncio.get_running_loop().time() + remaining

@@ -1,0 +1,181 @@
+"""Turns of a conversation and their blocks, as Anthropic's API writes them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type, text_or_list
+from services.gateway.adapters.http.openai.parts import (
+    THOUGHTS,
+    Arguments,
+    TextPart,
+    TextType,
+    called_arguments,
+    said,
+    thought,
+)
+
+
+class ToolUseBlock(HistoryBody):
+    """A call that the assistant made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Arguments | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The call as chat templates take it, but for an input that is no object."""
+        function = {"name": self.name, "arguments": called_arguments(self.input)}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class RedactedThinkingBlock(HistoryBody):
+    """Thinking that is encrypted, and so cannot be read here."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolReferenceBlock(HistoryBody):
+    """A tool that a search for tools found. The model sees all tools; the name is a text."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+_TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
+
+
+def _kind(value: Any) -> str | None:
+    """The tag of a block: all types of text have one."""
+    tag = by_type(value)
+    return "<text>" if tag in _TEXT_TAGS else tag
+
+
+_ResultBlock = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    Discriminator(
+        _kind,
+        custom_error_type="alternative",
+        custom_error_message="must be an object whose type is text or tool_reference; images, "
+        "documents and other blocks are not supported",
+    ),
+]
+
+
+def _result_text(block: TextPart | ToolReferenceBlock) -> str:
+    return block.text if isinstance(block, TextPart) else block.tool_name
+
+
+class ToolResultBlock(HistoryBody):
+    """What a tool gave. Chat templates have no place for `is_error`: the content says it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[_ResultBlock], Field(fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="alternative",
+                custom_error_message="must be a string or a list of blocks",
+            ),
+        ]
+        | None
+    ) = None
+
+    def to_template(self) -> dict[str, Any]:
+        """The result as a turn of chat templates."""
+        blocks = self.content or ""
+        texts = [blocks] if isinstance(blocks, str) else [_result_text(one) for one in blocks]
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": texts}
+
+
+Block = TextPart | ToolUseBlock | ToolResultBlock | RedactedThinkingBlock
+_AnyBlock = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    Discriminator(
+        _kind,
+        custom_error_type="alternative",
+        custom_error_message="must be an object whose type is text, tool_use, tool_result or "
+        "thinking; images, documents and other blocks are not supported",
+    ),
+]
+_BLOCKS_OF = {
+    "system": (TextPart,),
+    "user": (TextPart, ToolResultBlock),
+    "assistant": (TextPart, ToolUseBlock, RedactedThinkingBlock),
+}
+_ROLES = {"ctx": "user", "msg": "user"}
+"""What Claude Code calls some of its turns, by the roles that they have."""
+
+
+def _as_role(value: Any) -> Any:
+    return _ROLES.get(value, value) if isinstance(value, str) else value
+
+
+class AnthropicMessage(HistoryBody):
+    """One turn of a conversation."""
+
+    role: Annotated[Literal["user", "assistant", "system"], BeforeValidator(_as_role)]
+    content: (
+        Annotated[
+            Annotated[str, Tag("<text>")]
+            | Annotated[list[_AnyBlock], Field(fail_fast=True), Tag("<list>")],
+            Discriminator(
+                text_or_list,
+                custom_error_type="alternative",
+                custom_error_message="must be a string or a list of blocks",
+            ),
+        ]
+        | None
+    ) = None
+
+    def to_template(self, where: str) -> Iterator[dict[str, Any]]:
+        """The turn as chat templates take it: each result of a tool is a turn of its own. Raises
+        InvalidArgument, which says `where`, for blocks that another role has.
+        """
+        if not self.content or isinstance(self.content, str):
+            yield {"role": self.role, "content": [self.content or ""]}
+            return
+        self._check(self.content, where)
+        if self.role == "assistant":
+            yield _assistant(self.content)
+            return
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, TextPart):
+                texts.append(block.text)
+            elif isinstance(block, ToolResultBlock):
+                if texts:
+                    yield {"role": self.role, "content": texts}
+                    texts = []
+                yield block.to_template()
+        if texts:
+            yield {"role": self.role, "content": texts}
+
+    def _check(self, blocks: Sequence[Block], where: str) -> None:
+        for number, block in enumerate(blocks):
+            is_thought = block.type in THOUGHTS and self.role != "assistant"
+            if is_thought or not isinstance(block, _BLOCKS_OF[self.role]):
+                field = f"{where}.content[{number}]"
+                raise InvalidArgument(
+                    f"{field}: a turn of the {self.role} has no {block.type}", field=field
+                )
+
+
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
+    parts = [block for block in blocks if isinstance(block, TextPart)]
+    turn: dict[str, Any] = {"role": "assistant", "content": said(parts)}
+    calls = [block.to_template() for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        turn["tool_calls"] = calls
+    if thoughts := thought(parts):
+        turn["reasoning_content"] = thoughts
+    return turn

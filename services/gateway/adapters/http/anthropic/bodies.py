@@ -1,0 +1,167 @@
+"""The bodies of Anthropic's messages API, field by field."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.grammars.tool_calls import CallableTool
+from services.gateway.adapters.http.anthropic.blocks import AnthropicMessage
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    HistoryBody,
+    Ignored,
+    Int,
+    Only,
+    Texts,
+    Without,
+)
+from services.gateway.adapters.http.openai.bodies import renamed
+from services.gateway.adapters.http.openai.parts import TextOrParts
+from services.gateway.adapters.http.openai.tool_bodies import (
+    DEFERRED,
+    MAX_TOOLS,
+    TOOL_NAME,
+    arguments_schema,
+)
+from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
+
+SESSION_HEADER = "X-Claude-Code-Session-Id"
+"""In which agents say of which of their sessions a request is."""
+_ONE_TIER = "there is one service tier"
+_ONE_PLACE = "requests are computed where this server is"
+_NO_ACCOUNTS = "the API key says whose a request is"
+
+
+class AnthropicTool(HistoryBody):
+    """A tool of the client's own. Tools that Anthropic defines or runs are not known here."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
+    defer_loading: Annotated[Any, DEFERRED] = None
+    input_examples: Annotated[Any, Without("tools.input_examples", [])] = None
+
+    @property
+    def callable(self) -> CallableTool:
+        return CallableTool(self.name, arguments_schema(self.input_schema), bool(self.strict))
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        function = {"name": self.name, "parameters": self.input_schema}
+        if self.description is not None:
+            function["description"] = self.description
+        return {"type": "function", "function": function}
+
+
+class AnthropicToolChoice(Body):
+    """Whether the model may, must or must not call tools, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(default=None, max_length=256)
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError(
+                "alternative", "has a name if its type is tool, and only then"
+            )
+        return self
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers. How much it thinks is its own decision."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Int | None = None
+
+
+class AnthropicFormat(Body):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How much effort the model is to make, and which form its answer has."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnthropicFormat | None = None
+
+
+class CountTokensBody(Body):
+    """POST /v1/messages/count_tokens: a conversation."""
+
+    model: str | None = None
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, fail_fast=True)]
+    system: TextOrParts | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # vLLM's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    # What changes nothing here.
+    cache_control: Ignored = None
+    context_management: Annotated[Any, Without("context_management", {}, {"edits": []})] = None
+    mcp_servers: Annotated[Any, Only([], why="tools are called by the client")] = None
+    speed: Annotated[Any, Only("standard", why=_ONE_TIER)] = None
+    user_profile_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
+    workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+        has_form = self.output_config is not None and self.output_config.format is not None
+        names = {
+            "prompt": "messages",
+            "continue_final_message": "messages",
+            "session_id": SESSION_HEADER,
+            "stop": "stop_sequences",
+            "structured_outputs": "output_config.format" if has_form else "tools",
+        }
+        if error.error_reason == CONTEXT_LENGTH_EXCEEDED:
+            # Anthropic's clients recognize such an error by its beginning.
+            message = f"prompt is too long: {error.message}"
+            return type(error)(message, field="messages", reason=error.error_reason)
+        return renamed(error, names)
+
+
+class Metadata(Body):
+    """The user of the client. It has no effect."""
+
+    user_id: str | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[Int, Field(ge=1)]
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: Int | None = None
+    top_p: float | None = None
+    # vLLM's.
+    seed: Int | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    include_metrics: bool | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    # Refused with a code by which clients know to send whole conversations.
+    thread: dict[str, Any] | None = None
+    # What changes nothing here.
+    metadata: Metadata | None = None
+    container: Annotated[Any, Only(why="no code is run")] = None
+    diagnostics: Annotated[Any, Without("diagnostics")] = None
+    kv_transfer_params: Annotated[Any, Only({}, why="the server decides where they are")] = None
+    output_format: Annotated[Any, Only(why="send output_config.format")] = None
+    inference_geo: Annotated[Any, Only(why=_ONE_PLACE)] = None
+    service_tier: Annotated[Any, Only("auto", "standard_only", why=_ONE_TIER)] = None

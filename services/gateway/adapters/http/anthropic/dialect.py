@@ -1,0 +1,124 @@
+"""/v1/messages: from answers to its messages and events."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from services.common.errors import StepwellError
+from services.common.request.finish_reason import FinishReason
+from services.common.telemetry import names
+from services.gateway.adapters.http.anthropic.block_writer import BlockWriter
+from services.gateway.adapters.http.anthropic.bodies import MessagesBody
+from services.gateway.adapters.http.exchange.errors import AnthropicErrors, described
+from services.gateway.adapters.http.openai.dialect import StreamingDialect, named_event
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.text.parsing.events import CallStart
+
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.REPETITION: "end_turn",
+    # The client may send back what was said, and have it continued.
+    FinishReason.ABORT: "pause_turn",
+}
+
+
+class MessagesDialect(StreamingDialect):
+    """How Anthropic's API writes one answer: a message of blocks."""
+
+    operation = names.GENAI_OPERATION_CHAT
+    id_prefix = "msg"
+    keep_alive = named_event({"type": "ping"})
+
+    def __init__(
+        self,
+        body: MessagesBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        self._request = request
+        self._model = model_name
+        is_omitted = body.thinking is not None and body.thinking.display == "omitted"
+        self._blocks = BlockWriter(request, created, shows_thinking=not is_omitted)
+        self._last = Piece(0)
+        self._has_called = False
+
+    def opening(self, usage: Usage) -> list[dict[str, Any]]:
+        message = self._message([], None, None, usage)
+        return [{"type": "message_start", "message": message}]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        self._last = piece
+        self._has_called |= any(isinstance(event, CallStart) for event in piece.events or ())
+        return self._blocks.events(piece)
+
+    def encode_chunks(
+        self, chunks: Sequence[dict[str, Any]], _usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        yield b"".join(map(named_event, chunks))
+
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        reason, sequence = self._stop(self._last, usage, has_called=self._has_called)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        last = {"type": "message_delta", "delta": delta, "usage": _usage_body(usage)}
+        if metrics is not None:
+            last["metrics"] = metrics
+        return named_event(last) + named_event({"type": "message_stop"})
+
+    def broken_off(self, error: StepwellError) -> bytes:
+        return named_event(AnthropicErrors().body(described(error)))
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        [answer] = answers
+        has_called = bool(answer.message.calls)
+        reason, sequence = self._stop(answer.last, usage, has_called=has_called)
+        return self._message(self._blocks.whole(answer), reason, sequence, usage)
+
+    def _message(
+        self,
+        blocks: list[dict[str, Any]],
+        stop_reason: str | None,
+        stop_sequence: str | None,
+        usage: Usage,
+    ) -> dict[str, Any]:
+        return {
+            "id": self._request.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": blocks,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": _usage_body(usage),
+        }
+
+    def _stop(self, last: Piece, usage: Usage, *, has_called: bool) -> tuple[str, str | None]:
+        """Why the answer ended, and the stop string if one ended it."""
+        assert last.finish_reason is not None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        if has_called and last.finish_reason is FinishReason.STOP:
+            return "tool_use", None
+        most = self._request.default_max_tokens
+        is_cut = last.finish_reason is FinishReason.LENGTH
+        if is_cut and most is not None and usage.num_generated_tokens < most:
+            return "model_context_window_exceeded", None
+        return _STOP_REASONS[last.finish_reason], None
+
+
+def _usage_body(usage: Usage) -> dict[str, Any]:
+    """Prompt tokens that were cached are counted apart from the others, as Anthropic does."""
+    body: dict[str, Any] = {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_generated_tokens,
+    }
+    if usage.num_reasoning_tokens is not None:
+        body["output_tokens_details"] = {"thinking_tokens": usage.num_reasoning_tokens}
+    return body

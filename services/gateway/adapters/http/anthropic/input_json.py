@@ -1,0 +1,134 @@
+"""Inputs of calls as Anthropic's API promises them: always the JSON of an object."""
+
+import json
+import math
+import re
+
+from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading, drop
+
+_SCALAR = re.compile(r"[-+.0-9A-Za-z_]+")
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
+_ESCAPED = frozenset('"\\/bfnrt')
+_NAMES = {"True": "true", "False": "false", "None": "null"}
+_MAX_DEPTH = 100
+"""Clients read JSON of some two hundred levels."""
+
+
+class InputWriter:
+    """Makes the text of a JSON object of the arguments of a call, while the model writes them, in
+    pieces: keys, values, brackets.
+
+    Strings, numbers and names are written once they are complete, after their key: what the end of
+    the answer cut is left out. Superfluous and missing commas, escapes that JSON does not know, and
+    words without quotes are mended. Text that is no JSON beyond that ends the object; what is no
+    object at all is an empty one.
+    """
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._unsent: list[str] = []
+        self._closers: list[str] = []
+        self._has_begun = False
+        self._work = self._read()
+        next(self._work)
+
+    def feed(self, text: str) -> list[str]:
+        """The pieces that more arguments add."""
+        self._reader.feed(text)
+        next(self._work, None)
+        return self._take()
+
+    def end(self) -> list[str]:
+        """The rest, once the call is over."""
+        self._reader.end()
+        next(self._work, None)
+        if not self._has_begun:
+            return ["{}"]
+        self._unsent += reversed(self._closers)
+        self._closers.clear()
+        return self._take()
+
+    def _take(self) -> list[str]:
+        pieces = [piece for piece in self._unsent if piece]
+        self._unsent.clear()
+        return pieces
+
+    def _read(self) -> Reading[None]:
+        yield
+        try:
+            if (yield from self._reader.skip_space()) == "{":
+                self._has_begun = True
+                yield from self._nested("", "{", "}")
+        except Malformed:
+            pass
+        yield from self._reader.rest(drop)
+
+    def _nested(self, before: str, opener: str, closer: str) -> Reading[None]:
+        """Reads an object or a list."""
+        if len(self._closers) == _MAX_DEPTH:
+            raise Malformed
+        self._reader.skip(1)
+        self._unsent += [before, opener]
+        self._closers.append(closer)
+        separator = ""
+        while (first := (yield from self._reader.skip_space())) != closer:
+            if first == ",":
+                self._reader.skip(1)
+                continue
+            key = "" if opener == "[" else (yield from self._key())
+            yield from self._value(separator + key)
+            separator = ", "
+        self._reader.skip(1)
+        self._unsent.append(self._closers.pop())
+
+    def _key(self) -> Reading[str]:
+        key = yield from self._string()
+        if (yield from self._reader.skip_space()) != ":":
+            raise Malformed
+        self._reader.skip(1)
+        return f"{key}: "
+
+    def _value(self, before: str) -> Reading[None]:
+        first = yield from self._reader.skip_space()
+        if first == "{":
+            yield from self._nested(before, "{", "}")
+        elif first == "[":
+            yield from self._nested(before, "[", "]")
+        elif first == '"':
+            text = yield from self._string()
+            self._unsent += [before, text]
+        else:
+            text = yield from self._scalar()
+            self._unsent += [before, text]
+
+    def _string(self) -> Reading[str]:
+        if (yield from self._reader.skip_space()) != '"':
+            raise Malformed
+        pieces: list[str] = []
+        yield from self._reader.quoted(pieces.append)
+        text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
+        # Halves of surrogate pairs are no text: two that belong together become one character.
+        whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return json.dumps(whole, ensure_ascii=False)
+
+    def _scalar(self) -> Reading[str]:
+        pieces: list[str] = []
+        if not (yield from self._reader.matching(_SCALAR, pieces.append)) or not pieces:
+            raise Malformed
+        word = "".join(pieces)
+        word = _NAMES.get(word, word)
+        return word if _is_scalar(word) else json.dumps(word)
+
+
+def _known_escape(match: re.Match[str]) -> str:
+    """An escape of JSON; any other backslash is a backslash."""
+    escaped = match[1]
+    return match[0] if escaped in _ESCAPED or len(escaped) > 1 else f"\\\\{escaped}"
+
+
+def _is_scalar(word: str) -> bool:
+    try:
+        value = json.loads(word)
+    except ValueError:
+        return False
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,0 +1,114 @@
+"""/v1/messages: from its body to a request."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.openai.output_plan import AUTO, NONE, REQUIRED, ToolUse, planned
+from services.gateway.adapters.http.openai.parts import said
+from services.gateway.adapters.http.openai.rendering import render_turns
+from services.gateway.adapters.http.openai.sampling import given_parameters
+from services.gateway.adapters.http.openai.tool_bodies import ToolFields, check_tools
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest, Prompt
+
+_TOOLS = ToolFields("tools[{}].name", "tools[{}].input_schema", "tools[{}].strict")
+_CHOICES = {"auto": AUTO, "any": REQUIRED, "tool": NONE, "none": NONE}
+_SAMPLED = ("temperature", "top_k", "top_p", "seed")
+
+
+async def messages_request(
+    body: MessagesBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request that a body asks for. Raises InvalidArgument for contradictions.
+
+    As with Anthropic, `max_tokens` may be more than fits: the answer ends where the context does.
+    """
+    if body.thread is not None:
+        raise InvalidArgument(
+            "thread: conversations are not kept here; send the whole conversation",
+            field="thread",
+            reason="THREAD_UNSUPPORTED_REQUEST",
+        )
+    use = _tool_use(body)
+    use.check(inference)
+    text = await render(body, inference)
+    [token_ids] = await inference.encode([text], add_special_tokens=False)
+    request = ClientRequest(
+        request_id=request_id,
+        prompts=(Prompt(token_ids),),
+        sampling=replace(
+            inference.default_sampling,
+            structured_outputs=_form(body),
+            **given_parameters(body, _SAMPLED),
+        ),
+        stop=tuple(body.stop_sequences or ()),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+        default_max_tokens=body.max_tokens,
+    )
+    last = body.messages[-1]
+    turns = list(last.to_template("messages[-1]")) if last.role == "assistant" else [None]
+    return await planned(request, use, text, inference, turns[-1])
+
+
+async def render(body: CountTokensBody, inference: Inference) -> str:
+    """The conversation as the model reads it. A last turn of the assistant is continued."""
+    tools = body.tools or []
+    check_tools([tool.callable for tool in tools], _TOOLS)
+    turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]
+    for number, message in enumerate(body.messages):
+        turns += message.to_template(f"messages[{number}]")
+    continues = turns[-1]["role"] == "assistant"
+    if continues and "tool_calls" in turns[-1]:
+        raise InvalidArgument(
+            "messages: the results of the last calls are missing", field="messages"
+        )
+    return await render_turns(
+        inference.tokenizer,
+        turns,
+        tools=[tool.to_template() for tool in tools],
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
+        variables={**_thinking(body), **(body.chat_template_kwargs or {})},
+    )
+
+
+def _tool_use(body: MessagesBody) -> ToolUse:
+    """What the model may call. Raises InvalidArgument for a choice among no tools."""
+    choice, tools = body.tool_choice, body.tools or []
+    if choice is None:
+        return ToolUse([tool.callable for tool in tools], AUTO if tools else NONE, fields=_TOOLS)
+    if choice.type in ("any", "tool") and not tools:
+        raise InvalidArgument(
+            f"tool_choice is {choice.type}, but there are no tools", field="tool_choice"
+        )
+    return ToolUse(
+        tools=[tool.callable for tool in tools],
+        choice=_CHOICES[choice.type] if tools else NONE,
+        named=choice.name,
+        parallel=not choice.disable_parallel_tool_use,
+        fields=_TOOLS,
+    )
+
+
+def _thinking(body: CountTokensBody) -> dict[str, Any]:
+    """What templates read of whether and how much the model is to think."""
+    effort = None if body.output_config is None else body.output_config.effort
+    thinking = "adaptive" if body.thinking is None else body.thinking.type
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if thinking != "adaptive":
+        variables["enable_thinking"] = thinking == "enabled"
+    return variables
+
+
+def _form(body: MessagesBody) -> StructuredOutputs | None:
+    """What an answer is to conform to."""
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    schema = json.dumps(body.output_config.format.schema_, ensure_ascii=False)
+    return StructuredOutputs(StructuredOutputsKind.JSON, schema)

@@ -1,0 +1,96 @@
+"""The HTTP applications of the gateway: their routes, and what is checked before them."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from services.gateway.adapters.http.exchange.application import Application, Check
+from services.gateway.adapters.http.exchange.errors import HINT_HEADERS
+from services.gateway.adapters.http.exchange.ignored_fields import HEADER as IGNORED_FIELDS
+from services.gateway.adapters.http.exchange.request_records import RequestRecords
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.openapi.document import openapi_document
+from services.gateway.adapters.http.transport.hosts import HostCheck, HostNames
+from services.gateway.adapters.keys.auth import ApiKeys, authorization_of
+from services.gateway.adapters.keys.rate_limit_headers import RATE_LIMIT_HEADERS
+from services.gateway.adapters.telemetry.request_record import REQUEST_ID, TRACE_ID
+from services.gateway.adapters.telemetry.request_recorder import RequestRecorder
+
+
+def make_app(
+    title: str,
+    description: str,
+    routes: Sequence[Route],
+    keys: ApiKeys,
+    *,
+    asks_for_keys: bool,
+    checks: Sequence[Check] = (),
+) -> Application:
+    """An application of these routes. Each request passes `checks`, and shows one of the keys where
+    its route needs one.
+    """
+    document = partial(openapi_document, title, description, routes, asks_for_keys=asks_for_keys)
+
+    async def authenticate(request: Request) -> None:
+        state = request.scope["state"]
+        if "tenant" not in state:
+            state["tenant"] = await keys.authenticate(authorization_of(state["record"].headers))
+
+    checked = []
+    for route in routes:
+        needed = [*checks]
+        if route.needs_key:
+            needed.append(authenticate)
+        if route.body is not None:
+            needed.append(_check_content)
+        checked.append((route, needed))
+    return Application(title, checked, document)
+
+
+def guarded(
+    app: ASGIApp,
+    names: HostNames,
+    allowed_origins: Sequence[str],
+    recorder: RequestRecorder,
+    operations: Mapping[str, str],
+    counted: ASGIApp | None = None,
+) -> ASGIApp:
+    """The application behind the checks of where a request comes from, with records of requests.
+    See RequestRecords for `operations` and `counted`.
+    """
+    if allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=allowed_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=(
+                REQUEST_ID,
+                TRACE_ID,
+                IGNORED_FIELDS,
+                *HINT_HEADERS,
+                *RATE_LIMIT_HEADERS,
+            ),
+        )
+    return RequestRecords(HostCheck(app, names), recorder, operations, counted)
+
+
+async def _check_content(request: Request) -> None:
+    """Refuses bodies whose Content-Type is not JSON.
+
+    A browser sends any other kind for a page of another site at once (a "simple" request); for JSON
+    it asks the server first, which allows it only for the allowed origins (CORS).
+    """
+    headers = request.scope["state"]["record"].headers
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "the body must be sent with Content-Type: application/json")
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        raise HTTPException(
+            415, "the body must not be compressed", headers={"Accept-Encoding": "identity"}
+        )

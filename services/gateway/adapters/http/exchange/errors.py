@@ -1,0 +1,220 @@
+"""Errors as the APIs write them: a status, and a body in the form of the API that was called."""
+
+import json
+import math
+from collections.abc import Hashable, Iterable
+from functools import lru_cache
+from http import HTTPStatus
+from typing import NamedTuple, Protocol
+
+from starlette.responses import Response
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from services.common import errors
+from services.common.rpc.retry_hint import retry_hint_seconds
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.idempotency.key import KeyReused
+
+KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
+    errors.InvalidArgument: (400, "invalid_request_error"),
+    KeyReused: (422, "invalid_request_error"),
+    errors.OutOfRange: (400, "invalid_request_error"),
+    errors.Unauthenticated: (401, "authentication_error"),
+    errors.PermissionDenied: (403, "permission_error"),
+    errors.NotFound: (404, "not_found_error"),
+    errors.FailedPrecondition: (409, "conflict_error"),
+    errors.PayloadTooLarge: (413, "invalid_request_error"),
+    errors.QuotaExceeded: (429, "rate_limit_error"),
+    errors.ResourceExhausted: (503, "service_unavailable_error"),
+    errors.InternalError: (500, "server_error"),
+    errors.DeadlineExceeded: (504, "timeout_error"),
+    errors.Aborted: (503, "service_unavailable_error"),
+    errors.Unavailable: (503, "service_unavailable_error"),
+}
+"""Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts."""
+
+_MEDIA_TYPE = "application/json"
+_KEPT_BODIES = 256
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API."""
+
+HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
+"""Headers of refusals that say whether and when to try again."""
+
+
+class Described(NamedTuple):
+    """An error as the body of an answer describes it, and its status."""
+
+    status: int
+    kind: str
+    """OpenAI's type: where a limit of the tenant refuses, what that limits."""
+    message: str
+    field: str | None
+    code: str
+
+
+def described(error: errors.StepwellError) -> Described:
+    status, kind = _kind(error)
+    if isinstance(error, errors.QuotaExceeded):
+        kind = error.quota or kind
+    return Described(status, kind, error.message, error.field, error.error_reason.lower())
+
+
+def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
+    """The body of an error; `message` takes the place of the error's own."""
+    said = described(error)
+    return _OPENAI.body(said if message is None else said._replace(message=message))
+
+
+class ErrorWriter(Hashable, Protocol):
+    """One API's way to write the bodies of errors."""
+
+    def body(self, error: Described) -> dict[str, object]:
+        """The body of an error."""
+
+    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
+        """The body of what was not understood far enough to be one of these errors."""
+
+
+class OpenAiErrors:
+    """{"error": {message, type, param, code}}"""
+
+    def body(self, error: Described) -> dict[str, object]:
+        return {
+            "error": {
+                "message": error.message,
+                "type": error.kind,
+                "param": error.field,
+                "code": error.code,
+            }
+        }
+
+    def plain_body(self, _status_code: int, message: str) -> dict[str, object]:
+        kind = "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+
+
+class AnthropicErrors:
+    """{"type": "error", "error": {type, message, details}}, with a code for programs in details."""
+
+    def body(self, error: Described) -> dict[str, object]:
+        """Without a place of its own, the field at fault is named in the message."""
+        message = error.message
+        if error.field and error.field not in message:
+            message = f"{error.field}: {message}"
+        return self._body(error.status, message, {"error_code": error.code})
+
+    def plain_body(self, status_code: int, message: str) -> dict[str, object]:
+        return self._body(status_code, message, None)
+
+    def _body(
+        self, status_code: int, message: str, details: dict[str, str] | None
+    ) -> dict[str, object]:
+        is_fault_here = status_code >= _SERVER_ERROR
+        kind = _ANTHROPIC_TYPES.get(
+            status_code, "api_error" if is_fault_here else "invalid_request_error"
+        )
+        return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
+
+
+_SERVER_ERROR = 500
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Types by status, where they are not those of all faults of clients or of servers."""
+
+_OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
+
+
+def error_writer(scope: Scope) -> ErrorWriter:
+    """The writer of the API that a request calls."""
+    path = scope["path"]
+    is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return _ANTHROPIC if is_anthropic else _OPENAI
+
+
+def error_response(error: errors.StepwellError, scope: Scope) -> Response:
+    """The whole answer to a request."""
+    said = described(error)
+    return Response(
+        json.dumps(error_writer(scope).body(said)),
+        status_code=said.status,
+        headers=error_headers(error),
+        media_type=_MEDIA_TYPE,
+    )
+
+
+def error_headers(error: errors.StepwellError) -> dict[str, str]:
+    """When to try again, in whole seconds and in milliseconds, or that it would not help. Both are
+    what OpenAI's clients read.
+    """
+    headers = {}
+    if (seconds := retry_hint_seconds(error)) is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(seconds)))
+        headers["Retry-After-Ms"] = str(math.ceil(1000 * seconds))
+    if error.may_retry is not None:
+        headers["X-Should-Retry"] = "true" if error.may_retry else "false"
+    if isinstance(error, errors.Unauthenticated):
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
+
+
+def raw_error_response(
+    error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
+) -> bytes:
+    """The whole answer as it is sent on a connection that is used on, with further headers."""
+    said = described(error)
+    fixed, body = _encoded(error_writer(scope), said)
+    own = "".join([f"{name.lower()}: {value}\r\n" for name, value in error_headers(error).items()])
+    further = [b"%b: %b\r\n" % header for header in headers]
+    return b"".join([STATUS_LINE[said.status], *further, fixed, own.encode(), b"\r\n", body])
+
+
+@lru_cache(maxsize=_KEPT_BODIES)
+def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
+    """The headers of an error's body, and the body: in an overload most refusals have the same."""
+    body = json.dumps(writer.body(error)).encode()
+    headers = f"content-length: {len(body)}\r\ncontent-type: {_MEDIA_TYPE}\r\n"
+    return headers.encode(), body
+
+
+def status_of(error: errors.StepwellError) -> int:
+    """The HTTP status of an error."""
+    return _kind(error)[0]
+
+
+def _kind(error: errors.StepwellError) -> tuple[int, str]:
+    for ancestor in type(error).__mro__:
+        if ancestor in KINDS:
+            return KINDS[ancestor]
+    return KINDS[errors.InternalError]
+
+
+def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
+    """The answer to what was not understood far enough to be one of these errors. The request's
+    record gets the name of the status for its error.
+    """
+    record: RequestRecord = scope["state"]["record"]
+    record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
+    body = json.dumps(error_writer(scope).plain_body(status_code, message))
+    return Response(body, status_code=status_code, media_type=_MEDIA_TYPE)
+
+
+def raw_refusal(status: int, message: str) -> bytes:
+    """Such an answer before it is known which API is called, in OpenAI's form; the connection is
+    closed after it.
+    """
+    body = json.dumps(_OPENAI.plain_body(status, message)).encode()
+    head = (
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
+    )
+    return STATUS_LINE[status] + head.encode() + body

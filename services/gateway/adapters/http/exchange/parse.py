@@ -1,0 +1,162 @@
+"""From the bytes of a body to a body object, or to an error that names the field."""
+
+import asyncio
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from services.common.errors import InvalidArgument, PayloadTooLarge
+from services.gateway.adapters.http.exchange.ignored_fields import (
+    IGNORE,
+    IgnoredFieldLog,
+    field_name,
+)
+from services.gateway.adapters.http.transport.body_budget import BodyBudget
+from services.gateway.adapters.http.transport.json_meter import JsonMeter
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.traces.timeline import Part
+
+B = TypeVar("B", bound=BaseModel)
+
+_SMALL_BYTES = 16 * 1024
+"""Read, checked and sent on in one turn of the event loop."""
+_MAX_PROBLEMS = 100
+"""Listing a hundred thousand problems would take longer than serving a request."""
+_MAX_NAME = 100
+"""Characters of a client's name for a field that an error repeats."""
+
+
+class BodyReader:
+    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds all bodies together.
+
+    Fields that the body's class lacks are ignored or refused, as `unknown_fields` says. The
+    request's record gets the names of ignored fields, and of known ones that have no effect.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        max_values: int,
+        budget: BodyBudget,
+        unknown_fields: str = IGNORE,
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._max_values = max_values
+        self._budget = budget
+        self._ignores_unknown = unknown_fields == IGNORE
+        self._log = IgnoredFieldLog()
+
+    async def read(self, request: Request, model: type[B]) -> B:
+        """Reads and checks a body. One that is too large is refused before it is buffered."""
+        record: RequestRecord = request.scope["state"]["record"]
+        num_bytes = _declared_bytes(record, self._max_bytes)
+        if self._budget.is_counted(num_bytes):
+            record.wait("body_budget")
+        async with self._budget.hold(num_bytes):
+            record.enter(Part.READ)
+            raw = await self._read(request)
+            record.enter(Part.PARSE)
+            body, ignored = parse_body(raw, model, ignores_unknown=self._ignores_unknown)
+            if ignored:
+                record.ignored_fields = ignored
+                self._log.note(record.call.path, ignored, model.model_fields)
+            if len(raw) > _SMALL_BYTES:
+                await asyncio.sleep(0)  # what is done with it is another piece of work
+            return body
+
+    async def _read(self, request: Request) -> bytes:
+        chunks, size = [], 0
+        meter = JsonMeter(self._max_values)
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > self._max_bytes:
+                    raise _too_large(self._max_bytes)
+                meter.feed(chunk)
+                chunks.append(chunk)
+        except ClientDisconnect as error:
+            raise InvalidArgument("the body ended before it was complete") from error
+        return b"".join(chunks)
+
+
+def parse_body(
+    raw: bytes, model: type[B], *, ignores_unknown: bool = True
+) -> tuple[B, tuple[str, ...]]:
+    """A body, and the names of the fields in it that have no effect. Raises InvalidArgument that
+    names the first field at fault.
+    """
+    ignored: list[str] = []
+    try:
+        body = model.model_validate_json(raw, context=ignored)
+    except ValidationError as error:
+        unknown = _unknown_fields(error) if ignores_unknown else ()
+        if not unknown:
+            raise refusal(error, "the body") from error
+        ignored = [*unknown]
+        try:
+            body = model.model_validate_json(raw, context=ignored, extra="ignore")
+        except ValidationError as remaining:
+            raise refusal(remaining, "the body") from remaining
+    return body, tuple(dict.fromkeys(ignored))
+
+
+def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
+    """The unknown fields among the problems of a body; only their number where they are many."""
+    if error.error_count() > _MAX_PROBLEMS:
+        return (f"{error.error_count()} fields",)
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    return tuple(field_name(each["loc"]) for each in problems if each["type"] == _UNKNOWN)
+
+
+def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
+    """The Content-Length, or the longest allowed where there is none."""
+    declared = record.headers.get("content-length", "")
+    if not declared.isdigit():
+        return max_bytes
+    if int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    return int(declared)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
+
+
+_UNKNOWN = "extra_forbidden"
+_SENTENCES = {
+    _UNKNOWN: ("{where} is no known parameter", "UNKNOWN_PARAMETER"),
+    "missing": ("{where} is missing", "MISSING_PARAMETER"),
+    "not_supported": ("{where} is not supported: {what}", "UNSUPPORTED_PARAMETER"),
+    "alternative": ("{where} {what}", None),
+    "model_type": ("{where} must be a JSON object", None),
+}
+"""Sentences for problems, by pydantic's names of them; other problems keep pydantic's message."""
+
+
+def refusal(error: ValidationError, whole: str) -> InvalidArgument:
+    """The error of a body or a query, which `whole` says: it names the first field at fault."""
+    if error.error_count() > _MAX_PROBLEMS:
+        return InvalidArgument(f"{whole} has {error.error_count()} wrong or unknown fields")
+    problem = error.errors(include_url=False, include_input=False)[0]
+    kind, where, what = problem["type"], _path(problem["loc"]), problem["msg"]
+    if kind == "json_invalid":
+        return InvalidArgument(f"{whole} is not JSON: {problem['ctx']['error']}")
+    sentence, reason = _SENTENCES.get(kind, ("{where}: {what}", None))
+    if kind not in _SENTENCES:
+        what = what[:1].lower() + what[1:]
+    message = sentence.format(where=where or whole, what=what)
+    return InvalidArgument(message, field=where or None, reason=reason)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's location, without its names for alternatives."""
+    path = ""
+    for place, part in enumerate(location):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif place == 0:
+            path = part[:_MAX_NAME]
+        elif not part.startswith("<"):
+            path += f".{part[:_MAX_NAME]}"
+    return path

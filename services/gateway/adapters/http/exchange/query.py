@@ -1,0 +1,30 @@
+"""The query of a request, checked as strictly as bodies are."""
+
+from typing import Any, TypeVar, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.requests import Request
+
+from services.gateway.adapters.http.exchange.parse import refusal
+
+Q = TypeVar("Q", bound="Query")
+
+
+class Query(BaseModel):
+    """Every parameter is known; those that are no lists are given once."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def read_query(request: Request, model: type[Q]) -> Q:
+    """Raises InvalidArgument that names the first parameter at fault."""
+    given: dict[str, Any] = {}
+    for name in request.query_params:
+        values = request.query_params.getlist(name)
+        field = model.model_fields.get(name)
+        is_list = field is not None and get_origin(field.annotation) is list
+        given[name] = values if is_list or len(values) > 1 else values[0]
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise refusal(error, "the query") from error

@@ -1,0 +1,185 @@
+"""Runs one generation inside one HTTP exchange, and ends it when the client goes away."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.http.anthropic.bodies import MessagesBody
+from services.gateway.adapters.http.exchange.deadline import ending_at, until
+from services.gateway.adapters.http.exchange.errors import error_response
+from services.gateway.adapters.http.exchange.event_stream import EventStream
+from services.gateway.adapters.http.exchange.json_pieces import send_json
+from services.gateway.adapters.http.exchange.keep_alive import kept_alive
+from services.gateway.adapters.http.exchange.request_state import CLIENT
+from services.gateway.adapters.http.exchange.while_connected import while_connected
+from services.gateway.adapters.http.openai.bodies import PooledBody, SamplingBody
+from services.gateway.adapters.http.openai.dialect import StreamingDialect
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
+from services.gateway.adapters.telemetry.observation import Observation, Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.adapters.telemetry.request_times import metrics_body
+from services.gateway.core.admission.arrivals import Arrival
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import IdempotencyKey
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
+from services.gateway.core.limits.tenant_limits import NO_LIMITS, Allowance
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.best_of import best_answers
+from services.gateway.core.request.delivery import Answers
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.tenant import Tenant
+from services.gateway.core.traces.timeline import Part
+
+logger = logging.getLogger(__name__)
+
+AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody | GenerateTokensBody
+"""What asks for something that a model computes."""
+
+
+class WholeDialect(Protocol):
+    """One API's way to write answers that are never streamed."""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A body that was read, with what its API makes of it."""
+
+    body: AskingBody
+    operation: str
+    id_prefix: str
+    make_dialect: Callable[[ClientRequest, int, str, Tokenizer], StreamingDialect | WholeDialect]
+    tenant: Tenant
+    allowance: Allowance
+    record: RequestRecord
+    deadline: float | None
+    arrival: Arrival
+    key: IdempotencyKey | None
+    to_request: Callable[[], Awaitable[ClientRequest]]
+
+
+class GenerationReply:
+    """The answer to a request of any kind, streamed or whole.
+
+    The status is sent with the first item from the engine, or once a stream was silent for a while,
+    so that a refusal by the scheduler has its own status also where a stream was asked for. When
+    the client disconnects the work is cancelled and its sequences are aborted, unless an
+    idempotency key says that the client may come back.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[ExitStack], Awaitable[Exchange]],
+        inference: Inference,
+        keyed_requests: KeyedRequests,
+        gate: Gate,
+        observer: Observer,
+        keep_alive: float,
+    ) -> None:
+        """`read` reads the body, once the gate is entered; what it enters is left in the end. A
+        stream is never silent for longer than `keep_alive` seconds; 0: as long as it takes.
+        """
+        self._read = read
+        self._inference = inference
+        self._keyed_requests = keyed_requests
+        self._gate = gate
+        self._observer = observer
+        self._keep_alive = keep_alive
+        self._dialect: StreamingDialect | WholeDialect | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with ExitStack() as entered:
+                state = scope["state"]
+                with self._observer.counting_refusals(state["record"], state["tenant"]):
+                    entered.enter_context(self._gate.enter())
+                    exchange = await self._read(entered)
+                with while_connected(state[CLIENT]):
+                    await self._work(exchange, scope, receive, send)
+        except StepwellError as error:
+            await error_response(error, scope)(scope, receive, send)
+
+    async def _work(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with self._observer.observing(
+                exchange.operation, exchange.record, exchange.tenant
+            ) as observation:
+                await self._generate(exchange, observation, scope["state"], send)
+        except StepwellError as error:
+            await self._refuse(exchange.body.in_client_words(error), scope, receive, send)
+        except Exception:
+            logger.exception("defect while serving %s", exchange.operation)
+            await self._refuse(InternalError("a defect here"), scope, receive, send)
+
+    async def _generate(
+        self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send
+    ) -> None:
+        inference, is_stream = self._inference, bool(exchange.body.stream)
+        record = exchange.record
+        async with until(exchange.deadline):
+            record.enter(Part.TOKENIZE)
+            request = await exchange.to_request()
+            if request.output_form is not None:
+                record.ignored_fields += request.output_form.unserved_fields
+            record.enter(Part.PREPARE)
+            generation = await inference.prepare(request, record.trace_headers, exchange.deadline)
+            if not is_stream:
+                inference.check_num_logprobs(generation)
+            if exchange.allowance is not NO_LIMITS:
+                record.wait("limits")
+            await exchange.allowance.reserve(generation)
+            if exchange.key is not None:
+                record.wait("idempotency_key")
+                generation = await self._keyed_requests.attach(
+                    generation, exchange.key, exchange.id_prefix, inference.again
+                )
+        record.enter(Part.PREPARE)
+        adapter = generation.request.adapter
+        dialect = self._dialect = exchange.make_dialect(
+            generation.request,
+            generation.identity.created,
+            inference.model_name if adapter is None else adapter.name,
+            inference.tokenizer,
+        )
+        sink = (
+            EventStream(generation, dialect, state, send, record)
+            if is_stream and isinstance(dialect, StreamingDialect)
+            else Answers(generation)
+        )
+        with observation.watching(generation, sink, stream=is_stream) as watched:
+            exchange.arrival.end()
+            delivery = inference.delivery(generation, watched, stream=is_stream)
+            with ExitStack() as entered:
+                entered.enter_context(ending_at(exchange.deadline, delivery.end))
+                if isinstance(sink, EventStream):
+                    entered.enter_context(kept_alive(sink, self._keep_alive, delivery.wake))
+                await delivery.run()
+        if isinstance(sink, EventStream):
+            await sink.close(metrics_body(record) if exchange.body.include_metrics else None)
+        else:
+            returned = best_answers(sink.answers, generation.request)
+            answer = dialect.whole(returned, generation.usage())
+            if exchange.body.include_metrics:
+                answer["metrics"] = metrics_body(record)
+            await send_json(answer, send)
+
+    async def _refuse(
+        self, error: StepwellError, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        record: RequestRecord = scope["state"]["record"]
+        if record.status:  # the answer has begun
+            assert isinstance(self._dialect, StreamingDialect)
+            body = self._dialect.broken_off(error)
+            await send({"type": "http.response.body", "body": body})
+        else:
+            await error_response(error, scope)(scope, receive, send)

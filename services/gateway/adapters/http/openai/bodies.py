@@ -1,0 +1,352 @@
+"""The bodies of requests, field by field. Types are checked here, ranges in the core."""
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    HistoryBody,
+    Int,
+    Only,
+    Prompts,
+    TextOrTexts,
+    Texts,
+    TokenIds,
+    given,
+)
+from services.gateway.adapters.http.openai.formats import (
+    ResponseFormat,
+    StructuredOutputsBody,
+    TextFormat,
+)
+from services.gateway.adapters.http.openai.parts import TextOrParts, read, said, thought
+from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
+from services.gateway.adapters.http.openai.vllm_fields import (
+    UnservedChatFields,
+    UnservedPoolingFields,
+    UnservedPromptFields,
+    UnservedSamplingFields,
+    UnservedTemplateFields,
+)
+from services.gateway.core.request.request import ChatRole
+
+_NO_FUNCTIONS = "functions have become tools"
+_NO_SEARCH = "the web is not searched"
+_NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to reason."""
+_NO_PREFIX = "an answer is continued with continue_final_message"
+
+
+class StreamOptions(Body):
+    """What a stream carries besides its pieces."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
+
+
+class RepetitionDetectionBody(Body):
+    """What repetition ends an answer, as vLLM's clients write it."""
+
+    max_pattern_size: Int = 0
+    min_pattern_size: Int = 0
+    min_count: Int = 0
+
+
+class TruncationFields(Body):
+    """How many tokens of a prompt are kept, and on which side of it others are cut off."""
+
+    truncate_prompt_tokens: Int | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class SamplingBody(UnservedSamplingFields, TruncationFields):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    # OpenAI's.
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    response_format: ResponseFormat | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: Int | None = None
+    n: Int | None = None
+    seed: Int | None = None
+    stop: TextOrTexts | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # vLLM's.
+    top_k: Int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
+    add_special_tokens: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    prompt_cache_key: str | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: TokenIds | None = None
+    prompt_logprobs: Int | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    # Of /render alone, as in vLLM.
+    return_token_offsets: bool | None = None
+    include_metrics: bool | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    # The names that vLLM had for what is in structured_outputs.
+    guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
+    guided_regex: Annotated[Any, Only(why="send structured_outputs.regex")] = None
+    guided_choice: Annotated[Any, Only(why="send structured_outputs.choice")] = None
+    guided_grammar: Annotated[Any, Only(why="send structured_outputs.grammar")] = None
+    # What changes nothing here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Annotated[Any, Only(False, why="nothing is stored")] = None
+    service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
+    safety_identifier: str | None = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+        error = renamed(error, {"session_id": "prompt_cache_key"})
+        of_format = self.response_format is not None and self.structured_outputs is None
+        if not of_format or isinstance(self.response_format, TextFormat):
+            return error
+        return renamed(error, {"structured_outputs": "response_format"})
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [given("prompt"), given("prompt_embeds")]}
+    )
+
+    prompt: Prompts | None = None
+    # vLLM's, here each a safetensors file.
+    prompt_embeds: TextOrTexts | None = None
+    echo: bool | None = None
+    logprobs: Int | None = None
+    best_of: Int | None = None
+    # Ours: of which session it is a turn.
+    session: str | None = Field(default=None, min_length=1, max_length=128)
+    suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
+
+
+class SessionBody(Body):
+    """POST /v1/sessions."""
+
+    model: str | None = None
+
+
+class LoadLoraBody(Body):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadLoraBody(Body):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+class ChatMessage(HistoryBody):
+    """One turn of a conversation."""
+
+    role: ChatRole
+    content: TextOrParts | None = None
+    name: str | None = None
+    # What the assistant said in place of a content.
+    refusal: str | None = None
+    audio: Annotated[Any, Only(why="audio is not supported")] = None
+    function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
+    tool_calls: ToolCalls | None = None
+    # Of a tool's answer: which call it answers.
+    tool_call_id: str | None = None
+    images: Annotated[Any, Only([], why="images are not supported")] = None
+    prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
+    partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
+    # What the assistant thought, by its names at vLLM, DeepSeek, OpenRouter and Ollama. Whether
+    # the model reads it again depends on its chat template.
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+
+    def to_template(self, where: str) -> dict[str, Any]:
+        """The turn as chat templates take it: without content, that is an empty text. Raises
+        InvalidArgument, which says `where`, for calls that are not the assistant's.
+        """
+        content = self.content
+        is_text = isinstance(content, str) and content
+        turn: dict[str, Any] = {
+            "role": self.role,
+            "content": [content] if is_text else self._texts(),
+        }
+        if self.tool_calls:
+            if self.role != "assistant":
+                field = f"{where}.tool_calls"
+                raise InvalidArgument(f"{field}: only the assistant calls tools", field=field)
+            turn["tool_calls"] = [call.to_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            turn["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            turn["name"] = self.name
+        if self.role == "assistant":
+            named = self.reasoning_content or self.reasoning or self.thinking
+            if thoughts := named or thought(content):
+                # transformers gives templates the other names of it, too.
+                turn["reasoning_content"] = thoughts
+        return turn
+
+    def _texts(self) -> list[str]:
+        texts = said(self.content) if self.role == "assistant" else read(self.content)
+        return texts if any(texts) or not self.refusal else [self.refusal]
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatTemplateBody(UnservedTemplateFields):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+
+class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
+    max_completion_tokens: Int | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
+    function_call: Annotated[Any, Only("none", why=_NO_FUNCTIONS)] = None
+    modalities: Annotated[Any, Only([], ["text"], why="only text is generated")] = None
+    audio: Annotated[Any, Only(why="only text is generated")] = None
+    prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Int | None = None
+    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+    web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
+    moderation: Annotated[Any, Only(why="nothing is moderated")] = None
+    prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.tools and self.response_format is None and self.structured_outputs is None:
+            names["structured_outputs"] = "tools"
+        if self.max_tokens is None:
+            names["max_tokens"] = "max_completion_tokens"
+        return renamed(super().in_client_words(error), names)
+
+
+class PooledBody(UnservedPoolingFields, TruncationFields):
+    """What embeddings and scores share."""
+
+    model: str | None = None
+    user: str | None = None
+    # vLLM's.
+    use_activation: bool | None = None
+    include_metrics: bool | None = None
+    priority: Int | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+
+    @property
+    def stream(self) -> None:
+        """Vectors come whole."""
+        return
+
+    @abstractmethod
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+
+
+class InputBody(PooledBody):
+    """What embeddings, classify and pooling share: prompts."""
+
+    input: Prompts
+    add_special_tokens: bool | None = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        return renamed(error, {"prompt": "input"})
+
+
+class EmbeddingBody(InputBody):
+    """POST /v1/embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int | None = None
+
+
+class ScoreBody(PooledBody):
+    """POST /score: one text to many, or as many to as many, pair by pair."""
+
+    text_1: TextOrTexts
+    text_2: TextOrTexts
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """Prompts are numbered through both texts, so that a number would mislead."""
+        if error.field is not None and error.field.startswith("prompt["):
+            message = error.message.replace(error.field, "text_2", 1)
+            return type(error)(message, field="text_2", reason=error.error_reason)
+        return renamed(error, {"prompt": "text_2"})
+
+
+def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
+    """The error, whose field is called by another of these names; unchanged if it is of none."""
+    own, bracket, number = (error.field or "").partition("[")
+    name = names.get(own)
+    if name is None:
+        return error
+    return type(error)(
+        re.sub(rf"\b{own}\b", name, error.message, count=1),
+        field=name + bracket + number,
+        reason=error.error_reason,
+        retry_after_seconds=error.retry_after_seconds,
+    )
+
+
+class TokenizeBody(ChatTemplateBody, UnservedPromptFields):
+    """POST /tokenize: plain text in `prompt`, or a conversation in `messages`."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given("prompt"), given("messages")]})
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,100 @@
+"""What the assistant says, as chat completions write it, whole and in deltas."""
+
+from hashlib import sha256
+from typing import Any
+
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.generation import Answer
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.text.parsing.events import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+)
+
+_PREFIX = "chatcmpl-tool-"
+_DIGITS = 32
+
+
+def call_id(
+    request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
+) -> str:
+    """The id of a call: the same wherever the same answer is written again, and of the length that
+    the model's chat template takes, else with an API's prefix.
+    """
+    name = f"{request.request_id}/{created}/{choice}/{call}"
+    digest = sha256(name.encode()).hexdigest()
+    tools = None if request.output_form is None else request.output_form.tools
+    length = None if tools is None else tools.id_length
+    return prefix + digest[:_DIGITS] if length is None else digest[:length]
+
+
+class MessageWriter:
+    """Writes the messages of one request's answers."""
+
+    def __init__(self, request: ClientRequest, created: int, *, shows_reasoning: bool) -> None:
+        self._request = request
+        self._created = created
+        self._shows_reasoning = shows_reasoning
+        self._have_called: set[int] = set()
+
+    def deltas(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece adds to its message."""
+        if piece.events is None:
+            return [{"content": piece.text}] if piece.text else []
+        deltas = (self._delta(piece.index, event) for event in piece.events)
+        return [delta for delta in deltas if delta]
+
+    def whole(self, index: int, answer: Answer) -> dict[str, Any]:
+        """The message of one answer."""
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if self._request.output_form is None:
+            return message
+        parsed = answer.message
+        message["content"] = parsed.content or (None if parsed.calls or parsed.reasoning else "")
+        if parsed.reasoning and self._shows_reasoning:
+            message["reasoning"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call_id(self._request, self._created, index, number),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for number, call in enumerate(parsed.calls)
+            ]
+        return message
+
+    def finish_reason(self, last: Piece, num_calls: int = 0) -> str | None:
+        """Why an answer ended, as OpenAI and vLLM say it: for the calls in it, unless the client
+        named the tool.
+        """
+        reason = last.finish_reason
+        if reason is None:
+            return None
+        form = self._request.output_form
+        has_called = num_calls > 0 or last.index in self._have_called
+        if has_called and reason is FinishReason.STOP and form is not None and form.named is None:
+            return "tool_calls"
+        return reason.value
+
+    def _delta(self, index: int, event: OutputEvent) -> dict[str, Any] | None:
+        match event:
+            case ContentDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return {"reasoning": text} if self._shows_reasoning else None
+            case CallStart(call, name):
+                self._have_called.add(index)
+                started = {
+                    "index": call,
+                    "id": call_id(self._request, self._created, index, call),
+                    "type": "function",
+                    "function": {"name": name, "arguments": ""},
+                }
+                return {"tool_calls": [started]}
+            case CallArguments(call, text):
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}

@@ -1,0 +1,208 @@
+"""How answers are written: what every API does, and what completions and chat completions share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from services.common.errors import StepwellError
+from services.common.request.finish_reason import FinishReason
+from services.gateway.adapters.http.exchange.errors import error_body
+from services.gateway.adapters.http.exchange.json_pieces import (
+    HoldsLongList,
+    LongList,
+    json_pieces,
+    listed,
+    to_json,
+)
+from services.gateway.adapters.http.openai.bodies import SamplingBody, StreamOptions
+from services.gateway.adapters.http.openai.logprobs import prompt_logprobs, token_number, token_text
+from services.gateway.adapters.http.openai.text_frame import TextFrame
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.logprobs import LogprobRows
+from services.gateway.core.request.request import ClientRequest
+
+
+class StreamingDialect(ABC):
+    """One API's way to write answers, whole and streamed. One is made for each request."""
+
+    operation: str
+    """The GenAI operation."""
+    id_prefix: str
+    keep_alive = b": keep-alive\n\n"
+    """An event that says nothing: a comment."""
+
+    @abstractmethod
+    def opening(self, usage: Usage) -> list[dict[str, Any]]:
+        """What comes before any token; `usage` has the counts of the prompt."""
+
+    @abstractmethod
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece adds, if anything."""
+
+    @abstractmethod
+    def encode_chunks(
+        self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        """Server-sent events of what `opening` and `chunks` gave. `usage` is called if they hold
+        it.
+        """
+
+    def text_event(self, _piece: Piece) -> bytes | None:
+        """The event of a piece whose chunk differs from the one before it in its text alone; None
+        for one whose chunks are to be made.
+        """
+        return None
+
+    @abstractmethod
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        """The last events of an answer that is complete, with where its time went, if asked for."""
+
+    @abstractmethod
+    def broken_off(self, error: StepwellError) -> bytes:
+        """The last events of an answer that an error ended."""
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+
+class Dialect(StreamingDialect):
+    """How completions and chat completions write answers and chunks: choices in a frame."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self,
+        body: SamplingBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        self.request = request
+        self.tokenizer = tokenizer
+        self.return_token_ids = bool(body.return_token_ids)
+        self.token_text = token_number if body.return_tokens_as_token_ids else token_text
+        self.return_prompt_logprobs = body.prompt_logprobs is not None
+        options = body.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._usage_in_every_chunk = bool(options.continuous_usage_stats)
+        self._origin = {"created": created, "model": model_name}
+        head = to_json(self._head(self.chunk_object)).encode()
+        tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
+        self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
+        self._text_frames: dict[int, TextFrame | None] = {}
+        """By the index of the answer; None after its first text, which may come with more."""
+
+    def opening(self, _usage: Usage) -> list[dict[str, Any]]:
+        """Choices of the chunks that come before any token."""
+        return []
+
+    @abstractmethod
+    def choice(self, index: int, answer: Answer) -> dict[str, Any]:
+        """A whole answer."""
+
+    def extras(self, _answers: Sequence[Answer]) -> dict[str, Any]:
+        return {}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed, whose choices are made when it is sent."""
+        choices = (self.choice(index, answer) for index, answer in enumerate(answers))
+        return {
+            **self._head(self.whole_object),
+            "choices": LongList(choices, nested=True),
+            "usage": usage_body(usage),
+            **self.extras(answers),
+        }
+
+    def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
+        """vLLM's `prompt_logprobs`; the first token has none."""
+        return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
+
+    def text_event(self, piece: Piece) -> bytes | None:
+        """See StreamingDialect."""
+        if not piece.is_text or self._usage_in_every_chunk:
+            return None
+        index = piece.index
+        frame = self._text_frames.get(index)
+        if frame is None:
+            if index not in self._text_frames:
+                self._text_frames[index] = None
+                return None
+            head, tail = self._frame_without_usage
+            (chunk,) = self.chunks(TextFrame.marked(index))
+            frame = self._text_frames[index] = TextFrame(head.decode(), chunk, tail.decode())
+        return frame.event(piece)
+
+    def encode_chunks(
+        self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        """Server-sent events, one per choice, all in one piece unless they hold long lists.
+
+        `usage` is called where every chunk holds it.
+        """
+        head, tail = self._frame(usage)
+        events: list[bytes] = []
+        for choice in chunks:
+            try:
+                events.append(head + to_json(choice).encode() + tail)
+            except HoldsLongList:
+                yield b"".join([*events, head])
+                yield from json_pieces(choice)
+                events = [tail]
+        yield b"".join(events)
+
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        """The last events: token counts and times where asked for, and the mark of the end."""
+        if not self._include_usage and metrics is None:
+            return b"data: [DONE]\n\n"
+        body: dict[str, Any] = {**self._head(self.chunk_object), "choices": []}
+        if self._include_usage:
+            body["usage"] = usage_body(usage)
+        if metrics is not None:
+            body["metrics"] = metrics
+        return event(body) + b"data: [DONE]\n\n"
+
+    def broken_off(self, error: StepwellError) -> bytes:
+        return event(error_body(error)) + b"data: [DONE]\n\n"
+
+    def _frame(self, usage: Callable[[], Usage]) -> tuple[bytes, bytes]:
+        if not self._usage_in_every_chunk:
+            return self._frame_without_usage
+        counts = to_json(usage_body(usage())).encode()
+        return self._frame_without_usage[0], b'],"usage":' + counts + b"}\n\n"
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.request.request_id, "object": kind, **self._origin}
+
+
+def event(body: object) -> bytes:
+    return b"data: " + to_json(body).encode() + b"\n\n"
+
+
+def named_event(body: Mapping[str, Any]) -> bytes:
+    """An event whose name is the type of its body."""
+    return f"event: {body['type']}\ndata: {to_json(body)}\n\n".encode()
+
+
+def stop_reason(piece: Piece) -> str | int | None:
+    """What ended an answer, as vLLM writes it: a stop string, a stop token, a repetition."""
+    if piece.finish_reason is FinishReason.REPETITION:
+        return "repetition_detected"
+    return piece.stop_reason
+
+
+def usage_body(usage: Usage) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_generated_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+    if usage.num_reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
+    return body

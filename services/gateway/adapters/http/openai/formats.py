@@ -1,0 +1,184 @@
+"""What clients demand of the form of an answer: OpenAI's `response_format`, vLLM's
+`structured_outputs`.
+"""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.common.errors import InvalidArgument
+from services.common.request.structured_outputs import (
+    FIELD,
+    StructuredOutputs,
+    StructuredOutputsKind,
+    invalid,
+)
+from services.gateway.adapters.grammars.structural_tags import structural_tag
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    Only,
+    Texts,
+    by_type,
+    given,
+    text_or_object,
+)
+from services.gateway.core.ports import Tokenizer
+
+ANY_OBJECT = '{"type": "object"}'
+_NO_CHOICE = "JSON is written as its schema allows"
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class TextFormat(Body):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A JSON schema and its name. Answers conform to it also where `strict` is false."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(Body):
+    """Text with parts that have forms: `format`, or `structures` and what triggers them."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: Texts | None = None
+
+
+AnswerFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+
+
+ResponseFormat = Annotated[
+    Annotated[TextFormat, Tag("<text>")]
+    | Annotated[JsonObjectFormat, Tag("<json_object>")]
+    | Annotated[JsonSchemaFormat, Tag("<json_schema>")]
+    | Annotated[StructuralTagFormat, Tag("<structural_tag>")],
+    Discriminator(
+        by_type,
+        custom_error_type="alternative",
+        custom_error_message="must be an object whose type is text, json_object, json_schema or "
+        "structural_tag",
+    ),
+]
+
+
+TextOrObject = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[dict[str, Any], Tag("<object>")],
+    Discriminator(
+        text_or_object,
+        custom_error_type="alternative",
+        custom_error_message="must be a string or an object",
+    ),
+]
+
+
+class StructuredOutputsBody(Body):
+    """Exactly one form that an answer has, as vLLM's clients write it."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [given(name) for name in _FORMS]})
+
+    json_: TextOrObject | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: TextOrObject | None = None
+    # vLLM's, of how JSON is written.
+    disable_any_whitespace: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
+    disable_additional_properties: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
+    disable_fallback: Annotated[Any, Only(False, why="there is one backend")] = None
+    whitespace_pattern: Annotated[Any, Only(why=_NO_CHOICE)] = None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        forms = (
+            self.json_,
+            self.regex,
+            self.choice,
+            self.grammar,
+            self.json_object or None,
+            self.structural_tag,
+        )
+        if sum(form is not None for form in forms) != 1:
+            raise PydanticCustomError(
+                "alternative", "must have exactly one of " + ", ".join(_FORMS)
+            )
+        return self
+
+    async def wanted(self, tokenizer: Tokenizer) -> StructuredOutputs:
+        """The form, not checked. Raises InvalidArgument for a structural tag that is none."""
+        if self.structural_tag is not None:
+            return await structural_tag(_tag(self.structural_tag), tokenizer)
+        if self.regex is not None:
+            return StructuredOutputs(StructuredOutputsKind.REGEX, self.regex)
+        if self.choice is not None:
+            text = json.dumps(self.choice, ensure_ascii=False)
+            return StructuredOutputs(StructuredOutputsKind.CHOICE, text)
+        if self.grammar is not None:
+            return StructuredOutputs(StructuredOutputsKind.GRAMMAR, self.grammar)
+        if self.json_object:
+            return StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
+        text = self.json_ if isinstance(self.json_, str) else _schema_text(self.json_ or {})
+        return StructuredOutputs(StructuredOutputsKind.JSON, text)
+
+
+async def wanted_form(
+    response_format: AnswerFormat | None,
+    structured_outputs: StructuredOutputsBody | None,
+    tokenizer: Tokenizer,
+) -> StructuredOutputs | None:
+    """What an answer is to conform to; None: it is free. Raises InvalidArgument for two forms."""
+    of_format = None
+    if isinstance(response_format, JsonObjectFormat):
+        of_format = StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
+    elif isinstance(response_format, JsonSchemaFormat):
+        text = _schema_text(response_format.json_schema.schema_)
+        of_format = StructuredOutputs(StructuredOutputsKind.JSON, text)
+    elif isinstance(response_format, StructuralTagFormat):
+        of_format = await structural_tag(response_format.model_dump(), tokenizer)
+    if structured_outputs is None:
+        return of_format
+    if of_format is not None:
+        raise InvalidArgument(
+            f"{FIELD} and response_format both say what an answer conforms to: send one of them",
+            field=FIELD,
+        )
+    return await structured_outputs.wanted(tokenizer)
+
+
+def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
+    """A structural tag, which vLLM's clients send as a text, too."""
+    try:
+        tag = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise invalid("structural_tag is not JSON") from error
+    if not isinstance(tag, dict):
+        raise invalid("structural_tag must be an object")
+    return tag
+
+
+def _schema_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,237 @@
+"""The routes that a model computes: completions, chat completions, messages, responses,
+embeddings, scores.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.anthropic.bodies import SESSION_HEADER, MessagesBody
+from services.gateway.adapters.http.anthropic.dialect import MessagesDialect
+from services.gateway.adapters.http.anthropic.request import messages_request
+from services.gateway.adapters.http.exchange.deadline import deadline_of
+from services.gateway.adapters.http.exchange.errors import MESSAGES
+from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.gateway.adapters.http.exchange.reply import (
+    AskingBody,
+    Exchange,
+    GenerationReply,
+    WholeDialect,
+)
+from services.gateway.adapters.http.exchange.request_state import ARRIVAL
+from services.gateway.adapters.http.openai.bodies import (
+    ChatCompletionBody,
+    CompletionBody,
+    EmbeddingBody,
+    PooledBody,
+    ScoreBody,
+)
+from services.gateway.adapters.http.openai.chat import ChatDialect, chat_request
+from services.gateway.adapters.http.openai.completions import CompletionDialect, completion_request
+from services.gateway.adapters.http.openai.dialect import StreamingDialect
+from services.gateway.adapters.http.openai.pooled import (
+    EmbeddingDialect,
+    ScoreDialect,
+    embedding_request,
+    score_request,
+)
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.openai.responses.dialect import ResponsesDialect
+from services.gateway.adapters.http.openai.responses.request import responses_request
+from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
+from services.gateway.adapters.http.openai.tokens.dialect import TokensDialect, tokens_request
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
+from services.gateway.core.limits.tenant_limits import NO_LIMITS
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.request.request_check import check_request_id
+from services.gateway.core.sessions.client_sessions import ClientSessions
+from services.gateway.core.tenant import ANYONE, Tenant
+
+B = TypeVar("B", bound=AskingBody)
+C_contra = TypeVar("C_contra", bound=AskingBody, contravariant=True)
+
+COMPLETIONS = "/v1/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+EMBEDDINGS = "/v1/embeddings"
+GENERATE_TOKENS = "/inference/v1/generate"
+SCORE = "/score"
+V1_SCORE = "/v1/score"
+OPERATIONS = {
+    COMPLETIONS: CompletionDialect.operation,
+    CHAT_COMPLETIONS: ChatDialect.operation,
+    MESSAGES: MessagesDialect.operation,
+    RESPONSES: ResponsesDialect.operation,
+    EMBEDDINGS: EmbeddingDialect.operation,
+    GENERATE_TOKENS: TokensDialect.operation,
+    SCORE: ScoreDialect.operation,
+    V1_SCORE: ScoreDialect.operation,
+}
+"""The GenAI operation of each."""
+
+
+class _Api(Protocol[C_contra]):
+    """One API's way to write answers to bodies of its own."""
+
+    operation: str
+    id_prefix: str
+
+    def __call__(
+        self,
+        body: C_contra,
+        request: ClientRequest,
+        created: int,
+        name: str,
+        tokenizer: Tokenizer,
+        /,
+    ) -> StreamingDialect | WholeDialect: ...
+
+
+class GenerationRoutes:
+    """A handler for each route. All read a body of their own kind, and answer in its dialect."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        keyed_requests: KeyedRequests,
+        gate: Gate,
+        observer: Observer,
+        bodies: BodyReader,
+        sessions: ClientSessions,
+        keep_alive: float,
+    ) -> None:
+        """`keep_alive` is how long a stream may be silent, in seconds; 0: as long as it takes."""
+        self._inference = inference
+        self._keyed_requests = keyed_requests
+        self._gate = gate
+        self._observer = observer
+        self._bodies = bodies
+        self._sessions = sessions
+        self._keep_alive = keep_alive
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """Text completions; with `session`, a turn of it."""
+        tenant: Tenant = request.state.tenant
+
+        async def to_request(
+            body: CompletionBody, inference: Inference, name: str
+        ) -> ClientRequest:
+            if body.session is None:
+                return await completion_request(body, inference, name)
+            if request.state.record.headers.get(FIELD.lower()) is not None:
+                raise InvalidArgument(f"{FIELD} cannot be given with session", field="session")
+            session = self._sessions.find(body.session, tenant)
+            if session.token_ids and body.add_special_tokens is None:
+                body = body.model_copy(update={"add_special_tokens": False})
+            return replace(await completion_request(body, inference, name), session=session)
+
+        return self.reply(request, CompletionBody, to_request, CompletionDialect)
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        """Chat completions."""
+        return self.reply(request, ChatCompletionBody, chat_request, ChatDialect)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        """Anthropic's messages; of an agent, requests of one session are kept together."""
+
+        async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
+            asked = await messages_request(body, inference, name)
+            return replace(asked, session_id=request.headers.get(SESSION_HEADER, ""))
+
+        return self.reply(request, MessagesBody, to_request, MessagesDialect)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        """OpenAI's responses, of which none is kept."""
+        return self.reply(request, ResponsesBody, responses_request, ResponsesDialect)
+
+    async def embeddings(self, request: Request) -> ASGIApp:
+        """Vectors of texts."""
+        return self.reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
+
+    async def generate_tokens(self, request: Request) -> ASGIApp:
+        """Tokens that follow tokens, without text."""
+        return self.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
+
+    async def score(self, request: Request) -> ASGIApp:
+        """How well texts go with texts."""
+        return self.reply(request, ScoreBody, score_request, ScoreDialect)
+
+    async def v1_score(self, request: Request) -> ASGIApp:
+        """The same as /score."""
+        return await self.score(request)
+
+    def reply(
+        self,
+        request: Request,
+        body_type: type[B],
+        to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
+        dialect: "_Api[B]",
+    ) -> ASGIApp:
+        """The answer to a request whose body is of this type; it is read when the answer runs."""
+
+        async def read(entered: ExitStack) -> Exchange:
+            state = request.scope["state"]
+            tenant: Tenant = state["tenant"]
+            record: RequestRecord = state["record"]
+            deadline = deadline_of(record.headers, record.timeline.began)
+            key = None
+            if not issubclass(body_type, PooledBody):  # vectors are the same if computed again
+                key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
+            arrival = state.get(ARRIVAL)
+            if arrival is None:
+                needs_room = key is None or not self._keyed_requests.knows(key)
+                arrival = self._inference.arriving(tenant, deadline, needs_room=needs_room)
+            entered.enter_context(arrival)
+            body = await self._bodies.read(request, body_type)
+            self._inference.check_model(body.model, tenant)
+            name = _request_id(dialect.id_prefix, body, record)
+
+            async def client_request() -> ClientRequest:
+                asked = await to_request(body, self._inference, name)
+                adapter = self._inference.adapters.find(body.model)
+                if tenant is ANYONE and adapter is None:
+                    return asked
+                return replace(asked, tenant=tenant, adapter=adapter)
+
+            return Exchange(
+                body=body,
+                operation=dialect.operation,
+                id_prefix=dialect.id_prefix,
+                make_dialect=partial(dialect, body),
+                tenant=tenant,
+                allowance=state.get("allowance", NO_LIMITS),
+                record=record,
+                deadline=deadline,
+                arrival=arrival,
+                key=key,
+                to_request=client_request,
+            )
+
+        return GenerationReply(
+            read,
+            self._inference,
+            self._keyed_requests,
+            self._gate,
+            self._observer,
+            self._keep_alive,
+        )
+
+
+def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
+    """The client's name for its request, from body or header, or a new one."""
+    if body.request_id is not None:
+        check_request_id(body.request_id)
+        record.rename(body.request_id)
+    return f"{prefix}-{record.request_id}"

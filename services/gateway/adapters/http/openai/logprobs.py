@@ -1,0 +1,113 @@
+"""Log-probabilities as OpenAI's and vLLM's answers write them."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.logprobs import LogprobRows
+from services.gateway.core.request.request import Prompt
+
+TokenText = Callable[[Tokenizer, int], str]
+"""Writes a token as a text."""
+
+# The four parallel lists of a completion's `logprobs`.
+TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
+    "tokens",
+    "token_logprobs",
+    "top_logprobs",
+    "text_offset",
+)
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's text; `bytes:\\xe2\\x80` for a piece of a character, as OpenAI writes it."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
+    """The token's id as a text, as vLLM writes it for clients that ask for ids."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    rows: LogprobRows, tokenizer: Tokenizer, token_text: TokenText = token_text
+) -> Iterator[dict[str, Any]]:
+    """`logprobs.content` of a chat answer: one entry per token."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
+
+    for ids, probs, _ in rows.rows():
+        yield {
+            **entry(ids[0], probs[0]),
+            "top_logprobs": [entry(*best) for best in zip(ids[1:], probs[1:], strict=True)],
+        }
+
+
+def completion_logprobs(
+    rows: LogprobRows,
+    offsets: Sequence[int],
+    tokenizer: Tokenizer,
+    token_text: TokenText = token_text,
+) -> dict[str, Iterable[Any]]:
+    """`logprobs` of a completion: four parallel lists.
+
+    `offsets` says where the text of each token starts. The token itself is always among its top
+    log-probabilities, which then are one more than asked for.
+    """
+
+    def top(ids: list[int], probs: list[float]) -> dict[str, float]:
+        best = {
+            token_text(tokenizer, token): prob
+            for token, prob in zip(ids[1:], probs[1:], strict=True)
+        }
+        best.setdefault(token_text(tokenizer, ids[0]), probs[0])
+        return best
+
+    return {
+        TOKENS: (token_text(tokenizer, ids[0]) for ids, _, _ in rows.rows()),
+        TOKEN_LOGPROBS: (probs[0] for _, probs, _ in rows.rows()),
+        TOP_LOGPROBS: (top(ids, probs) for ids, probs, _ in rows.rows()),
+        TEXT_OFFSET: offsets,
+    }
+
+
+def echoed_logprobs(
+    prompt: Prompt,
+    rows: LogprobRows | None,
+    tokenizer: Tokenizer,
+    token_text: TokenText = token_text,
+) -> dict[str, Iterable[Any]]:
+    """`logprobs` of an echoed prompt, which has offsets; its first token has none."""
+    offsets = prompt.offsets or []
+    first: dict[str, list[Any]] = {
+        TOKENS: [token_text(tokenizer, prompt.token_ids[0])],
+        TOKEN_LOGPROBS: [None],
+        TOP_LOGPROBS: [None],
+        TEXT_OFFSET: offsets[:1],
+    }
+    if rows is None:
+        return {**first}
+    rest = completion_logprobs(rows, offsets[1:], tokenizer, token_text)
+    return {name: chain(first[name], rest[name]) for name in first}
+
+
+def prompt_logprobs(rows: LogprobRows | None, tokenizer: Tokenizer) -> Iterator[Any]:
+    """vLLM's `prompt_logprobs`: per prompt token a map from token id to logprob, rank and text."""
+    yield None
+    for ids, probs, own_rank in rows.rows() if rows is not None else ():
+        entries = {}
+        for rank, (token, prob) in enumerate(zip(ids[1:], probs[1:], strict=True), start=1):
+            entries[str(token)] = _ranked(prob, rank, token, tokenizer)
+        entries[str(ids[0])] = _ranked(probs[0], own_rank, ids[0], tokenizer)
+        yield entries
+
+
+def _ranked(logprob: float, rank: int, token_id: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}

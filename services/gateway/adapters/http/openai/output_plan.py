@@ -1,0 +1,278 @@
+"""What the answer of a conversation is held to and read as: its tools, its form, its reasoning."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.common.request.thinking_budget import MAX_TOKENS, ThinkingBudget
+from services.gateway.adapters.grammars.after_reasoning import after_reasoning
+from services.gateway.adapters.grammars.refused import check_schemas, check_written
+from services.gateway.adapters.grammars.tool_calls import (
+    CallableTool,
+    bare,
+    calls_or_form,
+    forced_calls,
+    strict_calls,
+)
+from services.gateway.adapters.http.openai.tool_bodies import CHAT_TOOLS, ToolFields
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.text.parsing.formats.harmony import HARMONY_MARKS, open_message
+from services.gateway.core.text.parsing.output_form import OutputForm
+from services.gateway.core.text.parsing.reasoning import PromptedReasoning, ReasoningState
+
+_BUDGET = "thinking_token_budget"
+_NO_BUDGET = -1
+NONE, AUTO, REQUIRED = "none", "auto", "required"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a client lets, or makes, the model call. `choice` is none, auto or required; `named` is
+    the tool that is to be called in place of these.
+    """
+
+    tools: Sequence[CallableTool] = ()
+    choice: str = NONE
+    named: str | None = None
+    parallel: bool = True
+    fields: ToolFields = CHAT_TOOLS
+
+    def check(self, inference: Inference) -> None:
+        """Raises InvalidArgument for a choice that these tools, or the server, do not allow."""
+        if self.named is not None:
+            if self.named not in {tool.name for tool in self.tools}:
+                raise InvalidArgument(
+                    f"tool_choice: there is no tool {self.named[:100]!r} in tools",
+                    field="tool_choice",
+                )
+        elif self.choice != NONE and not self.tools:
+            raise InvalidArgument(
+                f"tool_choice is {self.choice}, but there are no tools", field="tool_choice"
+            )
+        elif self.choice == AUTO:
+            formats = inference.output_formats
+            if formats.tools is None or not formats.auto_tools:
+                raise InvalidArgument(
+                    "tool_choice auto, the default where there are tools, needs a server that was "
+                    "started with --enable-auto-tool-choice and --tool-call-parser; none, and a "
+                    "choice that forces calls, need neither",
+                    field="tool_choice",
+                )
+
+    @property
+    def is_forced(self) -> bool:
+        return self.named is not None or self.choice == REQUIRED
+
+    @property
+    def held_tools(self) -> dict[str, CallableTool]:
+        """The tools whose calls conform to their schemas, by the fields of these."""
+        return {
+            self.fields.schema.format(number): tool
+            for number, tool in enumerate(self.tools)
+            if (tool.name == self.named if self.named is not None else self._holds(tool))
+        }
+
+    def _holds(self, tool: CallableTool) -> bool:
+        return self.choice == REQUIRED or (self.choice == AUTO and tool.strict)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What the request to the engine says, and how its answers are read. `marks`: of their format,
+    which may be special tokens.
+    """
+
+    structured_outputs: StructuredOutputs | None
+    output_form: OutputForm | None
+    marks: tuple[str, ...]
+
+
+async def planned(
+    request: ClientRequest,
+    use: ToolUse,
+    prompt: str,
+    inference: Inference,
+    last_turn: Mapping[str, Any] | None = None,
+    thinking_token_budget: int | None = None,
+) -> ClientRequest:
+    """The request for an answer to a rendered prompt, with what its answers are held to and read
+    as. `last_turn` is the turn of the assistant that the answer continues, and
+    `thinking_token_budget` bounds the reasoning, if it is not -1. Raises InvalidArgument.
+    """
+    sampling = request.sampling
+    reasoning = _reasoning(request, prompt, inference, last_turn)
+    if thinking_token_budget not in (None, _NO_BUDGET):
+        budget = await _budget(thinking_token_budget or 0, reasoning, inference)
+        sampling = replace(sampling, thinking_budget=budget)
+    plan = await _plan(use, sampling.structured_outputs, prompt, reasoning, inference)
+    if plan.structured_outputs is not sampling.structured_outputs:
+        sampling = replace(sampling, structured_outputs=plan.structured_outputs)
+    return replace(
+        request,
+        sampling=sampling,
+        output_form=plan.output_form,
+        shown_special_ids=inference.special_tokens.marks(plan.marks),
+    )
+
+
+async def _budget(
+    num_tokens: int, reasoning: PromptedReasoning | None, inference: Inference
+) -> ThinkingBudget | None:
+    """The bound of the reasoning; None where it is over."""
+    if reasoning is None:
+        raise InvalidArgument(
+            f"{_BUDGET} is not supported by a server without --reasoning-parser",
+            field=_BUDGET,
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    if not 0 <= num_tokens <= MAX_TOKENS:
+        raise InvalidArgument(
+            f"{_BUDGET} must be from 0 to {MAX_TOKENS}, or -1 for no bound, not {num_tokens}",
+            field=_BUDGET,
+        )
+    if reasoning.state is ReasoningState.OVER:
+        return None
+    form = reasoning.form
+    start, end = await inference.encode([form.start, form.end], add_special_tokens=False)
+    begins_inside = reasoning.state is ReasoningState.INSIDE
+    return ThinkingBudget(num_tokens, tuple(start), tuple(end), begins_inside)
+
+
+def _reasoning(
+    request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
+) -> PromptedReasoning | None:
+    """The reasoning of answers to a prompt. It is over in a turn that was said after thinking,
+    whether or not the template writes what was thought.
+    """
+    form = inference.output_formats.reasoning
+    if form is None:
+        return None
+    token_ids = request.prompts[0].token_ids
+    turn = inference.special_tokens.open_turn(prompt, token_ids, form.marks)
+    state = form.state_after(prompt, turn)
+    if last_turn and last_turn.get("reasoning_content") and any(last_turn["content"]):
+        state = ReasoningState.OVER
+    return PromptedReasoning(form, state)
+
+
+async def _plan(
+    use: ToolUse,
+    wanted: StructuredOutputs | None,
+    prompt: str,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
+) -> OutputPlan:
+    """The plan for answers to a rendered prompt, which are to have the form `wanted` where they are
+    content. Raises InvalidArgument.
+
+    As in vLLM a call that is forced takes the place of that form, and a form is that of what
+    follows the reasoning. Where the model may call tools, calls of formats with an envelope may
+    take its place, too; of others none is made.
+    """
+    use.check(inference)
+    formats = inference.output_formats
+    grammar = await _grammar(use, wanted, reasoning, inference)
+    unserved: tuple[str, ...] = ()
+    if grammar is None and use.choice == AUTO and any(tool.strict for tool in use.tools):
+        unserved = (use.fields.strict.replace("[{}]", ""),)
+    envelope = None if formats.tools is None else formats.tools.envelope
+    calls_freely = use.choice == AUTO and (wanted is None or envelope is not None)
+    if not (use.is_forced or calls_freely or reasoning or formats.is_harmony):
+        return OutputPlan(grammar, None, ())
+    is_harmony = formats.is_harmony and grammar is None
+    tools = formats.tools if calls_freely else None
+    form = OutputForm(
+        tools=tools,
+        schemas={tool.name: tool.schema for tool in use.tools} if calls_freely else {},
+        is_call_list=use.is_forced and use.named is None,
+        named=use.named,
+        reasoning=formats.reasoning,
+        begins_in_reasoning=reasoning is not None and reasoning.state is ReasoningState.INSIDE,
+        is_harmony=is_harmony,
+        open_message=open_message(prompt) if is_harmony else "",
+        single_call=not use.parallel,
+        unserved_fields=unserved,
+    )
+    marks = () if reasoning is None else reasoning.form.marks
+    marks += () if tools is None else tools.marks
+    return OutputPlan(grammar, form, marks + (HARMONY_MARKS if is_harmony else ()))
+
+
+async def _grammar(
+    use: ToolUse,
+    wanted: StructuredOutputs | None,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
+) -> StructuredOutputs | None:
+    """What the whole answer is held to; None: it is free. Raises InvalidArgument, with the field of
+    the tool at fault if it is one.
+    """
+    tokenizer, tools = inference.tokenizer, use.held_tools
+    check_schemas(tools)
+    if use.named is not None:
+        [named] = tools.values()
+        grammar: StructuredOutputs | None = await _arguments(named, inference, reasoning)
+    elif use.choice == REQUIRED:
+        grammar = await forced_calls(use.tools, tokenizer, reasoning, parallel=use.parallel)
+    elif wanted is not None:
+        grammar = await _form(use, wanted, reasoning, inference)
+    elif tools:
+        grammar = await _strict(use, reasoning, inference)
+    else:
+        grammar = None
+    if grammar is not None and grammar is not wanted:
+        await check_written(grammar, tools, None if use.is_forced else wanted, inference.check_form)
+    return grammar
+
+
+async def _form(
+    use: ToolUse,
+    wanted: StructuredOutputs,
+    reasoning: PromptedReasoning | None,
+    inference: Inference,
+) -> StructuredOutputs:
+    """The form of content that a client demands, or calls in its place."""
+    formats, tokenizer = inference.output_formats, inference.tokenizer
+    envelope = None if formats.tools is None else formats.tools.envelope
+    if use.choice == AUTO and envelope is not None:
+        return await calls_or_form(
+            use.tools,
+            envelope,
+            wanted,
+            tokenizer,
+            reasoning,
+            parallel=use.parallel,
+        )
+    if reasoning is None:
+        return wanted
+    return await after_reasoning(wanted, reasoning, tokenizer)
+
+
+async def _arguments(
+    tool: CallableTool, inference: Inference, reasoning: PromptedReasoning | None
+) -> StructuredOutputs:
+    """The arguments of one tool."""
+    schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
+    if reasoning is None:
+        return schema
+    return await after_reasoning(schema, reasoning, inference.tokenizer)
+
+
+async def _strict(
+    use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
+) -> StructuredOutputs | None:
+    """What holds strict calls to their schemas; None: calls of this format are not held to any."""
+    formats = inference.output_formats
+    if formats.tools is None or formats.tools.envelope is None:
+        return None
+    return await strict_calls(
+        use.tools,
+        formats.tools.envelope,
+        inference.tokenizer,
+        reasoning,
+        parallel=use.parallel,
+    )

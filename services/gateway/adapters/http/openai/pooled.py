@@ -1,0 +1,206 @@
+"""/v1/embeddings and /score: from a body to a request, from vectors to an answer."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from services.common.errors import InvalidArgument
+from services.common.request.pooling import PoolingParams, PoolingTask
+from services.common.request.sampling import SamplingParams
+from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.json_pieces import LongList
+from services.gateway.adapters.http.openai.bodies import (
+    EmbeddingBody,
+    InputBody,
+    PooledBody,
+    ScoreBody,
+    renamed,
+)
+from services.gateway.adapters.http.openai.dialect import usage_body
+from services.gateway.adapters.http.openai.sampling import check_texts
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest, Prompt
+from services.gateway.core.request.vectors import cosine, numbers
+
+
+async def embedding_request(
+    body: EmbeddingBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request that a body asks for. Raises InvalidArgument or OutOfRange, which name `prompt`
+    where the body has `input`.
+    """
+    inference.check_pools(PoolingTask.EMBED)
+    params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
+    return await prompts_request(body, inference, request_id, params)
+
+
+async def prompts_request(
+    body: InputBody, inference: Inference, request_id: str, params: PoolingParams
+) -> ClientRequest:
+    """The request for the vector of each prompt in `input`."""
+    given = body.input
+    is_single = isinstance(given, str) or not given or isinstance(given[0], int)
+    inputs = [given] if is_single else given
+    inference.check_num_choices(len(inputs), 1)
+    kept = inference.truncation(body.truncate_prompt_tokens, body.truncation_side)
+    if isinstance(inputs[0], str):
+        texts = cast(list[str], inputs)
+        check_texts(texts, "prompt")
+        with_special = body.add_special_tokens is not False
+        token_ids = await inference.encode(texts, add_special_tokens=with_special, kept=kept)
+    else:
+        given_ids = cast(list[list[int]], inputs)
+        token_ids = given_ids if kept is None else [*map(kept.kept, given_ids)]
+    return _client_request(body, request_id, tuple(map(Prompt, token_ids)), params)
+
+
+async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
+    """The request that a body asks for."""
+    first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
+    return await pair_request(body, inference, request_id, {"text_1": first, "text_2": second})
+
+
+async def pair_request(
+    body: PooledBody, inference: Inference, request_id: str, texts_of: Mapping[str, list[str]]
+) -> ClientRequest:
+    """The request for scores of pairs of texts, by the names of their two fields: each text once
+    for a model that embeds, else each pair.
+    """
+    pooler = inference.check_pools()
+    for name, texts in texts_of.items():
+        if not texts:
+            raise InvalidArgument(f"{name} must not be empty", field=name)
+        check_texts(texts, name)
+    (name, first), (other, second) = texts_of.items()
+    if len(first) not in (1, len(second)):
+        raise InvalidArgument(
+            f"{name} holds {len(first)} texts and {other} {len(second)}: give one, or as many",
+            field=name,
+        )
+    params = PoolingParams(use_activation=body.use_activation)
+    kept = inference.truncation(body.truncate_prompt_tokens, body.truncation_side)
+    if pooler.task is PoolingTask.EMBED:
+        inference.check_num_choices(len(first) + len(second), 1)
+        prompts = []
+        for name, texts in texts_of.items():
+            try:
+                encoded = await inference.encode(texts, add_special_tokens=True, kept=kept)
+            except InvalidArgument as error:
+                raise renamed(error, {"prompt": name}) from error
+            prompts += [Prompt(token_ids) for token_ids in encoded]
+        return _client_request(body, request_id, tuple(prompts), params)
+    if pooler.size != 1:
+        raise InvalidArgument(
+            f"this model has {pooler.size} classes: a score needs a model with one", field="model"
+        )
+    inference.check_num_choices(len(second), 1)
+    pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+    joined = await inference.encode_pairs(pairs, kept)
+    return _client_request(
+        body,
+        request_id,
+        tuple(Prompt(ids, num_first_text_tokens=before) for ids, before in joined),
+        params,
+    )
+
+
+def _texts(body: ScoreBody) -> tuple[str | list[str], str | list[str]]:
+    return body.text_1, body.text_2
+
+
+def _client_request(
+    body: PooledBody, request_id: str, prompts: tuple[Prompt, ...], params: PoolingParams
+) -> ClientRequest:
+    return ClientRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=SamplingParams(),
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+        pooling=params,
+    )
+
+
+class EmbeddingDialect:
+    """OpenAI's embeddings."""
+
+    operation = names.GENAI_OPERATION_EMBEDDINGS
+    id_prefix = "embd"
+
+    def __init__(
+        self,
+        body: EmbeddingBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._in_base64 = body.encoding_format == "base64"
+        self._head = answer_head(request, created, model_name)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer, whose vectors are written out as it is sent."""
+        data = (
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": vector_body(answer.pooled, in_base64=self._in_base64),
+            }
+            for index, answer in enumerate(answers)
+        )
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+
+
+def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
+    """A vector as numbers, or as base64 of them."""
+    return base64.b64encode(values).decode() if in_base64 else numbers(values).tolist()
+
+
+class ScoreDialect:
+    """vLLM's scores: of pairs, or cosines of embeddings."""
+
+    operation = names.GENAI_OPERATION_SCORE
+    id_prefix = "score"
+
+    def __init__(
+        self,
+        body: ScoreBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._num_second = 1 if isinstance(body.text_2, str) else len(body.text_2)
+        self._head = answer_head(request, created, model_name)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer."""
+        data = (
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(pair_scores(answers, self._num_second))
+        )
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+
+
+def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
+    """The scores of pairs, of which there are `num_second`: each is an answer, or the cosine of two
+    embeddings.
+    """
+    vectors = [numbers(answer.pooled) for answer in answers]
+    num_first = len(vectors) - num_second
+    if not num_first:
+        return [vector[0] for vector in vectors]
+    first = vectors[:num_first] * (num_second // num_first)
+    return [*map(cosine, first, vectors[num_first:])]
+
+
+def answer_head(request: ClientRequest, created: int, model_name: str) -> dict[str, Any]:
+    return {
+        "id": request.request_id,
+        "object": "list",
+        "created": created,
+        "model": model_name,
+    }

@@ -1,0 +1,161 @@
+"""Rerank, classify and pooling: from bodies to requests, from vectors to answers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.request.pooling import PoolingParams, PoolingTask
+from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.json_pieces import LongList
+from services.gateway.adapters.http.openai.dialect import usage_body
+from services.gateway.adapters.http.openai.pooled import (
+    answer_head,
+    pair_request,
+    pair_scores,
+    prompts_request,
+    vector_body,
+)
+from services.gateway.adapters.http.openai.ranking.bodies import (
+    ClassifyBody,
+    PoolingBody,
+    RerankBody,
+)
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+from services.gateway.core.request.vectors import numbers
+
+
+async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:
+    """The request for the scores of the query with each document."""
+    if body.top_n is not None and body.top_n < 0:
+        raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
+    return await pair_request(
+        body, inference, request_id, {"query": [body.query], "documents": body.texts}
+    )
+
+
+async def classify_request(
+    body: ClassifyBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request for the classes of each input."""
+    inference.check_pools(PoolingTask.CLASSIFY)
+    params = PoolingParams(use_activation=body.use_activation)
+    return await prompts_request(body, inference, request_id, params)
+
+
+async def pooling_request(
+    body: PoolingBody, inference: Inference, request_id: str
+) -> ClientRequest:
+    """The request for the vector of each input."""
+    inference.check_pools(None if body.task is None else PoolingTask(body.task))
+    params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
+    return await prompts_request(body, inference, request_id, params)
+
+
+class RerankDialect:
+    """Documents by their scores, the best first, and equal ones in the order in which they came."""
+
+    operation = names.GENAI_OPERATION_SCORE
+    id_prefix = "rerank"
+
+    def __init__(
+        self,
+        body: RerankBody,
+        request: ClientRequest,
+        _created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._texts = body.texts
+        self._top_n = body.top_n or len(self._texts)
+        self._has_documents = body.return_documents is not False
+        self._head = {"id": request.request_id, "model": model_name}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer."""
+        scores = pair_scores(answers, len(self._texts))
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = (self._result(index, scores[index]) for index in order[: self._top_n])
+        return {**self._head, "usage": usage_body(usage), "results": LongList(results, nested=True)}
+
+    def _result(self, index: int, score: float) -> dict[str, Any]:
+        result: dict[str, Any] = {"index": index, "relevance_score": score}
+        if self._has_documents:
+            result["document"] = {"text": self._texts[index]}
+        return result
+
+
+class ClassifyDialect:
+    """The numbers of the classes, and the name of the largest."""
+
+    def __init__(self, head: dict[str, Any], labels: Sequence[str]) -> None:
+        self._head = head
+        self._labels = labels
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer."""
+        data = (self._item(index, answer) for index, answer in enumerate(answers))
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}
+
+    def _item(self, index: int, answer: Answer) -> dict[str, Any]:
+        probs = numbers(answer.pooled).tolist()
+        best = max(range(len(probs)), key=probs.__getitem__)
+        return {
+            "index": index,
+            "label": self._labels[best] if best < len(self._labels) else None,
+            "probs": probs,
+            "num_classes": len(probs),
+        }
+
+
+class ClassifyApi:
+    """Makes dialects of answers to /classify with the names of the classes."""
+
+    operation = names.GENAI_OPERATION_SCORE
+    id_prefix = "classify"
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+
+    def __call__(
+        self,
+        _body: ClassifyBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+        /,
+    ) -> ClassifyDialect:
+        return ClassifyDialect(answer_head(request, created, model_name), self._labels)
+
+
+class PoolingDialect:
+    """Vectors as the model gives them."""
+
+    operation = names.GENAI_OPERATION_EMBEDDINGS
+    id_prefix = "pool"
+
+    def __init__(
+        self,
+        body: PoolingBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        self._in_base64 = body.encoding_format == "base64"
+        self._head = answer_head(request, created, model_name)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        """The body of the answer, whose vectors are written out as it is sent."""
+        data = (
+            {
+                "index": index,
+                "object": "pooling",
+                "data": vector_body(answer.pooled, in_base64=self._in_base64),
+            }
+            for index, answer in enumerate(answers)
+        )
+        return {**self._head, "data": LongList(data, nested=True), "usage": usage_body(usage)}

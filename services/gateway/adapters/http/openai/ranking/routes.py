@@ -1,0 +1,89 @@
+"""The routes: /rerank under three names, /classify, /pooling."""
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from services.gateway.adapters.http.exchange.route import RequestHeader, Route
+from services.gateway.adapters.http.openai.generation_routes import GenerationRoutes
+from services.gateway.adapters.http.openai.ranking import answers
+from services.gateway.adapters.http.openai.ranking.bodies import (
+    ClassifyBody,
+    PoolingBody,
+    RerankBody,
+)
+from services.gateway.adapters.http.openai.ranking.dialects import (
+    ClassifyApi,
+    PoolingDialect,
+    RerankDialect,
+    classify_request,
+    pooling_request,
+    rerank_request,
+)
+
+CLASSIFY = "/classify"
+POOLING = "/pooling"
+RERANK = "/rerank"
+V1_RERANK, V2_RERANK = f"/v1{RERANK}", f"/v2{RERANK}"
+OPERATIONS = {
+    RERANK: RerankDialect.operation,
+    V1_RERANK: RerankDialect.operation,
+    V2_RERANK: RerankDialect.operation,
+    CLASSIFY: ClassifyApi.operation,
+    POOLING: PoolingDialect.operation,
+}
+"""The GenAI operation of each."""
+
+
+class RankingRoutes:
+    """A handler for each."""
+
+    def __init__(self, generation: GenerationRoutes, labels: Sequence[str]) -> None:
+        """`labels` are the names of the model's classes, in order."""
+        self._generation = generation
+        self._classify_api = ClassifyApi(labels)
+
+    async def rerank(self, request: Request) -> ASGIApp:
+        """Documents by how well they go with a query."""
+        return self._generation.reply(request, RerankBody, rerank_request, RerankDialect)
+
+    async def v1_rerank(self, request: Request) -> ASGIApp:
+        """The same as /rerank."""
+        return await self.rerank(request)
+
+    async def v2_rerank(self, request: Request) -> ASGIApp:
+        """The same as /rerank."""
+        return await self.rerank(request)
+
+    async def classify(self, request: Request) -> ASGIApp:
+        """The classes of texts."""
+        return self._generation.reply(request, ClassifyBody, classify_request, self._classify_api)
+
+    async def pooling(self, request: Request) -> ASGIApp:
+        """The vectors of texts, of any model that gives some."""
+        return self._generation.reply(request, PoolingBody, pooling_request, PoolingDialect)
+
+    def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
+        """The routes, which read these headers."""
+        table = (
+            (RERANK, self.rerank, answers.Ranking, RerankBody),
+            (V1_RERANK, self.v1_rerank, answers.Ranking, RerankBody),
+            (V2_RERANK, self.v2_rerank, answers.Ranking, RerankBody),
+            (CLASSIFY, self.classify, answers.Classification, ClassifyBody),
+            (POOLING, self.pooling, answers.PoolingAnswer, PoolingBody),
+        )
+        return [
+            Route(
+                path,
+                handler,
+                answer,
+                ("POST",),
+                tag="pooling",
+                body=body,
+                errors=(404, 422, 504),
+                headers=headers,
+                is_limited=True,
+            )
+            for path, handler, answer, body in table
+        ]

@@ -1,0 +1,203 @@
+"""The body of OpenAI's responses API, field by field."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.grammars.tool_calls import CallableTool
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    HistoryBody,
+    Ignored,
+    Int,
+    Only,
+    Texts,
+    Without,
+    by_type,
+    text_or_list,
+    text_or_object,
+)
+from services.gateway.adapters.http.openai.bodies import Effort, renamed
+from services.gateway.adapters.http.openai.formats import JsonObjectFormat, JsonSchema, TextFormat
+from services.gateway.adapters.http.openai.responses.items import AnyItem
+from services.gateway.adapters.http.openai.tool_bodies import (
+    DEFERRED,
+    MAX_TOOLS,
+    TOOL_NAME,
+    arguments_schema,
+)
+from services.gateway.adapters.http.openai.vllm_fields import UnservedResponsesFields
+
+_NOT_KEPT = "responses are not kept: send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+_NO_LOGPROBS = "ask completions for log-probabilities"
+_NOT_ASYNC = "a call is answered before the next response"
+_NO_FILES = "only text is read"
+_NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
+
+
+def _includable(names: list[str]) -> list[str]:
+    """What a response is to include: reasoning is in it, and other names are of OpenAI's tools."""
+    if _LOGPROBS in names:
+        raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})
+    return names
+
+
+class ResponsesTool(HistoryBody):
+    """A function of the client's own. Tools that OpenAI runs are not known here."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Annotated[Any, DEFERRED] = None
+    allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
+    async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
+    output_schema: Annotated[Any, Only(why="what tools give is not checked")] = None
+
+    @property
+    def callable(self) -> CallableTool:
+        return CallableTool(self.name, arguments_schema(self.parameters), bool(self.strict))
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        shown = {"name", "description", "parameters"}
+        return {
+            "type": "function",
+            "function": self.model_dump(include=shown, exclude_none=True),
+        }
+
+
+class ResponsesNamedTool(Body):
+    """The function that is to be called."""
+
+    type: Literal["function"]
+    name: str = Field(max_length=256)
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[ResponsesNamedTool, Tag("<object>")],
+    Discriminator(
+        text_or_object,
+        custom_error_type="alternative",
+        custom_error_message="must be none, auto, required, or an object that names a function",
+    ),
+]
+
+
+class ResponsesJsonSchema(JsonSchema):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+
+
+class ResponsesText(Body):
+    """Which form an answer has."""
+
+    format: (
+        Annotated[
+            Annotated[TextFormat, Tag("<text>")]
+            | Annotated[JsonObjectFormat, Tag("<json_object>")]
+            | Annotated[ResponsesJsonSchema, Tag("<json_schema>")],
+            Discriminator(
+                by_type,
+                custom_error_type="alternative",
+                custom_error_message="must be an object whose type is text, json_object or "
+                "json_schema",
+            ),
+        ]
+        | None
+    ) = None
+    verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
+
+
+class ResponsesReasoning(Body):
+    """How much the model is to reason. What it reasons is in the answer; it is not summarized."""
+
+    effort: Effort | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
+class ResponsesStreamOptions(Body):
+    """What a stream carries besides its events."""
+
+    include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
+
+
+class ResponsesBody(UnservedResponsesFields):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("<text>")]
+        | Annotated[list[AnyItem], Field(min_length=1, fail_fast=True), Tag("<list>")],
+        Discriminator(
+            text_or_list,
+            custom_error_type="alternative",
+            custom_error_message="must be a string or a list of items",
+        ),
+    ]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    reasoning: ResponsesReasoning | None = None
+    stream: bool | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    temperature: float | None = None
+    text: ResponsesText | None = None
+    tool_choice: ResponsesToolChoice | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    top_p: float | None = None
+    # vLLM's.
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_metrics: bool | None = None
+    priority: Int | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    seed: Int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    top_k: Int | None = None
+    # What changes nothing here.
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    max_tool_calls: Int | None = None
+    background: Annotated[Any, Only(False, why="responses are made at once")] = None
+    context_management: Annotated[Any, Without("context_management", [])] = None
+    conversation: Annotated[Any, Only(why=_NOT_KEPT)] = None
+    previous_response_id: Annotated[Any, Only(why=_NOT_KEPT)] = None
+    store: Annotated[Any, Without("store", False)] = None
+    include: Annotated[Texts, AfterValidator(_includable)] | None = None
+    access_programs: Annotated[Any, Only(why="there are no such programs")] = None
+    image: Annotated[Any, Only(why=_NO_FILES)] = None
+    moderation: Annotated[Any, Only(why="nothing is moderated")] = None
+    prompt: Annotated[Any, Only(why="no prompts are kept")] = None
+    prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
+    service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
+    top_logprobs: Annotated[Any, Only(0, why=_NO_LOGPROBS)] = None
+    truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+        names = {
+            "prompt": "input",
+            "messages": "input",
+            "max_tokens": "max_output_tokens",
+            "session_id": "prompt_cache_key",
+            "reasoning_effort": "reasoning.effort",
+            "structured_outputs": "tools" if self.form is None else "text.format",
+        }
+        return renamed(error, names)
+
+    @property
+    def form(self) -> JsonObjectFormat | ResponsesJsonSchema | None:
+        """The form that an answer has; None: any text."""
+        form = None if self.text is None else self.text.format
+        return None if isinstance(form, TextFormat) else form

@@ -1,0 +1,148 @@
+"""/v1/responses: from answers to its responses and events."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.request.finish_reason import FinishReason
+from services.common.telemetry import names
+from services.gateway.adapters.http.exchange.fields import Body
+from services.gateway.adapters.http.openai.dialect import StreamingDialect, named_event
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.openai.responses.item_writer import ItemWriter
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.generation import Answer, Usage
+from services.gateway.core.request.request import ClientRequest
+
+_CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: None}
+"""Why an answer is incomplete; OpenAI has no word for one that an operator ended."""
+
+
+class ResponsesDialect(StreamingDialect):
+    """How OpenAI's responses API writes one answer: a response of items."""
+
+    operation = names.GENAI_OPERATION_CHAT
+    id_prefix = "resp"
+
+    def __init__(
+        self,
+        body: ResponsesBody,
+        request: ClientRequest,
+        created: int,
+        model_name: str,
+        _tokenizer: Tokenizer,
+    ) -> None:
+        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        self._writer = ItemWriter(request, created)
+        self._frame = _frame(body, request, created, model_name)
+        self._last = Piece(0)
+        self._num_events = 0
+
+    def opening(self, _usage: Usage) -> list[dict[str, Any]]:
+        response = {**self._frame, "status": "in_progress"}
+        kinds = ("response.created", "response.in_progress")
+        return [{"type": kind, "response": response} for kind in kinds]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        self._last = piece
+        events = self._writer.events(piece)
+        if piece.finish_reason is not None:
+            events += self._writer.end(_status(piece))
+        return events
+
+    def encode_chunks(
+        self, chunks: Sequence[dict[str, Any]], _usage: Callable[[], Usage]
+    ) -> Iterator[bytes]:
+        yield b"".join(map(self._event, chunks))
+
+    def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
+        response = self._ended(self._last, self._writer.items, usage)
+        if metrics is not None:
+            response["metrics"] = metrics
+        return self._event({"type": f"response.{response['status']}", "response": response})
+
+    def broken_off(self, error: StepwellError) -> bytes:
+        response = {
+            **self._frame,
+            "status": "failed",
+            "output": self._writer.items,
+            "error": {"code": _error_code(error), "message": error.message},
+        }
+        return self._event({"type": "response.failed", "response": response})
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
+        [answer] = answers
+        items = self._writer.whole(answer, _status(answer.last))
+        return self._ended(answer.last, items, usage)
+
+    def _ended(self, last: Piece, items: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        status = _status(last)
+        response = {**self._frame, "status": status, "output": items, "usage": _usage_body(usage)}
+        if status == "incomplete":
+            assert last.finish_reason is not None
+            response["incomplete_details"] = {"reason": _CUT[last.finish_reason]}
+        return response
+
+    def _event(self, body: dict[str, Any]) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return named_event({**body, "sequence_number": number})
+
+
+def _frame(
+    body: ResponsesBody, request: ClientRequest, created: int, model_name: str
+) -> dict[str, Any]:
+    """A response that has no output yet; what is said of the request is as it came."""
+    form = None if body.text is None else body.text.format
+    choice = body.tool_choice or "auto"
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return {
+        "id": request.request_id,
+        "object": "response",
+        "created_at": created,
+        "model": model_name,
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "usage": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": effort, "summary": None},
+        "background": False,
+        "store": False,
+        "temperature": request.sampling.temperature,
+        "text": {"format": {"type": "text"} if form is None else _given(form)},
+        "tool_choice": choice if isinstance(choice, str) else _given(choice),
+        "tools": [_given(tool) for tool in body.tools or ()],
+        "top_p": request.sampling.top_p,
+        "truncation": "disabled",
+    }
+
+
+def _given(part: Body) -> dict[str, Any]:
+    """A part of a body as it came."""
+    return part.model_dump(exclude_none=True, by_alias=True)
+
+
+def _error_code(error: StepwellError) -> str:
+    """OpenAI's nearest word: it has none for other parameters than the prompt."""
+    return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
+
+
+def _status(last: Piece) -> str:
+    return "incomplete" if last.finish_reason in _CUT else "completed"
+
+
+def _usage_body(usage: Usage) -> dict[str, Any]:
+    num_cached, num_reasoned = usage.num_cached_tokens, usage.num_reasoning_tokens or 0
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": usage.num_generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoned},
+        "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+    }

@@ -1,0 +1,128 @@
+"""The items of a conversation, as OpenAI's responses API writes them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from services.gateway.adapters.http.exchange.fields import HistoryBody, by_type
+from services.gateway.adapters.http.openai.parts import (
+    Arguments,
+    TextOrParts,
+    called_arguments,
+    read,
+    said,
+    thought,
+)
+
+
+class MessageItem(HistoryBody):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextOrParts | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """A turn. What is marked as a thought is the assistant's, and of others text, too."""
+        if self.role != "assistant":
+            return {"role": self.role, "content": read(self.content)}
+        turn: dict[str, Any] = {"role": self.role, "content": said(self.content)}
+        if thoughts := thought(self.content):
+            turn["reasoning_content"] = thoughts
+        return turn
+
+
+class FunctionCallItem(HistoryBody):
+    """A call that the assistant made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: Arguments | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the assistant."""
+        function = {"name": self.name, "arguments": called_arguments(self.arguments)}
+        call = {"id": self.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "content": [], "tool_calls": [call]}
+
+
+class FunctionCallOutputItem(HistoryBody):
+    """What a tool gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextOrParts | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the tool."""
+        return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
+
+
+class ReasoningItem(HistoryBody):
+    """What the assistant thought, or a summary of it. Whether the model reads it again depends on
+    its chat template. What is encrypted cannot be read here.
+    """
+
+    type: Literal["reasoning"]
+    content: TextOrParts | None = None
+    summary: TextOrParts | None = None
+
+    def to_template(self) -> dict[str, Any]:
+        """A turn of the assistant that says nothing."""
+        parts = self.content or self.summary
+        return {"role": "assistant", "content": [], "reasoning_content": "".join(read(parts))}
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, dict) and value.get("type") is None:
+        return "<message>"
+    return by_type(value)
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(
+        _kind,
+        custom_error_type="alternative",
+        custom_error_message="must be an object whose type is message, function_call, "
+        "function_call_output or reasoning; other items are not supported",
+    ),
+]
+
+
+def turns_of(items: list[Item]) -> list[dict[str, Any]]:
+    """The items as turns of chat templates: what the assistant thought, then said, then called is
+    one turn.
+    """
+    turns: list[dict[str, Any]] = []
+    for item in items:
+        turn = item.to_template()
+        if turns and _goes_on(turns[-1], turn):
+            _extend(turns[-1], turn)
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
+    if not last["role"] == turn["role"] == "assistant":
+        return False
+    return _stage(turn) > _stage(last) or "tool_calls" in turn
+
+
+def _stage(turn: dict[str, Any]) -> int:
+    """How far a turn of the assistant is: it thinks, speaks, calls."""
+    return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
+
+
+def _extend(last: dict[str, Any], turn: dict[str, Any]) -> None:
+    last["content"] += turn["content"]
+    if thoughts := turn.get("reasoning_content"):
+        last["reasoning_content"] = last.get("reasoning_content", "") + thoughts
+    if "tool_calls" in turn:
+        last.setdefault("tool_calls", []).extend(turn["tool_calls"])

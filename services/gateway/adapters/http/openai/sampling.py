@@ -1,0 +1,155 @@
+"""The fields of a body that both APIs have, as the core's request and sampling parameters."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from services.common.errors import InvalidArgument
+from services.common.request.repetition import RepetitionDetection
+from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.http.openai.bodies import (
+    RepetitionDetectionBody,
+    SamplingBody,
+    StreamOptions,
+)
+from services.gateway.adapters.http.openai.formats import wanted_form
+from services.gateway.adapters.telemetry.high_temperature import noted
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest, Prompt
+
+_MASK = 2**64 - 1
+_EVERY_TOKEN = -1
+"""vLLM's clients send this top_k for "no limit"."""
+
+
+def client_request(
+    body: SamplingBody,
+    request_id: str,
+    prompts: tuple[Prompt, ...],
+    sampling: SamplingParams,
+    **own: Any,
+) -> ClientRequest:
+    """The request; `own` are its fields of one API alone."""
+    return ClientRequest(
+        request_id=request_id,
+        prompts=prompts,
+        sampling=sampling,
+        n=1 if body.n is None else body.n,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        skip_reading_prefix_cache=bool(body.skip_reading_prefix_cache),
+        session_id=body.prompt_cache_key or "",
+        **own,
+    )
+
+
+async def sampling_from_body(
+    body: SamplingBody,
+    inference: Inference,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Sampling parameters of a body; absent ones are the server's defaults."""
+    logit_bias = _logit_bias(body.logit_bias)
+    sampling = replace(
+        inference.default_sampling,
+        logit_bias_token_ids=tuple(logit_bias),
+        logit_bias_values=tuple(logit_bias.values()),
+        bad_words=await inference.bad_words(body.bad_words or ()),
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        structured_outputs=await wanted_form(
+            body.response_format, body.structured_outputs, inference.tokenizer
+        ),
+        **given_parameters(body, _SAME_NAMES),
+    )
+    return noted(sampling)
+
+
+def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
+    """Sampling parameters that fields of the same names give."""
+    return {
+        name: _READERS[name](value) if name in _READERS else value
+        for name in names
+        if (value := getattr(body, name)) is not None
+    }
+
+
+def check_texts(texts: Sequence[str], field: str) -> None:
+    """Raises InvalidArgument for an empty text, with its number where there are several."""
+    if "" in texts:
+        name = field if len(texts) == 1 else f"{field}[{texts.index('')}]"
+        raise InvalidArgument(f"{name} must not be empty", field=name)
+
+
+def check_stream_options(body: SamplingBody) -> None:
+    """Raises InvalidArgument for options of a stream where there is none."""
+    options = body.stream_options or StreamOptions()
+    if (options.include_usage or options.continuous_usage_stats) and not body.stream:
+        raise InvalidArgument(
+            "stream_options may only be given with stream=true", field="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidArgument(
+            "prompt_logprobs cannot be streamed; leave out stream or prompt_logprobs",
+            field="prompt_logprobs",
+        )
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    shifts = {}
+    for token, shift in (bias or {}).items():
+        if not (token.isascii() and token.isdigit() and len(token) < 11):
+            raise InvalidArgument(
+                f"logit_bias: keys are token ids, not {token[:40]!r}", field="logit_bias"
+            )
+        shifts[int(token)] = shift
+    return shifts
+
+
+def _allowed(token_ids: list[int]) -> tuple[int, ...]:
+    if not token_ids:
+        raise InvalidArgument(
+            "allowed_token_ids must not be empty: nothing could be generated",
+            field="allowed_token_ids",
+        )
+    return tuple(token_ids)
+
+
+def _repetition(body: RepetitionDetectionBody) -> RepetitionDetection | None:
+    return RepetitionDetection.of(body.max_pattern_size, body.min_pattern_size, body.min_count)
+
+
+_READERS: dict[str, Callable[[Any], object]] = {
+    "top_k": lambda top_k: 0 if top_k == _EVERY_TOKEN else top_k,
+    "seed": lambda seed: seed & _MASK,
+    "allowed_token_ids": _allowed,
+    "stop_token_ids": tuple,
+    "repetition_detection": _repetition,
+}
+"""Reads the parameters that are not numbers, or for which clients send other ones."""
+
+_COMPUTED = {
+    "logit_bias_token_ids",
+    "logit_bias_values",
+    "bad_words",
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "eos_token_ids",
+    "structured_outputs",
+    "thinking_budget",
+}
+"""Parameters that more than one field of a body decides, or none of the same name."""
+
+_SAME_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPUTED)
+
+if _missing := set(_SAME_NAMES) - SamplingBody.model_fields.keys():
+    raise TypeError(f"request bodies lack the sampling parameters {sorted(_missing)}")

@@ -1,0 +1,83 @@
+"""The body of requests of tokens in and tokens out."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    Ignored,
+    Int,
+    Only,
+    TextOrTexts,
+    Texts,
+    TokenIds,
+)
+from services.gateway.adapters.http.openai.bodies import (
+    RepetitionDetectionBody,
+    StreamOptions,
+    renamed,
+)
+from services.gateway.adapters.http.openai.formats import StructuredOutputsBody
+
+_NO_MEDIA = "only tokens are read"
+_NO_TRANSFER = "the server decides where keys and values are"
+
+
+class TokenSamplingBody(Body):
+    """vLLM's sampling parameters."""
+
+    n: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Int | None = None
+    stop: TextOrTexts | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
+    logprobs: Int | None = None
+    prompt_logprobs: Annotated[Any, Only(why="ask completions for them")] = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Texts | None = None
+    repetition_detection: RepetitionDetectionBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    # Of texts, which answers do not have.
+    detokenize: Ignored = None
+    skip_special_tokens: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    output_kind: Ignored = None
+
+
+class GenerateTokensBody(Body):
+    """POST /inference/v1/generate."""
+
+    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    sampling_params: TokenSamplingBody
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    priority: Int | None = None
+    cache_salt: str | None = None
+    skip_reading_prefix_cache: bool | None = None
+    include_metrics: bool | None = None
+    output_mode: Annotated[Any, Only("tokens", why="ask completions for text")] = None
+    token_offsets: Ignored = None
+    features: Annotated[Any, Only(why=_NO_MEDIA)] = None
+    content_parts: Annotated[Any, Only([], why=_NO_MEDIA)] = None
+    kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
+    ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
+
+    def in_client_words(self, error: StepwellError) -> StepwellError:
+        """The error with its field named as in this body."""
+        inner = {name: f"sampling_params.{name}" for name in TokenSamplingBody.model_fields}
+        return renamed(error, {"prompt": "token_ids", **inner})

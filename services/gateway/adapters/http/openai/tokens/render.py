@@ -1,0 +1,152 @@
+"""/render: what a completion or a chat sends to /inference/v1/generate."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from services.common.errors import InvalidArgument
+from services.common.request.sampling import SamplingParams
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.http.exchange.json_pieces import LongList
+from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
+from services.gateway.adapters.http.openai.chat import chat_request, render
+from services.gateway.adapters.http.openai.completions import completion_request
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.request.request import ClientRequest
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_tokens",
+)
+_NOT_RENDERED = (
+    "echo",
+    "best_of",
+    "session",
+    "prompt_embeds",
+    "prompt_logprobs",
+    "thinking_token_budget",
+)
+_NO_BUDGET = -1
+Offsets = Sequence[Sequence[tuple[int, int]]]
+
+
+def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
+    """Raises InvalidArgument for a field that asks for what tokens in and out do not have."""
+    for name in _NOT_RENDERED:
+        value = getattr(body, name, None)
+        if value is None or value is False or (name == _NOT_RENDERED[-1] and value == _NO_BUDGET):
+            continue
+        if name == "best_of" and value == (body.n or 1):
+            continue
+        raise InvalidArgument(f"{name}: /inference/v1/generate does not serve it", field=name)
+
+
+async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
+    """The request of tokens that a chat is. Raises InvalidArgument."""
+    check_renders(body)
+    request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
+    offsets = None
+    if body.return_token_offsets and body.truncate_prompt_tokens is None:
+        text = await render(body, inference)
+        offsets = await inference.tokenizer.token_offsets(
+            [text], add_special_tokens=bool(body.add_special_tokens)
+        )
+    [rendered] = await _rendered(body, request, offsets, inference)
+    return rendered
+
+
+async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
+    """The request of tokens for each prompt of a completion. Raises InvalidArgument."""
+    check_renders(body)
+    request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
+    prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    offsets = None
+    if body.return_token_offsets and body.truncate_prompt_tokens is None and texts:
+        offsets = await inference.tokenizer.token_offsets(
+            texts, add_special_tokens=body.add_special_tokens is not False
+        )
+    return LongList(await _rendered(body, request, offsets, inference), nested=True)
+
+
+def _new_name(prefix: str) -> str:
+    return f"{prefix}-{uuid4().hex}"
+
+
+async def _rendered(
+    body: CompletionBody | ChatCompletionBody,
+    request: ClientRequest,
+    offsets: Offsets | None,
+    inference: Inference,
+) -> list[dict[str, Any]]:
+    """One request of tokens for each prompt, checked as if it were to run here."""
+    generation = await inference.prepare(request)
+    firsts = generation.sequences[:: request.num_candidates]
+    options = body.stream_options if body.stream else None
+    shared: dict[str, Any] = {
+        "model": body.model or inference.model_name,
+        "stream": bool(body.stream),
+        "stream_options": None if options is None else options.model_dump(exclude_none=True),
+        "cache_salt": body.cache_salt,
+        "priority": body.priority or 0,
+        "skip_reading_prefix_cache": body.skip_reading_prefix_cache,
+    }
+    return [
+        {
+            "request_id": f"{request.request_id}-{number}" if number else request.request_id,
+            "token_ids": LongList(first.prompt_token_ids),
+            "token_offsets": None if offsets is None else LongList(map(list, offsets[number])),
+            "sampling_params": {
+                **_sampling(generation.request.sampling),
+                **_of_answers(body),
+                "max_tokens": first.sampling.max_tokens,
+            },
+            **shared,
+        }
+        for number, first in enumerate(firsts)
+    ]
+
+
+def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
+    names = ("stop", "include_stop_str_in_output", "ignore_eos", "bad_words", "skip_special_tokens")
+    return {
+        "n": body.n or 1,
+        **{name: value for name in names if (value := getattr(body, name)) is not None},
+    }
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """vLLM's sampling parameters, of which those that ask for nothing are left out."""
+    written: dict[str, Any] = {name: getattr(sampling, name) for name in _NUMBERS}
+    bias = dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True))
+    repetition = sampling.repetition_detection
+    given = {
+        "seed": sampling.seed,
+        "logprobs": sampling.logprobs,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "allowed_token_ids": list(sampling.allowed_token_ids) or None,
+        "logit_bias": {str(token): value for token, value in bias.items()} or None,
+        "structured_outputs": _form(sampling.structured_outputs),
+        "repetition_detection": None
+        if repetition is None
+        else {
+            "max_pattern_size": repetition.max_pattern_size,
+            "min_pattern_size": repetition.min_pattern_size,
+            "min_count": repetition.min_count,
+        },
+    }
+    return written | {name: value for name, value in given.items() if value is not None}
+
+
+def _form(wanted: StructuredOutputs | None) -> dict[str, Any] | None:
+    if wanted is None:
+        return None
+    is_list = wanted.kind is StructuredOutputsKind.CHOICE
+    return {wanted.kind.value: json.loads(wanted.text) if is_list else wanted.text}

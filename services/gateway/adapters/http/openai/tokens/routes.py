@@ -1,0 +1,105 @@
+"""The routes /render and /derender of completions and chat completions. No replica is asked."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.common.errors import StepwellError
+from services.gateway.adapters.http.exchange.json_pieces import JsonReply
+from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
+from services.gateway.adapters.http.openai.generation_routes import CHAT_COMPLETIONS, COMPLETIONS
+from services.gateway.adapters.http.openai.tokens import answers
+from services.gateway.adapters.http.openai.tokens.derender import (
+    derendered_chat,
+    derendered_completion,
+)
+from services.gateway.adapters.http.openai.tokens.derender_bodies import (
+    DerenderChatBody,
+    DerenderCompletionBody,
+)
+from services.gateway.adapters.http.openai.tokens.render import rendered_chat, rendered_completion
+from services.gateway.adapters.http.openapi import answers as openai_answers
+from services.gateway.core.gate import Gate
+from services.gateway.core.request.inference import Inference
+
+B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderCompletionBody)
+
+
+class RenderRoutes:
+    """A handler for each."""
+
+    def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
+        self._inference = inference
+        self._gate = gate
+        self._bodies = bodies
+
+    async def render_completion(self, request: Request) -> Response:
+        """A completion's prompts as tokens, each with what /inference/v1/generate takes."""
+        return await self._answer(request, CompletionBody, rendered_completion)
+
+    async def render_chat(self, request: Request) -> Response:
+        """A conversation as tokens, with what /inference/v1/generate takes."""
+        return await self._answer(request, ChatCompletionBody, rendered_chat)
+
+    async def derender_completion(self, request: Request) -> Response:
+        """Generated tokens as a completion."""
+        return await self._answer(request, DerenderCompletionBody, derendered_completion)
+
+    async def derender_chat(self, request: Request) -> Response:
+        """Generated tokens as a chat completion, with its reasoning and calls."""
+        return await self._answer(request, DerenderChatBody, derendered_chat)
+
+    async def _answer(
+        self, request: Request, kind: type[B], work: Callable[[B, Inference], Awaitable[Any]]
+    ) -> Response:
+        with self._gate.enter():
+            body = await self._bodies.read(request, kind)
+            self._inference.check_model(body.model, request.state.tenant)
+            try:
+                return JsonReply(await work(body, self._inference))
+            except StepwellError as error:
+                if isinstance(body, CompletionBody | ChatCompletionBody):
+                    raise body.in_client_words(error) from error
+                raise
+
+    def routes(self) -> Sequence[Route]:
+        table = (
+            (COMPLETIONS, "render", self.render_completion, answers.Rendered, CompletionBody),
+            (
+                CHAT_COMPLETIONS,
+                "render",
+                self.render_chat,
+                answers.RenderedPrompt,
+                ChatCompletionBody,
+            ),
+            (
+                COMPLETIONS,
+                "derender",
+                self.derender_completion,
+                openai_answers.Completion,
+                DerenderCompletionBody,
+            ),
+            (
+                CHAT_COMPLETIONS,
+                "derender",
+                self.derender_chat,
+                openai_answers.ChatCompletion,
+                DerenderChatBody,
+            ),
+        )
+        return [
+            Route(
+                f"{path}/{verb}",
+                handler,
+                answer,
+                ("POST",),
+                tag="tokens",
+                body=body,
+                errors=(404, 422),
+            )
+            for path, verb, handler, answer, body in table
+        ]

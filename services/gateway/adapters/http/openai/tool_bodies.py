@@ -1,0 +1,154 @@
+"""Tools in requests: what a model may call, what it called, and whether it must."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from services.common.errors import InvalidArgument
+from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
+from services.gateway.adapters.grammars.tool_calls import CallableTool
+from services.gateway.adapters.http.exchange.fields import (
+    Body,
+    HistoryBody,
+    Without,
+    text_or_object,
+)
+from services.gateway.adapters.http.openai.parts import Arguments, called_arguments
+
+MAX_TOOLS = 512
+TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
+
+
+DEFERRED = Without("tools.defer_loading", False)
+"""Of a tool that the model is to see when it searches for it: it sees all tools."""
+
+
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema of a tool's arguments; without parameters it takes none."""
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return {"type": "object", **parameters}
+
+
+class FunctionBody(HistoryBody):
+    """A function that the model may call. Without parameters it takes none."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Annotated[Any, DEFERRED] = None
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """The schema of its arguments."""
+        return arguments_schema(self.parameters)
+
+
+class ToolBody(HistoryBody):
+    """A tool, as chat completions write one."""
+
+    type: Literal["function"]
+    function: FunctionBody
+    defer_loading: Annotated[Any, DEFERRED] = None
+
+    @property
+    def callable(self) -> CallableTool:
+        function = self.function
+        return CallableTool(function.name, function.schema_, bool(function.strict))
+
+    def to_template(self) -> dict[str, Any]:
+        """The tool as chat templates take it."""
+        shown = {"name", "description", "parameters"}
+        function = self.function.model_dump(exclude_none=True, include=shown)
+        return {"type": "function", "function": function}
+
+
+Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Body):
+    """The function that is to be called."""
+
+    name: str = Field(max_length=256)
+
+
+class NamedTool(Body):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
+    | Annotated[NamedTool, Tag("<object>")],
+    Discriminator(
+        text_or_object,
+        custom_error_type="alternative",
+        custom_error_message="must be none, auto, required, or an object that names a function",
+    ),
+]
+
+
+class CalledFunction(HistoryBody):
+    """What was called, with the arguments that the model wrote."""
+
+    name: str
+    arguments: Arguments | None = None
+
+
+class ToolCallBody(HistoryBody):
+    """A call that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+    def to_template(self) -> dict[str, Any]:
+        """The call as chat templates take it, but for arguments that are no object."""
+        arguments = called_arguments(self.function.arguments)
+        call: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+        return call if self.id is None else {"id": self.id, **call}
+
+
+ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFields:
+    """How an API calls the parts of its tools, for errors; {} is the number of a tool."""
+
+    name: str
+    schema: str
+    strict: str
+
+
+CHAT_TOOLS = ToolFields(
+    "tools[{}].function.name", "tools[{}].function.parameters", "tools[{}].function.strict"
+)
+
+
+def check_tools(tools: Sequence[CallableTool], fields: ToolFields) -> None:
+    """Raises InvalidArgument for a tool that is there twice, or whose schema is too large."""
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.name in names:
+            where = fields.name.format(number)
+            raise InvalidArgument(f"{where}: there are two tools {tool.name!r}", field=where)
+        names.add(tool.name)
+        _check_schema(tool.schema, fields.schema.format(number))
+
+
+def _check_schema(schema: Mapping[str, Any], field: str) -> None:
+    try:
+        StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(schema)).validate()
+    except (InvalidArgument, RecursionError) as error:
+        why = getattr(error, "message", "is nested too deep").partition("json ")[2]
+        raise InvalidArgument(f"{field} {why or 'is nested too deep'}", field=field) from error

@@ -1,0 +1,99 @@
+"""Fields of vLLM's requests that are not served, at the values that ask for what is so anyway.
+
+Clients that dump vLLM's request classes send these with their defaults. A field that becomes
+served leaves here.
+"""
+
+from typing import Annotated, Any
+
+from services.gateway.adapters.http.exchange.fields import Body, Ignored, Only
+
+_NO_BEAMS = "beams are not searched"
+_NO_TRANSFER = "the server decides where keys and values are"
+_NO_MEDIA = "only text is read"
+_NO_EXTENSIONS = "the server has no extensions"
+_NO_TRUNCATION = "prompts are not truncated"
+
+
+class UnservedMediaFields(Body):
+    """Of every prompt."""
+
+    mm_processor_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
+
+
+class UnservedPromptFields(UnservedMediaFields):
+    """Of prompts that are not truncated."""
+
+    truncate_prompt_tokens: Annotated[Any, Only(why=_NO_TRUNCATION)] = None
+    truncation_side: Annotated[Any, Only("left", "right", why=_NO_TRUNCATION)] = None
+
+
+class UnservedTemplateFields(Body):
+    """Of conversations."""
+
+    chat_template: Annotated[Any, Only("", why="templates come with the model")] = None
+    chat_template_content_format: Annotated[
+        Any, Only("auto", why="the template says which content it takes")
+    ] = None
+    media_io_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
+
+
+class UnservedSamplingFields(UnservedMediaFields):
+    """Of completions and chat completions."""
+
+    use_beam_search: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
+    length_penalty: Annotated[Any, Only(1, why=_NO_BEAMS)] = None
+    early_stopping: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
+    watermarking: Annotated[Any, Only(False, why="answers bear no watermark")] = None
+    logits_processors: Annotated[Any, Only([], why=_NO_EXTENSIONS)] = None
+    logprob_token_ids: Annotated[Any, Only(why="ask for logprobs")] = None
+    thinking_token_budget: Annotated[
+        Any, Only(-1, why="completions are not searched for reasoning")
+    ] = None
+    routed_experts_prompt_start: Annotated[Any, Only(0, why="experts are not returned")] = None
+    stream_interval: Annotated[Any, Only(1, why="it is a setting of the server")] = None
+    kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
+    ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
+    vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
+    guided_whitespace_pattern: Annotated[Any, Only(why="JSON is written as it is")] = None
+    guided_decoding_backend: Annotated[Any, Only("auto", why="there is one backend")] = None
+    # Without effect on answers at vLLM, too.
+    return_mm_kwargs: Ignored = None
+    session_id: Ignored = None
+
+
+class UnservedChatFields(Body):
+    """Of chat completions alone."""
+
+    best_of: Annotated[Any, Only(1, why="ask completions for the best answers")] = None
+    echo: Annotated[Any, Only(False, why="the last message is not repeated")] = None
+    documents: Annotated[Any, Only([], why="put documents into messages")] = None
+    return_prompt_text: Annotated[Any, Only(False, why="ask for return_token_ids")] = None
+
+
+class UnservedResponsesFields(UnservedPromptFields):
+    """Of responses."""
+
+    logit_bias: Annotated[Any, Only({}, why="ask completions for it")] = None
+    repetition_penalty: Annotated[Any, Only(1, why="ask completions for it")] = None
+    presence_penalty: Annotated[Any, Only(0, why="ask completions for it")] = None
+    frequency_penalty: Annotated[Any, Only(0, why="ask completions for it")] = None
+    ignore_eos: Annotated[Any, Only(False, why="ask completions for it")] = None
+    stop: Annotated[Any, Only([], "", why="ask completions for it")] = None
+    include_stop_str_in_output: Annotated[Any, Only(False, why="there are no stop strings")] = None
+    skip_special_tokens: Annotated[Any, Only(True, why="ask completions for it")] = None
+    structured_outputs: Annotated[Any, Only(why="send text.format")] = None
+    enable_response_messages: Annotated[Any, Only(False, why="send items again")] = None
+    previous_input_messages: Annotated[Any, Only([], why="send items as input")] = None
+    previous_response: Annotated[Any, Only(why="send items as input")] = None
+    kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
+    vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
+
+
+class UnservedPoolingFields(UnservedMediaFields):
+    """Of embeddings and scores."""
+
+    padding: Annotated[Any, Only("do_not_pad", why="prompts are not padded")] = None
+    embed_dtype: Annotated[Any, Only("float32", why="vectors are float32")] = None
+    endianness: Annotated[Any, Only("native", "little", why="vectors are little-endian")] = None
+    additional_data: Annotated[Any, Only(why=_NO_EXTENSIONS)] = None

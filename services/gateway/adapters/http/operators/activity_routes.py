@@ -1,0 +1,162 @@
+"""The route of live data: /activity, from which `stepwell top` and /ui draw."""
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.gateway.adapters.activity.document import Document
+from services.gateway.adapters.activity.feed import ActivityFeed, ReplicaSample
+from services.gateway.adapters.activity.history import history_document
+from services.gateway.adapters.http.exchange.query import Query, read_query
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.openapi import view_answers as answers
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.gate import Gate
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.traces.history import History
+
+ACTIVITY = "/activity"
+HISTORY = "/activity/history"
+_MAX_QUEUED = 256
+
+
+class ActivityQuery(Query):
+    """The address of the replica of which the caller wants requests, steps and blocks, empty for
+    all of them; and the last steps that it has, as STEP@ADDRESS.
+    """
+
+    replica: str = ""
+    after: list[Annotated[str, Field(pattern=r"^[0-9]{1,18}@.+$")]] = Field(default_factory=list)
+
+
+class ActivityRoutes:
+    """A tenant sees the ids of its own requests only; `sees_all` lifts that."""
+
+    def __init__(
+        self,
+        feed: ActivityFeed,
+        history: History,
+        inference: Inference,
+        fleet: Fleet,
+        gate: Gate,
+        *,
+        sees_all: bool,
+    ) -> None:
+        self._feed = feed
+        self._history = history
+        self._inference = inference
+        self._fleet = fleet
+        self._gate = gate
+        self._sees_all = sees_all
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route(
+                ACTIVITY,
+                self.activity,
+                answers.Activity,
+                query=ActivityQuery,
+                errors=(400,),
+            ),
+            Route(HISTORY, self.history, answers.History),
+        )
+
+    async def history(self, _request: Request) -> Response:
+        """Latencies, rates, queues and pools of the last minutes, and what happened in them."""
+        document = history_document(self._history, time.time())
+        return JSONResponse(document, headers={"Cache-Control": "no-store"})
+
+    async def activity(self, request: Request) -> Response:
+        """What the replicas do: queues, steps since the last call, blocks. No text, no tokens."""
+        query = read_query(request, ActivityQuery)
+        tenant_id: str = request.state.tenant.tenant_id
+        own = None if self._sees_all or not tenant_id else set(self._ids_of(tenant_id))
+        after = dict(_cursors(query.after))
+        replicas = [
+            _replica(sample, after.get(sample.address, -1), own)
+            if query.replica in ("", sample.address)
+            else _in_short(sample)
+            for sample in await self._feed.samples()
+        ]
+        return JSONResponse(
+            {
+                "model": self._inference.model_name,
+                "unix_seconds": time.time(),
+                "draining": not self._gate.is_open,
+                "requests_in_flight": self._gate.inside,
+                "queued": self._queued(own),
+                "replicas": replicas,
+            },
+            headers={"Cache-Control": "no-store"},
+        )
+
+    def _queued(self, own: Collection[str] | None) -> list[Document]:
+        """Sequences that wait at this gateway."""
+        return [
+            {
+                "request_id": _shown(queued.inflight.request.request_id, own),
+                "wait_reason": queued.reason,
+                "seconds": queued.seconds,
+            }
+            for queued in self._fleet.queued(_MAX_QUEUED)
+        ]
+
+    def _ids_of(self, tenant_id: str) -> Iterator[str]:
+        """Ids of a tenant's sequences, wherever they are."""
+        for replica in self._fleet.membership.replicas:
+            for inflight in replica.running.values():
+                if inflight.request.tenant.tenant_id == tenant_id:
+                    yield inflight.request.request_id
+        for queued in self._fleet.queued(_MAX_QUEUED):
+            if queued.inflight.request.tenant.tenant_id == tenant_id:
+                yield queued.inflight.request.request_id
+
+
+def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Steps by address."""
+    for text in after:
+        step, _, address = text.partition("@")
+        yield address, int(step)
+
+
+def _in_short(sample: ReplicaSample) -> Document:
+    """A replica without its requests, steps and blocks."""
+    return {
+        "address": sample.address,
+        "name": sample.name,
+        "model": sample.model,
+        "ready": sample.is_ready,
+        "reason": sample.reason,
+        "unfinished_here": sample.num_unfinished_here,
+        "cached_tokens": sample.cached_tokens,
+        "directory": sample.directory,
+        "stats": sample.stats,
+        "requests": [],
+        "steps": [],
+        "blocks": None,
+    }
+
+
+def _replica(sample: ReplicaSample, after: int, own: Collection[str] | None) -> Document:
+    steps = list(sample.steps)
+    if steps and after <= steps[-1]["step"]:  # else they are of another process
+        steps = [step for step in steps if step["step"] > after]
+    return _in_short(sample) | {
+        "requests": [_masked(request, own) for request in sample.requests],
+        "steps": steps,
+        "blocks": sample.blocks,
+    }
+
+
+def _masked(request: Document, own: Collection[str] | None) -> Document:
+    if own is None or request["request_id"] in own:
+        return request
+    return request | {"request_id": "", "trace_id": ""}
+
+
+def _shown(request_id: str, own: Collection[str] | None) -> str:
+    return request_id if own is None or request_id in own else ""

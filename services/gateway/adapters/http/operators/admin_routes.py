@@ -1,0 +1,192 @@
+"""Operators' calls, by vLLM's names where it has them: pause, resume, reset, drain."""
+
+import dataclasses
+import enum
+import re
+from collections.abc import Sequence
+from http import HTTPStatus
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.replica.pause_mode import PauseMode
+from services.gateway.adapters.http.exchange.errors import error_body, status_of
+from services.gateway.adapters.http.exchange.query import Query, read_query
+from services.gateway.adapters.http.exchange.route import READ, Handler, Route
+from services.gateway.adapters.http.openapi import admin_answers as answers
+from services.gateway.adapters.http.operators.server_routes import ServerRoutes
+from services.gateway.core.fleet.administration import Administration, Outcome
+from services.gateway.settings import GatewaySettings
+
+_SECRET = re.compile(r"(?:^|_)(?:keys?|secret|password)(?:_|$)")
+_PASSWORD = re.compile(r"(?<=://)[^@/]*@")
+
+
+class ReplicasQuery(Query):
+    """Which replicas are asked, by their addresses; all without any."""
+
+    replica: list[str] = Field(default_factory=list)
+
+
+class OneReplicaQuery(Query):
+    """Which replicas are asked, by their addresses."""
+
+    replica: list[str] = Field(min_length=1)
+
+
+class PauseQuery(ReplicasQuery):
+    """As vLLM's /pause; its deprecated flag stands for the mode wait."""
+
+    mode: Literal["abort", "wait", "keep"] = "abort"
+    wait_for_inflight_requests: bool = False
+    clear_cache: bool = True
+    timeout_seconds: float = Field(default=60.0, gt=0, le=3600)
+
+
+class ResetQuery(ReplicasQuery):
+    """As vLLM's /reset_prefix_cache; the external cache is the tier of offloaded blocks."""
+
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class AdminRoutes:
+    """Each answer says of every replica what it said. The status is 200 if all did what was asked,
+    and otherwise that of the first that did not.
+    """
+
+    def __init__(
+        self, administration: Administration, server: ServerRoutes, settings: GatewaySettings
+    ) -> None:
+        self._administration = administration
+        self._server = server
+        self._settings = settings
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            _route("/pause", self.pause, PauseQuery),
+            _route("/resume", self.resume, ReplicasQuery),
+            _route("/reset_prefix_cache", self.reset_prefix_cache, ResetQuery),
+            _route("/drain", self.drain, OneReplicaQuery),
+            _route("/undrain", self.undrain, OneReplicaQuery),
+            _route("/is_paused", self.is_paused, ReplicasQuery, answers.IsPaused, READ),
+            Route("/server_info", self.server_info, answers.ServerInfo, errors=(403,)),
+        )
+
+    async def pause(self, request: Request) -> Response:
+        """Stops the engines, and says what becomes of requests: abort, wait for them, or keep."""
+        query = read_query(request, PauseQuery)
+        mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
+        outcomes = await self._administration.pause(
+            query.replica,
+            mode,
+            clear_cache=query.clear_cache and mode is not PauseMode.KEEP,
+            timeout_seconds=query.timeout_seconds,
+        )
+        return _answer(outcomes, status="paused")
+
+    async def resume(self, request: Request) -> Response:
+        """Ends a pause."""
+        query = read_query(request, ReplicasQuery)
+        return _answer(await self._administration.resume(query.replica), status="resumed")
+
+    async def is_paused(self, request: Request) -> Response:
+        """Whether every replica is paused."""
+        query = read_query(request, ReplicasQuery)
+        outcomes = await self._administration.is_paused(query.replica)
+        all_paused = all(outcome.said.get("is_paused") for outcome in outcomes)
+        return _answer(outcomes, is_paused=all_paused)
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """Forgets every cached prefix, which requests that hold blocks prevent unless preempted."""
+        query = read_query(request, ResetQuery)
+        outcomes = await self._administration.reset_prefix_cache(
+            query.replica,
+            preempt_running=query.reset_running_requests,
+            reset_connector=query.reset_external,
+        )
+        return _answer(outcomes, status="reset")
+
+    async def drain(self, request: Request) -> Response:
+        """Lets replicas finish what they have and take nothing new, from any gateway."""
+        query = read_query(request, OneReplicaQuery)
+        return _answer(await self._administration.drain(query.replica), status="draining")
+
+    async def undrain(self, request: Request) -> Response:
+        """Lets replicas take requests again."""
+        query = read_query(request, OneReplicaQuery)
+        return _answer(await self._administration.undrain(query.replica), status="undrained")
+
+    async def server_info(self, _request: Request) -> Response:
+        """The gateway's version and settings, without secrets, and its replicas."""
+        settings = {
+            field.name: _shown(field.name, getattr(self._settings, field.name))
+            for field in dataclasses.fields(self._settings)
+        }
+        return JSONResponse(
+            {
+                "version": version("stepwell"),
+                "settings": settings,
+                **await self._server.describe(),
+            }
+        )
+
+
+def _route(
+    path: str,
+    handler: Handler,
+    query: type[Query],
+    answer: type[BaseModel] = answers.Done,
+    methods: tuple[str, ...] = ("POST",),
+) -> Route:
+    failed = dict.fromkeys((400, 409, 500, 503, 504), answers.Failed)
+    return Route(
+        path, handler, answer, methods, query=query, errors=(403, 404), other_answers=failed
+    )
+
+
+async def refuse_web_pages(request: Request) -> None:
+    """Refuses what a browser sends for a page of another site: any may post to local addresses. The
+    page /ui of this address is not one: Host names this address, since other names are refused.
+    """
+    own = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    if request.headers.get("origin", own) != own:
+        raise HTTPException(HTTPStatus.FORBIDDEN, "web pages may not make operators' calls")
+
+
+def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
+    replicas = [
+        {
+            "address": outcome.address,
+            "ok": outcome.error is None,
+            **outcome.said,
+            **(error_body(outcome.error) if outcome.error is not None else {}),
+        }
+        for outcome in outcomes
+    ]
+    failed = [outcome for outcome in outcomes if outcome.error is not None]
+    if not failed:
+        return JSONResponse({**done, "replicas": replicas})
+    error = failed[0].error
+    assert error is not None
+    names = ", ".join(f"{each.address}: {each.error}" for each in failed)
+    summary = f"{len(failed)} of {len(outcomes)} replicas did not do it: {names}"
+    return JSONResponse(
+        {**error_body(error, summary), "replicas": replicas}, status_code=status_of(error)
+    )
+
+
+def _shown(name: str, value: object) -> object:
+    """A setting's value as JSON, without what is secret of it."""
+    if _SECRET.search(name):
+        return "***" if value else None
+    if isinstance(value, str | Path):
+        return _PASSWORD.sub("***@", str(value))
+    if isinstance(value, enum.Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value

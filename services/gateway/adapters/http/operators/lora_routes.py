@@ -1,0 +1,87 @@
+"""Loading and unloading adapters while the gateway serves, by vLLM's names."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from services.common.errors import StepwellError, Unavailable
+from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.openai.bodies import LoadLoraBody, UnloadLoraBody
+from services.gateway.adapters.lora_files import read_adapter, within
+from services.gateway.core.fleet.administration import Administration
+from services.gateway.core.lora_modules import LoraModules
+
+
+class LoraRoutes:
+    """Adapters of one directory. There are no such routes without it."""
+
+    def __init__(
+        self,
+        modules: LoraModules,
+        administration: Administration,
+        bodies: BodyReader,
+        allowed: Path | None,
+    ) -> None:
+        self._modules = modules
+        self._administration = administration
+        self._bodies = bodies
+        self._allowed = allowed
+
+    def routes(self) -> Sequence[Route]:
+        """Both, or none."""
+        if self._allowed is None:
+            return ()
+        return (
+            Route(
+                "/v1/load_lora_adapter",
+                self.load_lora_adapter,
+                "text/plain",
+                ("POST",),
+                tag="adapters",
+                body=LoadLoraBody,
+                errors=(403, 404),
+            ),
+            Route(
+                "/v1/unload_lora_adapter",
+                self.unload_lora_adapter,
+                "text/plain",
+                ("POST",),
+                tag="adapters",
+                body=UnloadLoraBody,
+                errors=(403, 404),
+            ),
+        )
+
+    async def load_lora_adapter(self, request: Request) -> Response:
+        """Loads an adapter at every replica; from then on clients may name it as the model."""
+        body = await self._bodies.read(request, LoadLoraBody)
+        assert self._allowed is not None
+        in_place = body.load_inplace
+        self._modules.check_new(body.lora_name, in_place=in_place)
+        directory = within(self._allowed, body.lora_path)
+        adapter = await asyncio.to_thread(read_adapter, body.lora_name, directory)
+        outcomes = await self._administration.load_adapter(adapter)
+        failures = [outcome.error for outcome in outcomes if outcome.error is not None]
+        refusals = [error for error in failures if not isinstance(error, Unavailable)]
+        if refusals:
+            raise _of_body(refusals[0])
+        if len(failures) == len(outcomes):
+            raise failures[0]
+        self._modules.add(adapter, in_place=in_place)
+        return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
+
+    async def unload_lora_adapter(self, request: Request) -> Response:
+        """Forgets an adapter. Requests that have it go on."""
+        body = await self._bodies.read(request, UnloadLoraBody)
+        self._modules.remove(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _of_body(error: StepwellError) -> StepwellError:
+    """A replica's refusal, which names the field of the body."""
+    error.field = "lora_path"
+    return error

@@ -1,0 +1,147 @@
+"""The routes about the server itself: models, version, load, status, health, metrics."""
+
+import asyncio
+import time
+from importlib.metadata import version
+from typing import Any
+
+import grpc
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.telemetry.exposition import (
+    CONTENT_TYPE,
+    OPEN_METRICS_TYPE,
+    open_metrics,
+    wants_open_metrics,
+)
+from services.gateway.adapters.activity.document import stats_document
+from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.adapters.telemetry.fleet_metrics import FleetMetrics
+from services.gateway.core.fleet.fleet import Fleet
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.gate import Gate
+from services.gateway.core.request.inference import Inference
+
+MODELS = "/v1/models"
+METRICS = "/metrics"
+_STATS_TIMEOUT_SECONDS = 1.0
+
+
+class ServerRoutes:
+    """A handler for each route."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        fleet: Fleet,
+        links: SchedulerLinks,
+        gate: Gate,
+        metrics: FleetMetrics,
+        *,
+        are_keys_needed: bool,
+    ) -> None:
+        self._inference = inference
+        self._fleet = fleet
+        self._membership = fleet.membership
+        self._links = links
+        self._gate = gate
+        self._metrics = metrics
+        self._are_keys_needed = are_keys_needed
+        self._created = int(time.time())
+        self._version = version("stepwell")
+
+    async def models(self, request: Request) -> Response:
+        """The models served here that the key may use."""
+        adapters, tenant = self._inference.adapters, request.state.tenant
+        names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
+        data = [self._model_card(name) for name in names if tenant.may_use(name)]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """One model; without a name, all of them."""
+        # The framework leaves out a line feed at the end of the path.
+        name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
+        if not name:
+            return await self.models(request)
+        self._inference.check_model(name, request.state.tenant)
+        return JSONResponse(self._model_card(name))
+
+    async def status(self, _request: Request) -> Response:
+        """Replicas, their queues and pools, as seen from here."""
+        return JSONResponse(await self.describe())
+
+    async def describe(self) -> dict[str, Any]:
+        """The body of /status."""
+        return {
+            "model": self._inference.model_name,
+            "draining": not self._gate.is_open,
+            "requests_in_flight": self._gate.inside,
+            "sequences_without_replica": self._fleet.num_waiting,
+            "replicas": await asyncio.gather(
+                *(
+                    _status(replica, self._links[replica.address])
+                    for replica in self._membership.replicas
+                )
+            ),
+        }
+
+    async def health(self, _request: Request) -> Response:
+        """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
+        reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
+        if reason:
+            return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
+        return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
+
+    async def ping(self, request: Request) -> Response:
+        """The same as /health, by the name that SageMaker asks for."""
+        return await self.health(request)
+
+    async def version(self, _request: Request) -> Response:
+        """The version of this server."""
+        return JSONResponse({"version": self._version})
+
+    async def load(self, _request: Request) -> Response:
+        """How many requests are being served here."""
+        return JSONResponse({"server_load": self._gate.inside})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus metrics, of this gateway and of every replica. No key is asked for: where
+        clients have keys, series of tenants are left out.
+        """
+        is_open = wants_open_metrics(request.headers.get("accept", ""))
+        text = await self._metrics.collect(
+            shows_tenants=not self._are_keys_needed, exemplars=is_open
+        )
+        if is_open:
+            return Response(open_metrics(text), media_type=OPEN_METRICS_TYPE)
+        return Response(text, media_type=CONTENT_TYPE)
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        adapter = self._inference.adapters.find(name)
+        card = {"id": name, "object": "model", "created": self._created, "owned_by": "stepwell"}
+        if adapter is not None:
+            card |= {"root": adapter.path, "parent": self._inference.model_name}
+        return {**card, "max_model_len": self._membership.max_model_len()}
+
+
+async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
+    """What `stepwell status` shows of a replica, with the scheduler's own numbers."""
+    served = replica.description
+    status: dict[str, Any] = {
+        "address": replica.address,
+        "model": served.model_name if served is not None else "",
+        "fingerprint": served.fingerprint.hex()[:16] if served is not None else "",
+        "ready": replica.is_ready,
+        "reason": replica.reason,
+        "unfinished_here": replica.num_unfinished,
+        "stats": None,
+    }
+    try:
+        stats = await link.stats(_STATS_TIMEOUT_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        status["reason"] = status["reason"] or f"{error.code().name}: {error.details()}"
+        return status
+    status["stats"] = stats_document(stats)
+    return status

@@ -1,0 +1,101 @@
+"""The routes of traces: a list of requests that are kept or run, and one of them with all spans."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import NotFound
+from services.gateway.adapters.http.exchange.query import Query, read_query
+from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.http.openapi import view_answers as answers
+from services.gateway.adapters.traces.document import Document, document, summary
+from services.gateway.adapters.traces.running import Order, RunningTraces
+from services.gateway.core.traces.trace_store import TraceStore
+
+TRACES = "/traces"
+_MAX_LISTED = 200
+
+
+class TracesQuery(Query):
+    """Which requests are listed first, and how many."""
+
+    order: Literal["newest", "slowest", "failed"] = "newest"
+    limit: int = Field(default=20, ge=1, le=_MAX_LISTED)
+
+
+_CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
+    "newest": list,
+    "slowest": lambda traces: sorted(traces, key=lambda trace: -trace["seconds"]),
+    "failed": lambda traces: [trace for trace in traces if trace["error"] is not None],
+}
+
+
+class TraceRoutes:
+    """Reads the store, and asks for what runs. A tenant sees the traces of its own requests;
+    `sees_all` lifts that.
+    """
+
+    def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:
+        """Without a store, traces of requests that have ended are not found."""
+        self._store = store
+        self._running = running
+        self._sees_all = sees_all
+
+    def routes(self) -> Sequence[Route]:
+        return (
+            Route(TRACES, self.traces, answers.Traces, query=TracesQuery, errors=(400,)),
+            Route(f"{TRACES}/{{name}}", self.trace, answers.Trace, errors=(404,)),
+        )
+
+    async def traces(self, request: Request) -> Response:
+        """Requests that run, and those that have ended and were traced, as far as they are kept
+        here.
+        """
+        query = read_query(request, TracesQuery)
+        may_see = partial(self._may_see, request)
+        kept = [] if self._store is None else list(self._store.requests())
+        mine = [trace for trace in kept if may_see(trace.tenant_id)]
+        order = Order.OLDEST if query.order == "slowest" else Order.NEWEST
+        running = self._running.requests(may_see, query.limit, order)
+        listed = await asyncio.to_thread(
+            lambda: _CHOICES[query.order](list(map(summary, [*running, *mine])))
+        )
+        shown = listed[: query.limit]
+        if self._store is not None:
+            for one in shown:
+                if not one["is_running"]:
+                    self._store.shown(one["trace_id"])
+        return JSONResponse(
+            {"are_kept": self._store is not None, "num_kept": len(mine), "traces": shown}
+        )
+
+    async def trace(self, request: Request) -> Response:
+        """A trace, by its id or by the id of its request; of one that runs, as it is so far."""
+        name: str = request.path_params["name"]
+        may_see = partial(self._may_see, request)
+        found = await self._running.find(name, may_see)
+        kept = None if self._store is None else self._store.find(name)
+        if found is None:
+            found = kept
+        elif kept is not None and kept.trace_id == found.trace_id:
+            found.spans += kept.spans  # of its parts that have ended elsewhere
+        if found is None or not may_see(found.tenant_id):
+            raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
+        return JSONResponse(await asyncio.to_thread(document, found))
+
+    def _may_see(self, request: Request, owner: str) -> bool:
+        tenant_id: str = request.state.tenant.tenant_id
+        return self._sees_all or not tenant_id or owner == tenant_id
+
+    def _why_not(self, name: str) -> str:
+        if self._store is None:
+            return (
+                "no such request runs, and this gateway keeps no traces: see --trace-address, or "
+                "the collector"
+            )
+        return f"no trace of {name[:200]!r} is kept: it was not sampled, or was dropped"

@@ -1,0 +1,339 @@
+"""One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
+
+uvicorn does not bound headers in size and time, never ends silent connections, and drops the
+request of a client that stops sending.
+"""
+
+import asyncio
+import enum
+import time
+from functools import partial
+from typing import Any, cast
+
+import httptools
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import (
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from services.gateway.adapters.http.exchange.body_writer import BodyWriter
+from services.gateway.adapters.http.exchange.errors import raw_refusal
+from services.gateway.adapters.http.exchange.request_state import (
+    ARRIVAL,
+    ARRIVED,
+    BODY_WRITER,
+    CLIENT,
+)
+from services.gateway.adapters.http.exchange.while_connected import Client
+from services.gateway.adapters.http.transport.client_probe import ClientProbe
+from services.gateway.adapters.http.transport.connections import Connections
+from services.gateway.adapters.http.transport.reader_timeout import ReaderTimeout
+from services.gateway.adapters.http.transport.sliced_protocol import SlicedProtocol
+from services.gateway.adapters.http.transport.without_chunks import answer_without_chunks
+from services.gateway.core.admission.arrivals import Arrival
+
+MAX_HEADERS = 100
+_MAX_HEADER_BYTES = 64 * 1024
+MAX_PIPELINED = 8
+_KEY_HEADERS = (b"authorization", b"x-api-key")
+# How long a client may take to read a refusal, and how much it may send meanwhile.
+_REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
+_IGNORED_BYTES = 64 * 2**20
+"""How much of a body is discarded that was answered before it was whole."""
+CLOSING_SECONDS = 30.0
+"""How long a client may take to read the end of the last answer on a connection."""
+
+
+class _Stage(enum.Enum):
+    """What is expected of the client next."""
+
+    REQUEST = "its first bytes"
+    HEADERS = "the rest of the headers"
+    BODY = "the rest of the body"
+    NOTHING = "nothing: its request is being answered"
+    END = "nothing: it was refused"
+
+
+class GuardedConnection(SlicedProtocol):
+    """Ends connections that send too much, too slowly or nothing.
+
+    A client may stop sending and still get its answer, but not over TLS; a ClientProbe finds out
+    whether it is still there.
+    """
+
+    def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._connections = connections
+        self._stage = _Stage.REQUEST
+        self._timed_stage: _Stage | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_header_bytes = 0
+        self._num_body_bytes = 0
+        self._refusal: tuple[int, str] | None = None
+        self._answered: RequestResponseCycle | None = None
+        self._was_refused = False
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._probe = ClientProbe(transport, self.flow)
+        limits = self._connections.limits
+        self._reader_timeout = ReaderTimeout(
+            transport, limits.reader_timeout_seconds, self._reader_timed_out
+        )
+        self.timeout_keep_alive = limits.keep_alive_seconds  # type: ignore[assignment]
+        if self._connections.admit(self):
+            self._watch()
+        else:
+            self._stage = _Stage.END
+            transport.write(raw_refusal(503, "the server has too many connections"))
+            transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        self._disconnect_application()
+        self._unread.clear()
+        self._reader_timeout.stop()
+        self._probe.stop()
+        for timer in (self._timer, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reader_timeout.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._reader_timeout.stop()
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether its next request may be read later than those of other connections: the last one
+        was refused, and the next most likely will be.
+        """
+        return self._was_refused
+
+    def parse_soon(self) -> None:
+        if self._was_refused:
+            self._connections.refused_turns.add(self.parse_on)
+        else:
+            super().parse_soon()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        super().eof_received()
+        if self.scheme == "https":  # Python's TLS cannot go on writing after the client's end
+            self._disconnect_application()
+            return False
+        if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._probe.start(self.cycle)
+        return True
+
+    def end(self) -> None:
+        self._disconnect_application()
+        self.transport.abort()
+
+    def _disconnect_application(self) -> None:
+        """Lets the application write no more: uvloop raises when a closed connection is written to.
+
+        uvicorn does so for the request that came last, and only in `connection_lost`; the one that
+        is being answered may have others behind it.
+        """
+        answered = self._answered
+        if answered is not None and not answered.response_complete:
+            answered.disconnected = True
+            answered.message_event.set()
+            self._client.has_gone()
+
+    def _reader_timed_out(self) -> None:
+        self._connections.reader_timed_out()
+        self.end()
+
+    # The parser's side. What these raise ends the parsing.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._stage = _Stage.HEADERS
+        self._num_header_bytes = self._num_body_bytes = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._raise(429, "too many requests before the answer to the first")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._raise(431, f"there are more than {MAX_HEADERS} headers")
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._stage = _Stage.BODY
+        self._connections.became_busy(self)
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._num_body_bytes += len(body)
+        # The application refuses a body that is too large; most clients send all of it before they
+        # read the answer.
+        if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
+            self._connections.refusals.count("went on sending a body that was refused")
+            self.end()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._stage = _Stage.NOTHING
+
+    # The application's side.
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        if self._connections.are_ending:
+            cycle.keep_alive = False
+        state = cycle.scope["state"]
+        state[ARRIVED] = time.perf_counter_ns()
+        if self._is_refused_at_once(cycle):
+            return
+        state[CLIENT] = self._client = Client(self.flow.resume_reading)
+        arrival = state.get(ARRIVAL)
+        app = partial(_until_answered, arrival, app)
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(answer_without_chunks, cycle, app)
+        else:
+            state[BODY_WRITER] = BodyWriter(cycle)
+
+        def start() -> None:
+            if not cycle.disconnected:
+                HttpToolsProtocol._start_asgi_task(self, cycle, app)
+            elif arrival is not None:
+                arrival.end()
+
+        headers = cycle.scope["headers"]
+        key = next((value for name, value in headers if name in _KEY_HEADERS), b"")
+        self._connections.starts.add(key, start)
+
+    def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:
+        """Whether the request was answered by its headers: there is no room for it."""
+        quick = self._connections.quick_refusals
+        if quick is None or not cycle.keep_alive or self.flow.write_paused:
+            return False
+        answer = quick.decide(cast(Scope, cycle.scope), cycle.default_headers)
+        self._was_refused = answer is not None
+        if answer is None:
+            return False
+        cycle.response_started = cycle.response_complete = True
+        self.transport.write(answer)
+        cycle.on_response()
+        return True
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._time(CLOSING_SECONDS, self.end)
+        elif self.cycle.response_complete and self._stage is _Stage.NOTHING:
+            self._connections.became_idle(self)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._stage = _Stage.END
+        super().timeout_keep_alive_handler()
+        self._time(CLOSING_SECONDS, self.end)
+
+    # Bounds.
+
+    def parse(self, data: bytes) -> None:
+        if self._stage is _Stage.END:
+            self._num_body_bytes += len(data)
+            if self._num_body_bytes > _REFUSAL_UNREAD_BYTES:
+                self.end()
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # The upgrade is not made, and no request can follow.
+            self.cycle.keep_alive = False
+            self._stage = _Stage.NOTHING
+        except httptools.HttpParserError:
+            self._refuse(*(self._refusal or (400, "this is no valid request of HTTP/1.1")))
+            return
+        if self._stage is _Stage.HEADERS:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > _MAX_HEADER_BYTES:
+                self._refuse(431, "the headers are too large")
+                return
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
+            # The rest of a request that was refused before it was whole.
+            self._stage = self._timed_stage = _Stage.REQUEST
+            self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
+            self._connections.became_idle(self)
+        self._watch()
+
+    def _raise(self, status: int, message: str) -> None:
+        self._refusal = (status, message)
+        raise ValueError(message)
+
+    def _watch(self) -> None:
+        """Sets the timer for what is expected next."""
+        if self._stage is self._timed_stage:
+            return
+        self._timed_stage = self._stage
+        limits = self._connections.limits
+        seconds = {
+            _Stage.REQUEST: limits.receive_timeout_seconds,
+            _Stage.HEADERS: limits.receive_timeout_seconds,
+            _Stage.BODY: limits.body_timeout_seconds,
+        }
+        self._time(seconds.get(self._stage), self._too_slow)
+
+    def _time(self, seconds: float | None, then: Any) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, then)
+
+    def _too_slow(self) -> None:
+        if self._stage is _Stage.REQUEST:
+            self._connections.refusals.count("nothing was sent in time")
+            self._stage = _Stage.END
+            self.transport.close()
+        else:
+            self._refuse(408, f"{self._stage.value} did not come in time")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection, with an answer where none has begun."""
+        self._connections.refusals.count(f"{status} {message}")
+        is_answered = self._stage is _Stage.BODY and self.cycle.response_complete
+        self._stage = self._timed_stage = _Stage.END
+        self._unread.clear()
+        self._num_body_bytes = 0
+        if is_answered:
+            self.end()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started or self.pipeline:
+                self.end()
+                return
+            self._disconnect_application()
+        self.transport.write(raw_refusal(status, message))
+        # Closing at once, with something unread, would reset the connection before the client has
+        # read the answer.
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._time(_REFUSAL_READ_SECONDS, self.end)
+
+
+async def _until_answered(
+    arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Runs the application. Afterwards a request that it did not take is not counted any more, and
+    its state no longer refers to the connection, which refers to the state.
+    """
+    try:
+        await app(scope, receive, send)
+    finally:
+        scope["state"].pop(BODY_WRITER, None)
+        del scope["state"][CLIENT]
+        if arrival is not None:
+            arrival.end()

@@ -1,0 +1,122 @@
+"""All connections of an HTTP server: how many there may be."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
+from services.gateway.adapters.http.transport.starts import Starts
+from services.gateway.adapters.http.transport.turns import Turns
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """What the client of a connection may do, and how long it may take."""
+
+    max_connections: int
+    max_body_bytes: int
+    keep_alive_seconds: float
+    """Time without a request."""
+    receive_timeout_seconds: float
+    """Time in which the headers of a request must come, or a TLS handshake must end."""
+    body_timeout_seconds: float
+    """Time in which the body of a request must come."""
+    reader_timeout_seconds: float
+    """Time in which the client must read something of what was written."""
+
+
+class Connection(Protocol):
+    """A connection, as far as the others have to do with it."""
+
+    def end(self) -> None:
+        """Closes it at once."""
+
+
+class Connections:
+    """Admits connections up to the limit; what they share."""
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        on_reader_timeout: Callable[[], None],
+        quick_refusals: QuickRefusals | None = None,
+    ) -> None:
+        """`on_reader_timeout` is called for each connection that is ended since its client has
+        stopped reading. `quick_refusals` decides first, where requests may be refused for load.
+        """
+        self.limits = limits
+        self._on_reader_timeout = on_reader_timeout
+        self.quick_refusals = quick_refusals
+        self.are_ending = False
+        """Whether each connection ends with its next answer."""
+        self.refusals = RefusalLog()
+        self.starts = Starts()
+        self.refused_turns = Turns()
+        """Of those whose last request was refused for want of room."""
+        self._connections: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}
+        """Connections without a request, the one that has been so for longest first."""
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def admit(self, connection: Connection) -> bool:
+        """Whether there is room for a new connection. An idle one may be ended for it."""
+        if len(self._connections) >= self.limits.max_connections:
+            oldest = next(iter(self._idle), None)
+            if oldest is None:
+                self.refusals.count("too many connections")
+                return False
+            self.refusals.count("closed without a request, to make room for another connection")
+            self.remove(oldest)
+            oldest.end()
+        self._connections.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def reader_timed_out(self) -> None:
+        self.refusals.count("the client had stopped reading its answer")
+        self._on_reader_timeout()
+
+    def remove(self, connection: Connection) -> None:
+        """Counts a connection that has ended no longer. Idempotent."""
+        self._connections.discard(connection)
+        self._idle.pop(connection, None)
+
+    def became_idle(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._idle[connection] = None
+
+    def became_busy(self, connection: Connection) -> None:
+        self._idle.pop(connection, None)
+
+
+class RefusalLog:
+    """Counts connections that were ended or refused, and logs them in one line now and then."""
+
+    def __init__(self) -> None:
+        self._unlogged: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, reason: str) -> None:
+        """Counts one more. The first of many is logged at once."""
+        self._unlogged[reason] += 1
+        if self._timer is None:
+            self._log()
+
+    def _log(self) -> None:
+        self._timer = None
+        if not self._unlogged:
+            return
+        counts = ", ".join(f"{reason} ({count})" for reason, count in self._unlogged.items())
+        logger.warning("HTTP: ended or refused: %s", counts)
+        self._unlogged.clear()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_SECONDS_BETWEEN_LINES, self._log)

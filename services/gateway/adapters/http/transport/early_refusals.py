@@ -1,0 +1,67 @@
+"""Refuses requests that a full server would refuse, before anything else is done with them."""
+
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.gateway.adapters.http.exchange.deadline import deadline_of
+from services.gateway.adapters.http.exchange.errors import error_response
+from services.gateway.adapters.telemetry.observation import Observer
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.gate import Gate
+from services.gateway.core.idempotency.key import FIELD, idempotency_key
+from services.gateway.core.idempotency.keyed_requests import KeyedRequests
+from services.gateway.core.request.inference import Inference
+from services.gateway.core.tenant import ANYONE
+
+
+class EarlyRefusals:
+    """Answers POST requests to `paths` while there is no room for them: their bodies are not read,
+    and the application does not see them. Under overload most requests end here.
+
+    A request that the application refuses for another reason is passed on, and so is one whose
+    answer is there, which takes no room. Those that QuickRefusals counted do not come here.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        gate: Gate,
+        inference: Inference,
+        keyed_requests: KeyedRequests,
+        observer: Observer,
+    ) -> None:
+        self._app = app
+        self._paths = frozenset(paths)
+        self._gate = gate
+        self._inference = inference
+        self._keyed_requests = keyed_requests
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"] in self._paths:
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await error_response(refusal, scope)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> StepwellError | None:
+        state = scope["state"]
+        tenant = state.get("tenant", ANYONE)
+        try:
+            record: RequestRecord = state["record"]
+            deadline = deadline_of(record.headers, record.timeline.began)
+            key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
+        except InvalidArgument:
+            return None
+        try:
+            with self._observer.counting_refusals(record, tenant):
+                self._gate.check()
+                if key is None or not self._keyed_requests.knows(key):
+                    self._inference.check_room(tenant, deadline)
+        except StepwellError as error:
+            return error
+        return None

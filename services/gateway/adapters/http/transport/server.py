@@ -1,0 +1,174 @@
+"""An uvicorn server inside this process's event loop, started and stopped by method calls."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.common.errors import Unavailable
+from services.gateway.adapters.http.transport.connection import GuardedConnection
+from services.gateway.adapters.http.transport.connections import Connections
+from services.gateway.adapters.http.transport.unix_socket import UNIX, bind_unix_socket
+
+if TYPE_CHECKING:
+    from services.common.tls.credentials import Tls
+
+_SEND_BUFFER_BYTES = 128 * 1024
+_BACKLOG = 2048
+_ACCEPTED_A_TURN = 8
+"""libuv accepts one connection for each listener in a turn of the event loop. Where turns are long,
+new connections come faster in the first moment of a flood, and others' would wait behind them.
+"""
+_DATE_SECONDS = 1.0
+"""How often the Date header of answers is renewed."""
+_CLOSED_POLL_SECONDS = 0.01
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, and ends as soon as it is asked to.
+
+    uvicorn's own loop looks ten times a second whether it should end, and waits 0.1 s for
+    connections to close even if there are none.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._asked = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._asked.set()
+
+    def end_idle(self) -> None:
+        """Ends each connection whose requests were answered, and any other one with its answer. One
+        without a request so far stays open.
+        """
+        for connection in list(self.server_state.connections):
+            if getattr(connection, "cycle", None) is not None:
+                connection.shutdown()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_SECONDS):
+                    await self._asked.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Takes no new connections, and waits for the open ones unless `force_exit` is set. A first
+        request that is on its way is answered.
+        """
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        self.end_idle()
+        state = self.server_state
+        while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110
+            await asyncio.sleep(_CLOSED_POLL_SECONDS)
+        for server in self.servers:
+            await server.wait_closed()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves one application over HTTP at one address; its connections are GuardedConnections."""
+
+    def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
+        """Raises SettingError for a certificate that cannot be used."""
+        self.connections = connections
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            server_header=False,
+            proxy_headers=False,
+            http=cast(Any, _protocol(connections, tls)),
+            ws="none",
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+        self._unix_path: Path | None = None
+
+    async def start(self, address: str) -> str:
+        """Binds and serves; returns host:port, or unix:PATH. Raises Unavailable when it cannot be
+        bound.
+        """
+        if address.startswith(UNIX):
+            listener, bound = bind_unix_socket(address), address
+            self._unix_path = Path(address.removeprefix(UNIX))
+        else:
+            listener = _bind(address)
+            bound = f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        listeners = [listener, *(listener.dup() for _ in range(_ACCEPTED_A_TURN - 1))]
+        self._task = asyncio.create_task(self._server.serve(sockets=listeners))
+        return bound
+
+    def end_idle(self) -> None:
+        """Ends each connection whose requests were answered, and any other one with its next
+        answer, so that clients connect elsewhere if they can. New ones are still taken.
+        """
+        self.connections.are_ending = True
+        self._server.end_idle()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Takes no new connections, gives running exchanges the grace, then cuts them off."""
+        if self._task is None:
+            return
+        self._server.end()
+        await asyncio.wait((self._task,), timeout=grace_seconds)
+        state = self._server.server_state
+        for connection in list(state.connections):
+            connection.transport.abort()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=grace_seconds)
+        self._server.force_exit = True
+        await self._task
+        if self._unix_path is not None:
+            self._unix_path.unlink(missing_ok=True)
+
+
+def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyncio.Protocol]:
+    """What uvicorn makes for each connection, with arguments of its own."""
+    plain = partial(GuardedConnection, connections=connections)
+    if tls is None:
+        return plain
+    from services.gateway.adapters.http.transport.tls_context import TlsContext  # noqa: PLC0415 - an extra
+    from services.gateway.adapters.http.transport.tls_handshake import TlsHandshake  # noqa: PLC0415
+
+    context = TlsContext(tls)
+
+    def secured(**uvicorn: Any) -> TlsHandshake:
+        state = uvicorn["server_state"]
+        return TlsHandshake(partial(plain, **uvicorn), connections, context, state)
+
+    return secured
+
+
+def _bind(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    is_ipv6 = ":" in host
+    try:
+        listener = socket.create_server(
+            (host, int(port)),
+            family=socket.AF_INET6 if is_ipv6 else socket.AF_INET,
+            backlog=_BACKLOG,
+            dualstack_ipv6=is_ipv6,
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
+    # Accepted connections inherit it; the kernel would give a slow reader megabytes.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,117 @@
+"""A connection from its beginning to the end of its TLS handshake."""
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import cast
+
+from uvicorn.server import ServerState
+
+from services.gateway.adapters.http.transport.connection import CLOSING_SECONDS
+from services.gateway.adapters.http.transport.connections import Connections
+from services.gateway.adapters.http.transport.reader_timeout import LEAST_BYTES
+from services.gateway.adapters.http.transport.tls_context import TlsContext
+
+
+class TlsHandshake(asyncio.Protocol):
+    """Counts among the connections from the beginning, so that clients that never finish it are
+    bounded in number and time; then hands the connection on.
+    """
+
+    def __init__(
+        self,
+        make_connection: Callable[[], asyncio.Protocol],
+        connections: Connections,
+        tls: TlsContext,
+        state: ServerState,
+    ) -> None:
+        self._make_connection = make_connection
+        self._connections = connections
+        self._tls = tls
+        self._open = state.connections
+        self._loop = asyncio.get_running_loop()
+        self._undecrypted: list[bytes] | None = []
+        self._early: list[bytes] = []
+        self._has_ended = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        # What waits below TLS is not seen by the timeout of readers, so that should be little.
+        transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
+        if not self._connections.admit(self):
+            transport.abort()
+            return
+        self._open.add(self)  # type: ignore[arg-type] # what uvicorn asks of one, this has
+        self._task = self._loop.create_task(self._serve(), name="TLS handshake")
+
+    def data_received(self, data: bytes) -> None:
+        """The handshake may begin to come before it is read as TLS, since uvloop reads from a new
+        connection in any case; and the client's request may come with the end of its handshake.
+        """
+        (self._early if self._undecrypted is None else self._undecrypted).append(data)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._has_ended = True
+
+    def shutdown(self) -> None:
+        """The server takes no requests any more."""
+        self.end()
+
+    def end(self) -> None:
+        self._has_ended = True
+        # In a turn of its own: the event loop may be about to read from the transport.
+        self._loop.call_soon(self.transport.abort)
+
+    async def _serve(self) -> None:
+        secured = None if self._has_ended else await self._shake_hands()
+        self._open.discard(self)
+        self._connections.remove(self)
+        if secured is not None and not secured.is_closing() and not self._has_ended:
+            self._hand_over(secured)
+
+    async def _shake_hands(self) -> asyncio.Transport | None:
+        """The transport of what is sent over TLS; None if the handshake has failed."""
+        handshake = self._loop.start_tls(
+            self.transport,
+            self,
+            self._tls.current(),
+            server_side=True,
+            ssl_handshake_timeout=self._connections.limits.receive_timeout_seconds,
+            ssl_shutdown_timeout=CLOSING_SECONDS,
+        )
+        try:
+            beginning = self._loop.create_task(handshake, name="start_tls")
+            # In its first turn it pauses reading, and in the next reads on. What came before is
+            # passed on in that turn, before more can come.
+            self._loop.call_soon(self._loop.call_soon, self._pass_on)
+            return await beginning
+        except OSError as error:
+            self._connections.refusals.count(_why_failed(error))
+            return None
+
+    def _pass_on(self) -> None:
+        """Gives TLS what came before it was there to read it."""
+        undecrypted, self._undecrypted = b"".join(self._undecrypted or ()), None
+        tls = cast(asyncio.BufferedProtocol, self.transport.get_protocol())
+        while undecrypted and not self.transport.is_closing():
+            buffer = memoryview(tls.get_buffer(len(undecrypted)))
+            size = min(len(buffer), len(undecrypted))
+            buffer[:size] = undecrypted[:size]
+            tls.buffer_updated(size)
+            undecrypted = undecrypted[size:]
+
+    def _hand_over(self, secured: asyncio.Transport) -> None:
+        connection = self._make_connection()
+        secured.set_protocol(connection)
+        connection.connection_made(secured)
+        for data in self._early:
+            connection.data_received(data)
+
+
+def _why_failed(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "an error without a reason").replace("_", " ").lower()
+        return f"the TLS handshake failed: {reason}"
+    if isinstance(error, ConnectionAbortedError):
+        return "the TLS handshake did not end in time"
+    return "the client left during the TLS handshake"

@@ -1,0 +1,343 @@
+"""The session with one scheduler: a stream of requests and of what becomes of them."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.process.watchdog.proc import watch_addresses
+from services.common.process.watchdog.silence import Silence
+from services.common.replica.load_proto import replica_load_from_proto
+from services.common.replica.queue_state_proto import queue_state_from_proto
+from services.common.rpc.channel import open_channel
+from services.common.rpc.protocol import OtherProtocol, own_release, require_same_protocol
+from services.common.rpc.status import from_peer
+from services.common.telemetry.metrics_servicer import collect_from
+from services.common.telemetry.trace_headers import TraceHeaders
+from services.gateway.adapters.schedulers.converters import (
+    chunk_to_proto,
+    description_from_proto,
+    replica_state_from_proto,
+)
+from services.gateway.adapters.schedulers.scheduler_admin import SchedulerAdmin
+from services.gateway.adapters.schedulers.session.deltas import SessionDeltas
+from services.gateway.adapters.schedulers.session.mail import Mail, messages_of
+from services.gateway.adapters.schedulers.session.numbering import Numbering
+from services.gateway.adapters.schedulers.session.reports import (
+    check_load,
+    check_opened,
+    check_queue,
+)
+from services.gateway.adapters.schedulers.session.wrong_message import WrongMessage, require
+from services.gateway.core.fleet.replica import ENDED_HERE, Replica
+from services.gateway.core.request.inflight import Inflight
+
+if TYPE_CHECKING:
+    from services.common.tls.credentials import Tls
+
+SessionCall = grpc.aio.StreamStreamCall[scheduler_pb2.SessionRequest, scheduler_pb2.SessionResponse]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_SECONDS = 0.05
+_MAX_REST_SECONDS = 2.0
+_MAX_BACKOFF_SECONDS = 0.5
+_MAX_AWAY_BACKOFF_SECONDS = 5.0
+_CHECKS_PER_TIMEOUT = 8
+_MOST_TIMEOUTS = 2
+_UNREAD_BYTES = 512
+"""The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway
+that reads more slowly than steps are run is some steps behind. It would be hundreds behind, each
+with a message of its own to be read, if they could wait in the transport.
+"""
+_LAST_CALLS_SECONDS = 1.0
+"""For calls of GetStats that are going on when the link is closed."""
+
+
+class SchedulerLink:
+    """The core's Link over gRPC. A session that ends is opened again, after a growing delay."""
+
+    def __init__(
+        self,
+        address: str,
+        gateway_id: str,
+        session_timeout_seconds: float,
+        tls: "Tls | None" = None,
+    ) -> None:
+        """A scheduler that sends nothing for `session_timeout_seconds` hangs: the session ends."""
+        self.address = address
+        self._gateway_id = gateway_id
+        self._session_timeout = session_timeout_seconds
+        self._received_at = 0.0
+        self._num_timeouts = 0
+        """Sessions in a row that timed out."""
+        self._numbering = Numbering()
+        self._deltas: SessionDeltas | None = None
+        """What comes of the sequences of the session; None before it is open."""
+        self._wrong_at = 0.0
+        self._rest_seconds = _FIRST_BACKOFF_SECONDS
+        self._refused_with = ""
+        """What was logged last of a scheduler of another protocol."""
+        self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
+        self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self.admin = SchedulerAdmin(address, self._channel)
+        # The message of a sequence is made when it is written: those of one request may be
+        # hundreds, each with the whole prompt.
+        self._outbox: list[Mail] = []
+        self._has_mail = asyncio.Event()
+
+    def add(self, handle: int, inflight: Inflight) -> None:
+        self._note_sent(handle, inflight)
+        self._post((handle, inflight))
+
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
+        self._note_sent(handle, inflight)
+        chunk = chunk_to_proto(handle, inflight, num_tokens)
+        self._post(scheduler_pb2.SessionRequest(chunk=chunk))
+
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
+        if self._deltas is not None:
+            self._deltas.aborted(handle)
+        last = self._outbox[-1] if self._outbox else None
+        if isinstance(last, scheduler_pb2.SessionRequest) and last.WhichOneof("message") == "abort":
+            message = last
+        else:
+            message = scheduler_pb2.SessionRequest(abort=scheduler_pb2.AbortRequests())
+            self._post(message)
+        message.abort.handles.append(handle)
+        if was_stopped:
+            message.abort.stopped_handles.append(handle)
+
+    def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
+        """Has the spans of a sequence exported that was sent there unsampled. The span that
+        `trace` names becomes their parent.
+        """
+        keep = scheduler_pb2.KeepTrace(
+            request_id=request_id, traceparent=trace.traceparent, tracestate=trace.tracestate
+        )
+        self._post(scheduler_pb2.SessionRequest(keep=keep))
+
+    async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
+        """Queues, pool and totals. Raises AioRpcError."""
+        response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
+            scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
+        )
+        return response
+
+    async def metrics(self, labels: Mapping[str, str], *, exemplars: bool) -> bytes | None:
+        """The metrics of the replica, with these labels; None if they do not come in time."""
+        return await collect_from(self._channel, labels, exemplars=exemplars)
+
+    async def activity(
+        self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
+    ) -> scheduler_pb2.GetActivityResponse:
+        """Requests, steps and blocks. Raises AioRpcError."""
+        response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
+            request, timeout=timeout_seconds
+        )
+        return response
+
+    async def running_spans(
+        self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
+    ) -> scheduler_pb2.GetRunningSpansResponse:
+        """The spans so far of requests that have not ended. Raises AioRpcError."""
+        response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
+            request, timeout=timeout_seconds
+        )
+        return response
+
+    async def run(self, replica: Replica) -> None:
+        """Keeps a session open until cancelled, and passes what comes to `replica`."""
+        backoff = _FIRST_BACKOFF_SECONDS
+        loop = asyncio.get_running_loop()
+        away_since = loop.time()
+        try:
+            while True:
+                began = loop.time()
+                if await self._session(replica):
+                    away_since = loop.time()
+                    if away_since > began + _MAX_BACKOFF_SECONDS:
+                        backoff = _FIRST_BACKOFF_SECONDS
+                if backoff > _MAX_BACKOFF_SECONDS:
+                    self._channel.renew()
+                await asyncio.sleep(max(backoff, self._rest(began)))
+                backoff = min(2 * backoff, longest_backoff(loop.time() - away_since))
+        finally:
+            await self._channel.close(_LAST_CALLS_SECONDS)
+
+    def _rest(self, began: float) -> float:
+        """Seconds before the next session after one that began then: if a wrong message ended it,
+        the more the more of them came lately, so that most requests go to other schedulers.
+        """
+        if self._wrong_at < began:
+            self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
+            return 0.0
+        seconds, longest = self._rest_seconds, _MAX_REST_SECONDS
+        self._rest_seconds = min(4 * seconds, longest)
+        return seconds
+
+    async def _session(self, replica: Replica) -> bool:
+        """One session from beginning to end; returns whether it ever opened."""
+        call, loop = self._stub.Session(), asyncio.get_running_loop()
+        self._outbox.clear()
+        self._numbering, self._deltas = Numbering(), None
+        hello = scheduler_pb2.OpenSession(gateway_id=self._gateway_id, release=own_release())
+        self._post(scheduler_pb2.SessionRequest(open=hello))
+        writer = asyncio.create_task(self._write(call))
+        reason, is_late = ENDED_HERE, False
+        try:
+            await self._read(call, replica)
+            reason = "the scheduler ended the session"
+        except TimeoutError:
+            is_late = True
+            seconds = f"for {self._session_timeout:g} s: the scheduler hangs"
+            is_silent = loop.time() >= self._received_at + self._session_timeout
+            reason = f"no message {seconds}" if is_silent else f"it took no message {seconds}"
+        except WrongMessage as error:
+            reason = f"a message of the scheduler is wrong: {error}"
+            self._note_wrong(replica, reason)
+        except OtherProtocol as error:
+            reason = error.message
+            self._warn_once(reason)
+        except grpc.aio.AioRpcError as error:
+            refusal = from_peer("the scheduler", error)
+            reason = refusal.message
+            if refusal.error_reason == OtherProtocol.reason:
+                self._warn_once(reason)
+        except Exception as error:
+            reason = f"a message of the scheduler cannot be read: {type(error).__name__}"
+            logger.exception("a defect, or a wrong message of scheduler %s", self.address)
+            self._note_wrong(replica, reason)
+        finally:
+            writer.cancel()
+            call.cancel()
+            self._count_timeout(is_late=is_late)
+            was_open = replica.is_connected
+            replica.closed(reason)
+        return was_open
+
+    def _note_wrong(self, replica: Replica, reason: str) -> None:
+        self._wrong_at = asyncio.get_running_loop().time()
+        if not replica.is_connected:
+            self._warn_once(reason)
+
+    def _warn_once(self, reason: str) -> None:
+        if reason != self._refused_with:
+            logger.warning("scheduler %s opens no session: %s", self.address, reason)
+            self._refused_with = reason
+
+    def _note_sent(self, handle: int, inflight: Inflight) -> None:
+        if self._deltas is not None:
+            self._deltas.sent(handle, inflight)
+
+    def _count_timeout(self, *, is_late: bool) -> None:
+        """Has the next session begin on another connection after two in a row that timed out."""
+        self._num_timeouts = self._num_timeouts + 1 if is_late else 0
+        if self._num_timeouts == _MOST_TIMEOUTS:
+            self._num_timeouts = 0
+            self._channel.renew()
+
+    async def _read(self, call: SessionCall, replica: Replica) -> None:
+        """Passes on what comes until the scheduler ends the stream. Raises TimeoutError when it
+        sends nothing for the session's timeout.
+        """
+        loop = asyncio.get_running_loop()
+        self._received_at = loop.time()
+        async with asyncio.timeout(None) as alarm:
+            watch = asyncio.create_task(self._watch(alarm))
+            try:
+                async for response in call:
+                    self._received_at = loop.time()
+                    self._numbering.check(response, self._received_at)
+                    if self._deltas is not None:
+                        self._take(response, replica, self._deltas)
+                    else:
+                        self._open(response, replica)
+            finally:
+                watch.cancel()
+
+    def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
+        """Begins with the first message. Raises WrongMessage, and OtherProtocol."""
+        require(response.WhichOneof("message") == "opened", "a session began without `opened`")
+        require_same_protocol("the scheduler", response.opened.release, "gateway")
+        check_opened(response.opened)
+        description = description_from_proto(response.opened)
+        self._deltas = SessionDeltas(replica, description.limits)
+        replica.opened(description)
+
+    def _take(
+        self, response: scheduler_pb2.SessionResponse, replica: Replica, deltas: SessionDeltas
+    ) -> None:
+        """Passes on what comes in a session that is open. Raises WrongMessage."""
+        match response.WhichOneof("message"):
+            case "deltas":
+                deltas.take(response.deltas)
+            case "state":
+                replica.state_changed(replica_state_from_proto(response.state))
+            case "queue":
+                check_queue(response.queue)
+                replica.queue_changed(queue_state_from_proto(response.queue))
+            case "load":
+                check_load(response.load)
+                replica.load_changed(replica_load_from_proto(response.load))
+            case kind:
+                raise WrongMessage(f"an open session got {kind or 'an empty message'}")
+
+    @property
+    def _heard_at(self) -> float:
+        """When something was received, and something taken of what was sent, last."""
+        if not self._numbering.has_untaken:
+            return self._received_at
+        return min(self._received_at, self._numbering.untaken_since)
+
+    async def _watch(self, alarm: asyncio.Timeout) -> None:
+        """Fires the alarm when nothing was received for the session's timeout, or nothing taken of
+        what was sent, as `Silence` counts it. It reads nothing until half of the timeout is over.
+        """
+        loop, silence = asyncio.get_running_loop(), None
+        interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
+        read = watch_addresses(lambda: (self.address,))
+        while True:
+            await asyncio.sleep(interval)
+            now = loop.time()
+            if self._heard_at != heard_at:
+                silence, heard_at = None, self._heard_at
+            if now < heard_at + self._session_timeout / 2:
+                continue
+            if silence is None:
+                silence = Silence(
+                    heard_at,
+                    longest_first_seconds=self._session_timeout / 2 + 2 * interval,
+                    longest_turn_seconds=2 * interval,
+                )
+            if silence.look(read(now)) >= self._session_timeout:
+                alarm.reschedule(now)
+                return
+
+    async def _write(self, call: SessionCall) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._has_mail.wait()
+                self._has_mail.clear()
+                outbox, self._outbox = self._outbox, []
+                for message in messages_of(outbox):
+                    self._numbering.number(message, loop.time())
+                    await call.write(message)
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            return  # The reader sees the same end of the call, and its reason.
+
+    def _post(self, mail: Mail) -> None:
+        self._outbox.append(mail)
+        self._has_mail.set()
+
+
+def longest_backoff(away_seconds: float) -> float:
+    """Seconds between two attempts to open a session with a scheduler that has had none for
+    `away_seconds`: a tenth of that, since each attempt costs a millisecond of processor time, and
+    a registry may list many that are gone.
+    """
+    return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)

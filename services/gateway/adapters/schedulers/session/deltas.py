@@ -1,0 +1,214 @@
+"""What steps brought, checked as a whole and then passed on."""
+
+from collections.abc import Sequence
+
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.replica.load_proto import replica_load_from_proto
+from services.common.replica.queue_state_proto import queue_state_from_proto
+from services.gateway.adapters.schedulers.converters import (
+    finish_from_proto,
+    is_rejection_known,
+    logprobs_from_proto,
+    rejection_from_proto,
+    times_from_proto,
+    turn_end_from_proto,
+)
+from services.gateway.adapters.schedulers.session.reports import check_load, check_queue
+from services.gateway.adapters.schedulers.session.rows import check_rows, check_vector
+from services.gateway.adapters.schedulers.session.sent import Sent
+from services.gateway.adapters.schedulers.session.steady import SteadySteps
+from services.gateway.adapters.schedulers.session.wrong_message import WrongMessage, require
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.model_limits import ModelLimits
+
+
+class SessionDeltas:
+    """The sequences of one session, and what comes of them. Nothing of a message is passed on
+    unless all of it is in order.
+    """
+
+    def __init__(self, replica: Replica, limits: ModelLimits) -> None:
+        """`limits` are the replica's own."""
+        self._replica = replica
+        self._limits = limits
+        self._sent: dict[int, Sent] = {}
+        self._step = self._num_ended = 0
+        self._steady: SteadySteps | None = None
+
+    def sent(self, handle: int, inflight: Inflight) -> None:
+        """A sequence was sent, or the next turn of a session."""
+        self._sent[handle] = Sent(inflight)
+        self._steady = None
+
+    def aborted(self, handle: int) -> None:
+        """A sequence or session was aborted: what still comes of it is passed over."""
+        if (sent := self._sent.get(handle)) is not None:
+            sent.is_leaving = True
+            self._steady = None
+
+    def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        """Passes a message on. Raises WrongMessage."""
+        token_ids = list(deltas.token_ids)
+        counts = list(deltas.num_tokens)
+        self._check_tokens(deltas, counts, token_ids)
+        if deltas.HasField("queue"):  # in which those that the step admitted still wait
+            check_queue(deltas.queue)
+        if deltas.HasField("load"):
+            check_load(deltas.load)
+        self._pass_on(deltas, counts, token_ids)
+
+    def _of(self, handle: int) -> Sent:
+        """Raises WrongMessage for a handle that no sequence has."""
+        sent = self._sent.get(handle)
+        if sent is None:
+            raise WrongMessage(f"no request has handle {handle}")
+        return sent
+
+    def _check_numbers(
+        self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
+    ) -> None:
+        if sum(counts) != len(token_ids):
+            raise WrongMessage(f"{len(token_ids)} tokens came in place of {sum(counts)}")
+        if token_ids and max(token_ids) >= self._limits.vocab_size:
+            raise WrongMessage(f"token {max(token_ids)} of {self._limits.vocab_size} came")
+        if deltas.step < self._step:
+            raise WrongMessage(f"step {deltas.step} comes after {self._step}")
+        num_ended = self._num_ended + len(deltas.finished) + len(deltas.rejected)
+        if deltas.num_ended != num_ended:
+            raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
+
+    def _check_tokens(
+        self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
+    ) -> None:
+        self._check_numbers(deltas, counts, token_ids)
+        handles, totals = list(deltas.handles), list(deltas.num_output_tokens)
+        has_ends = bool(deltas.finished or deltas.turns or deltas.rejected)
+        steady = None if has_ends else self._steady
+        if steady is not None and steady.take(deltas, handles, counts, token_ids, totals):
+            return
+        if not len(handles) == len(counts) == len(totals) == len(set(handles)):
+            raise WrongMessage(
+                f"{len(handles)} handles, {len(counts)} counts and {len(totals)} sums of tokens"
+            )
+        for admitted in deltas.admitted:
+            self._of(admitted.handle).check_admitted(admitted.num_cached_tokens)
+            self._sent[admitted.handle].is_admitted = True
+        ended = self._ended(deltas) if has_ends else frozenset()
+        new: dict[int, list[int]] = {}
+        start = 0
+        for handle, count, total in zip(handles, counts, totals, strict=True):
+            sent = self._sent.get(handle) or self._of(handle)
+            if not sent.is_leaving:
+                tokens = token_ids[start : start + count]
+                has_ended = handle in ended
+                sent.check_tokens(tokens, total, has_ended=has_ended)
+                if has_ended or sent.wants_rows or sent.num_prompt_rows_wanted:
+                    new[handle] = tokens
+            start += count
+        if new or deltas.logprobs:
+            self._check_rows(deltas, new)
+        if has_ends or deltas.pooled:
+            self._check_vectors(deltas)
+        for end in (*deltas.finished, *deltas.turns):
+            self._of(end.handle).check_end(end, new.get(end.handle, []), self._limits)
+        self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
+
+    def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
+        """The handles of sequences and turns that end. Raises WrongMessage if one ends twice."""
+        ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
+        ends += [rejected.handle for rejected in deltas.rejected]
+        for rejected in deltas.rejected:
+            self._of(rejected.handle)
+            require(is_rejection_known(rejected), f"a rejection has code {rejected.code}")
+        require(len(ends) == len(set(ends)), "a request ends twice")
+        for turn in deltas.turns:
+            sent = self._of(turn.handle)
+            is_turn = sent.inflight.request.session is not None and not sent.is_between_turns
+            require(is_turn, "a turn ended of a request that has none")
+        return frozenset(ends)
+
+    def _check_rows(self, deltas: scheduler_pb2.StepDeltas, new: dict[int, list[int]]) -> None:
+        """The log-probabilities of new tokens, and of prompts, which come before their output."""
+        vocab_size = self._limits.vocab_size
+        rows: dict[int, int] = {}
+        for message in deltas.logprobs:
+            sent = self._of(message.handle)
+            if sent.is_leaving:
+                continue
+            if message.prompt.ranks:
+                sent.check_prompt_rows(message.prompt, vocab_size)
+                sent.num_prompt_rows += len(message.prompt.ranks)
+            if message.HasField("sampled") and (num_rows := len(message.sampled.ranks)):
+                num_top = sent.inflight.request.sampling.logprobs
+                require(num_top is not None, "log-probabilities came unasked")
+                start = rows.get(message.handle, 0)
+                tokens = new.get(message.handle, [])[start : start + num_rows]
+                check_rows(message.sampled, tokens, num_top or 0, vocab_size)
+                rows[message.handle] = start + num_rows
+        for handle, tokens in new.items():
+            sent = self._sent[handle]
+            if sent.wants_rows and rows.get(handle, 0) != len(tokens):
+                raise WrongMessage(f"{rows.get(handle, 0)} rows came of {len(tokens)} tokens")
+            if sent.num_prompt_rows != sent.num_prompt_rows_wanted and tokens:
+                raise WrongMessage(f"{sent.num_prompt_rows} rows came of a prompt")
+
+    def _check_vectors(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        pooler = self._limits.pooler
+        vectors = [pooled.handle for pooled in deltas.pooled]
+        require(len(vectors) == len(set(vectors)), "a prompt has two vectors")
+        for pooled in deltas.pooled:
+            params = self._of(pooled.handle).inflight.request.pooling
+            require(params is not None and pooler is not None, "a vector came unasked")
+            assert params is not None
+            assert pooler is not None
+            check_vector(pooled.values, params.dimensions or pooler.size)
+        for end in deltas.finished if pooler is not None else ():
+            sent = self._of(end.handle)
+            is_whole = end.reason != common_pb2.FINISH_REASON_STOP or end.handle in vectors
+            require(sent.is_leaving or is_whole, "a prompt ended without its vector")
+
+    def _pass_on(
+        self, deltas: scheduler_pb2.StepDeltas, counts: Sequence[int], token_ids: list[int]
+    ) -> None:
+        replica, running = self._replica, self._replica.running
+        self._step, self._num_ended = deltas.step, deltas.num_ended
+        if deltas.HasField("queue"):
+            replica.queue_changed(queue_state_from_proto(deltas.queue))
+        for admitted in deltas.admitted:
+            replica.admitted(admitted.handle, admitted.num_cached_tokens)
+        start = 0
+        for handle, count in zip(deltas.handles, counts, strict=True):
+            if (inflight := running.get(handle)) is not None:
+                inflight.tokens(token_ids[start : start + count])
+            start += count
+        for message in deltas.logprobs:
+            if (inflight := running.get(message.handle)) is not None:
+                if len(message.sampled.ranks):
+                    inflight.logprobs(logprobs_from_proto(message.sampled))
+                if len(message.prompt.ranks):
+                    inflight.prompt_logprobs(logprobs_from_proto(message.prompt))
+        for pooled in deltas.pooled:
+            if (inflight := running.get(pooled.handle)) is not None:
+                inflight.pooled(pooled.values)
+        self._pass_on_ends(deltas)
+        if deltas.HasField("load"):
+            replica.load_changed(replica_load_from_proto(deltas.load))
+
+    def _pass_on_ends(self, deltas: scheduler_pb2.StepDeltas) -> None:
+        replica, running = self._replica, self._replica.running
+        for finished in (*deltas.finished, *deltas.turns):
+            if finished.HasField("times") and (inflight := running.get(finished.handle)):
+                inflight.trace.times = times_from_proto(finished.times)
+        for finished in deltas.finished:
+            self._sent.pop(finished.handle)
+            replica.finished(finished.handle, finish_from_proto(finished))
+        for turn in deltas.turns:
+            sent = self._sent[turn.handle]
+            sent.is_between_turns, sent.is_admitted = True, False
+            replica.turn_ended(turn.handle, turn_end_from_proto(turn))
+        for rejected in deltas.rejected:
+            self._sent.pop(rejected.handle)
+            replica.rejected(rejected.handle, rejection_from_proto(rejected))

@@ -1,0 +1,42 @@
+"""What a gateway writes in a session."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.gateway.adapters.schedulers.converters import inflight_to_proto
+from services.gateway.core.request.inflight import Inflight
+
+Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
+"""A message, or a sequence to send with its handle."""
+
+_ADDED_BYTES = 64 * 1024
+"""Of one message, where several sequences are sent together."""
+
+
+def messages_of(outbox: Sequence[Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
+    """What to write, in order. Sequences that follow each other go together: each message waits for
+    the one before, for as long as the event loop takes to turn a few times.
+    """
+    adds: list[scheduler_pb2.AddRequest] = []
+    num_bytes, now = 0, asyncio.get_running_loop().time()
+    for mail in outbox:
+        add = inflight_to_proto(*mail, now) if isinstance(mail, tuple) else None
+        more_bytes = 0 if add is None or len(outbox) == 1 else add.ByteSize()
+        if adds and (add is None or num_bytes + more_bytes > _ADDED_BYTES):
+            yield _message_of(adds)
+            adds, num_bytes = [], 0
+        if add is not None:
+            adds.append(add)
+            num_bytes += more_bytes
+        elif not isinstance(mail, tuple):
+            yield mail
+    if adds:
+        yield _message_of(adds)
+
+
+def _message_of(adds: Sequence[scheduler_pb2.AddRequest]) -> scheduler_pb2.SessionRequest:
+    if len(adds) == 1:
+        return scheduler_pb2.SessionRequest(add=adds[0])
+    return scheduler_pb2.SessionRequest(adds=scheduler_pb2.AddRequests(requests=adds))

@@ -1,0 +1,58 @@
+"""Numbers of the messages of a session, in both directions: none is lost or comes twice unseen."""
+
+from collections import deque
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.gateway.adapters.schedulers.session.wrong_message import require
+
+
+class Numbering:
+    """Numbers the messages that are sent, and checks the numbers of those that come, which also say
+    what the scheduler has taken.
+    """
+
+    def __init__(self) -> None:
+        self.untaken_since = 0.0
+        """When the first message that was not taken so far was sent, or the last one before it was
+        taken.
+        """
+        self._num_sent = self._num_received = 0
+        self._untaken: deque[tuple[int, int]] = deque()
+        """Numbers of messages that were sent and not taken, and of new requests up to each."""
+        self._num_requests = self._taken_number = self._num_taken_requests = 0
+
+    @property
+    def has_untaken(self) -> bool:
+        """Whether messages were sent that the scheduler has not taken so far."""
+        return bool(self._untaken)
+
+    def number(self, message: scheduler_pb2.SessionRequest, now: float) -> None:
+        """Numbers a message that is about to be sent."""
+        self._num_sent += 1
+        message.number = self._num_sent
+        match message.WhichOneof("message"):
+            case "add":
+                self._num_requests += 1
+            case "adds":
+                self._num_requests += len(message.adds.requests)
+        if not self._untaken:
+            self.untaken_since = now
+        self._untaken.append((self._num_sent, self._num_requests))
+
+    def check(self, message: scheduler_pb2.SessionResponse, now: float) -> None:
+        """Raises WrongMessage for one that is not the next, or that takes other messages than were
+        sent.
+        """
+        self._num_received += 1
+        if message.number != self._num_received:
+            require(False, f"message {message.number} comes in place of {self._num_received}")
+        taken = message.taken_number
+        if taken != self._taken_number:
+            require(self._taken_number < taken <= self._num_sent, f"it takes message {taken}")
+            while self._untaken and self._untaken[0][0] <= taken:
+                self._num_taken_requests = self._untaken.popleft()[1]
+            self._taken_number, self.untaken_since = taken, now
+        if message.num_taken_requests != self._num_taken_requests:
+            taken, sent = message.num_taken_requests, self._num_taken_requests
+            require(False, f"it took {taken} requests in place of {sent}")

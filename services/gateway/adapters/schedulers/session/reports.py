@@ -1,0 +1,46 @@
+"""Checks of what a scheduler says of itself: its model, its queue, its load."""
+
+import math
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.pool.block_hash import HASH_BYTES
+from services.gateway.adapters.schedulers.session.wrong_message import require
+
+_LONGEST_SECONDS = 1e9
+_MOST_TOKENS = 2**31 - 1
+
+
+def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
+    """Raises WrongMessage for a description of a model that cannot be."""
+    lengths = opened.max_model_len, opened.max_request_tokens, opened.vocab_size
+    is_sane = all(0 < length <= _MOST_TOKENS for length in lengths) and opened.block_size > 0
+    require(is_sane, f"a model has lengths {lengths} and blocks of {opened.block_size}")
+    require(len(opened.fingerprint) == HASH_BYTES, "a fingerprint has not 32 bytes")
+    tokenizer = len(opened.tokenizer_fingerprint)
+    require(tokenizer in (0, HASH_BYTES), f"a tokenizer's fingerprint has {tokenizer} bytes")
+    is_known = all(token_id < opened.vocab_size for token_id in opened.eos_token_ids)
+    require(is_known, "an end-of-sequence token is not in the vocabulary")
+
+
+def check_queue(queue: scheduler_pb2.QueueState) -> None:
+    """Raises WrongMessage for times that are none."""
+    _check_seconds(
+        queue.max_queue_seconds,
+        queue.seconds_per_request,
+        queue.service_seconds,
+        queue.seconds_per_prompt,
+    )
+
+
+def check_load(load: scheduler_pb2.ReplicaLoad) -> None:
+    """Raises WrongMessage for times that are none, or more requests of others than of all."""
+    _check_seconds(load.seconds_per_prompt_token, load.seconds_per_decode)
+    is_part = load.num_other_requests <= load.num_requests
+    require(is_part, f"{load.num_other_requests} requests of {load.num_requests} are others'")
+
+
+def _check_seconds(*times: float) -> None:
+    for seconds in times:
+        is_time = math.isfinite(seconds) and 0 <= seconds <= _LONGEST_SECONDS
+        require(is_time, f"a time is {seconds} s")

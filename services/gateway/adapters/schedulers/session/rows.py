@@ -1,0 +1,49 @@
+"""Checks of numbers that come of a model: log-probabilities and vectors."""
+
+import math
+from array import array
+from collections.abc import Sequence
+
+from stepwell.common.v1 import common_pb2
+
+from services.gateway.adapters.schedulers.session.wrong_message import require
+
+_ROUNDING = 0.01
+"""By which the logarithm of a probability of 1 may be above 0."""
+FLOAT_BYTES = 4
+
+
+def check_rows(
+    rows: common_pb2.Logprobs, token_ids: Sequence[int], num_top: int, vocab_size: int
+) -> None:
+    """Raises WrongMessage unless there is a row for each of the tokens: with the token itself, then
+    `num_top` of the vocabulary, the most probable first.
+    """
+    width, num_rows = 1 + num_top, len(token_ids)
+    cells, values, ranks = list(rows.token_ids), list(rows.logprobs), list(rows.ranks)
+    require(rows.width == width, f"rows of {rows.width} columns came in place of {width}")
+    is_whole = len(ranks) == num_rows and len(cells) == len(values) == num_rows * width
+    require(is_whole, f"{len(ranks)} rows and {len(values)} numbers came of {num_rows} tokens")
+    if not num_rows:
+        return
+    require(cells[::width] == list(token_ids), "a row came of another token")
+    require(max(cells) < vocab_size, f"token {max(cells)} of {vocab_size} has a log-probability")
+    require(min(ranks) >= 1 and max(ranks) <= vocab_size, f"the rank of a token is {max(ranks)}")
+    require(not math.isnan(sum(values)), "a log-probability is not a number")
+    require(max(values) <= _ROUNDING, f"a log-probability is {max(values)}")
+    if width > 2:
+        for start in range(0, len(values), width):
+            best = values[start + 1 : start + width]
+            top = cells[start + 1 : start + width]
+            is_same = cells[start] not in top or best[top.index(cells[start])] == values[start]
+            require(is_same, "a token has two log-probabilities")
+            require(best == sorted(best, reverse=True), "log-probabilities are out of order")
+
+
+def check_vector(values: bytes, size: int) -> None:
+    """Raises WrongMessage unless these are so many numbers."""
+    require(
+        len(values) == FLOAT_BYTES * size, f"a vector of {size} numbers has {len(values)} bytes"
+    )
+    numbers = array("f", values)
+    require(all(map(math.isfinite, numbers)), "a vector holds what is no number")

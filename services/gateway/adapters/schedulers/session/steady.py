@@ -1,0 +1,52 @@
+"""Steps whose requests are those of the step before, each with one more token: most of all."""
+
+from collections.abc import Sequence
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.gateway.adapters.schedulers.session.sent import Sent
+
+
+class SteadySteps:
+    """Requests that were checked one by one in a step. Of a further step in which each of them gets
+    one token, and none ends, whole lists are compared in place of the requests.
+    """
+
+    def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
+        """`totals` are their output tokens with those of the step."""
+        self._handles, self._totals = handles, totals
+        self._ones = [1] * len(handles)
+        self._num_left = min(
+            one.max_tokens - total for one, total in zip(sent, totals, strict=True)
+        )
+        self._ending = frozenset[int]().union(*{one.ending for one in sent})
+
+    @classmethod
+    def after(
+        cls, handles: list[int], totals: list[int], sent: dict[int, Sent]
+    ) -> "SteadySteps | None":
+        """None where some of the requests need more than such a comparison."""
+        found = [sent[handle] for handle in handles]
+        if not found or any(one.needs_more for one in found):
+            return None
+        return cls(handles, totals, found)
+
+    def take(
+        self,
+        deltas: scheduler_pb2.StepDeltas,
+        handles: list[int],
+        counts: list[int],
+        token_ids: list[int],
+        totals: list[int],
+    ) -> bool:
+        """Whether a step is such a one; notes it then."""
+        if handles != self._handles or counts != self._ones or self._num_left <= 1:
+            return False
+        if deltas.admitted or deltas.logprobs or deltas.pooled:
+            return False
+        expected = [total + 1 for total in self._totals]
+        if totals != expected or not self._ending.isdisjoint(token_ids):
+            return False
+        self._totals = expected
+        self._num_left -= 1
+        return len(token_ids) == len(handles)

@@ -1,0 +1,32 @@
+"""Prometheus metrics of the sessions of clients."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import value_family
+from services.gateway.core.sessions.client_sessions import ClientSessions
+
+
+class ClientSessionsCollector(Collector):
+    """The sessions that are open at this gateway, read at each scrape."""
+
+    def __init__(self, sessions: ClientSessions, model_name: str) -> None:
+        self._sessions = sessions
+        self._model = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        sessions = list(self._sessions)
+        num_in_turn = sum(session.is_in_turn for session in sessions)
+        num_held = sum(session.held is not None for session in sessions)
+        by_state = value_family(names.METRIC_GATEWAY_SESSIONS)
+        by_state.add_metric([self._model, "in_turn"], num_in_turn)
+        by_state.add_metric([self._model, "held"], num_held)
+        by_state.add_metric([self._model, "idle"], len(sessions) - num_in_turn - num_held)
+        yield by_state
+        expired = value_family(names.METRIC_GATEWAY_SESSIONS_EXPIRED)
+        expired.add_metric([self._model], self._sessions.num_expired)
+        yield expired

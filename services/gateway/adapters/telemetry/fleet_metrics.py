@@ -1,0 +1,58 @@
+"""Prometheus metrics of the whole fleet: the gateway's own, and those of every replica."""
+
+import asyncio
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.exposition import Exposition, merged
+from services.common.telemetry.metric_specs import value_family
+from services.gateway.adapters.schedulers.scheduler_links import SchedulerLinks
+from services.gateway.core.fleet.fleet import Fleet
+
+
+class FleetCollector(Collector):
+    """Metrics of the replicas that this gateway knows, read at each scrape."""
+
+    def __init__(self, fleet: Fleet, model_name: str) -> None:
+        self._fleet = fleet
+        self._model = model_name
+        self.num_silent = 0
+        """Replicas that did not send their metrics for the last scrape."""
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        membership = self._fleet.membership
+        for name, value in (
+            (names.METRIC_GATEWAY_REPLICAS, len(membership.replicas)),
+            (names.METRIC_GATEWAY_REPLICAS_READY, membership.num_ready),
+            (names.METRIC_GATEWAY_REPLICAS_SILENT, self.num_silent),
+            (names.METRIC_GATEWAY_RESUBMISSIONS, self._fleet.num_resubmissions),
+        ):
+            metric = value_family(name)
+            metric.add_metric([self._model], value)
+            yield metric
+
+
+class FleetMetrics:
+    """Asks every replica for its metrics at each scrape. One that does not answer is left out."""
+
+    def __init__(self, own: Exposition, collector: FleetCollector, links: SchedulerLinks) -> None:
+        self._own = own
+        self._collector = collector
+        self._links = links
+
+    async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
+        """The text, with exemplars if they are wanted. Series of a replica have its address as the
+        label `replica`: names of engines may repeat, addresses do not.
+        """
+        hidden_labels = () if shows_tenants else ("tenant",)
+        links = self._links.all()
+        texts = await asyncio.gather(
+            *(link.metrics({"replica": link.address}, exemplars=exemplars) for link in links)
+        )
+        self._collector.num_silent = texts.count(None)
+        own = await asyncio.to_thread(self._own.render, None, hidden_labels, exemplars=exemplars)
+        return merged((own, *(text for text in texts if text is not None)))

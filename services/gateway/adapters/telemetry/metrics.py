@@ -1,0 +1,106 @@
+"""Prometheus metrics at the edge, as clients see their requests."""
+
+from functools import cache, partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Histogram as ClientHistogram
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import SPECS
+from services.gateway.adapters.telemetry.request_record import KeptFor
+from services.gateway.adapters.telemetry.tenant_metrics import TenantMetrics
+from services.gateway.adapters.telemetry.token_metrics import TokenMetrics
+
+
+class Metrics:
+    """The counters, gauges and histograms of a gateway, in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._answers = self._counter(names.METRIC_GATEWAY_ANSWERS)
+        self._rejections = self._counter(names.METRIC_ADMISSION_REJECTIONS)
+        self.prompt_tokens = self._of_model(self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS))
+        self.cached_tokens = self._of_model(
+            self._counter(names.METRIC_GATEWAY_PROMPT_TOKENS_CACHED)
+        )
+        self.tokens = TokenMetrics(model_name)
+        self.registry.register(self.tokens)
+        self.time_to_first_token = self._histogram(names.METRIC_GATEWAY_TIME_TO_FIRST_TOKEN)
+        self.request_seconds = self._histogram(names.METRIC_GATEWAY_REQUEST_SECONDS)
+        self._queue_seconds = self._histograms(names.METRIC_GATEWAY_QUEUE_SECONDS)
+        self.tenants = TenantMetrics(model_name, self.registry)
+        self._readers_cut = self._counter(names.METRIC_GATEWAY_READERS_CUT)
+        self.requests_in_flight = self._gauge(names.METRIC_GATEWAY_REQUESTS_IN_FLIGHT)
+        self._http_requests = self._counter(names.METRIC_HTTP_REQUESTS)
+        self._http_seconds = self._histograms(names.METRIC_HTTP_REQUEST_SECONDS)
+        self._http_responses = self._counter(names.METRIC_HTTP_RESPONSES)
+        self._traces_kept = self._counter(names.METRIC_TRACES_KEPT)
+        for reason in KeptFor:
+            self._traces_kept.labels(model_name, reason.value)
+        self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
+        # To find a series by its labels takes longer than to count: those of requests are kept.
+        self._http_series = cache(self._find_http_series)
+        self._rejections_for = cache(partial(self._rejections.labels, model_name))
+        self._answers_for = cache(partial(self._answers.labels, model_name))
+
+    def ended(self, reason: str) -> None:
+        self._answers_for(reason).inc()
+
+    def refused(self, reason: str, tenant_id: str = "") -> None:
+        """A request was refused, or failed before an engine took it. No other metric counts it,
+        besides those of its tenant.
+        """
+        self._rejections_for(reason).inc()
+        if tenant_id:
+            self.tenants.refused(tenant_id, reason)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        self._queue_seconds.labels(self._model, reason).observe(seconds)
+
+    def reader_timed_out(self, protocol: str) -> None:
+        self._readers_cut.labels(self._model, protocol).inc()
+
+    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered, by the route `handler`."""
+        requests, times, responses = self._http_series(handler, method, status)
+        requests.inc()
+        times.observe(seconds)
+        responses.inc()
+
+    def _find_http_series(
+        self, handler: str, method: str, status: int
+    ) -> tuple[Counter, ClientHistogram, Counter]:
+        return (
+            self._http_requests.labels(handler, method, f"{status // 100}xx"),
+            self._http_seconds.labels(handler, method),
+            self._http_responses.labels(str(status)),
+        )
+
+    def trace_kept(self, reason: KeptFor) -> None:
+        """The spans of a request are made, for that reason."""
+        self._traces_kept.labels(self._model, reason.value).inc()
+
+    def trace_cut(self, num_spans: int) -> None:
+        """`num_spans` of a request were left out."""
+        self._spans_cut.inc(num_spans)
+
+    def _counter(self, name: str) -> Counter:
+        spec = SPECS[name]
+        return Counter(spec.name, spec.text, spec.labels, registry=self.registry)
+
+    def _of_model(self, counter: Counter) -> Counter:
+        return counter.labels(self._model)
+
+    def _gauge(self, name: str) -> Gauge:
+        spec = SPECS[name]
+        return Gauge(spec.name, spec.text, spec.labels, registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str) -> ClientHistogram:
+        return self._histograms(name).labels(self._model)
+
+    def _histograms(self, name: str) -> ClientHistogram:
+        spec = SPECS[name]
+        return ClientHistogram(
+            spec.name, spec.text, spec.labels, buckets=spec.buckets, registry=self.registry
+        )

@@ -1,0 +1,237 @@
+"""Watches a request from outside: its latencies, its counts, what its record says of it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+from services.common.errors import InternalError, StepwellError
+from services.gateway.adapters.telemetry.genai_metrics import GenAiMetrics
+from services.gateway.adapters.telemetry.metrics import Metrics
+from services.gateway.adapters.telemetry.request_record import CANCELLED, RequestRecord, is_failure
+from services.gateway.adapters.telemetry.request_times import traces_of
+from services.gateway.core.admission.wait import Wait
+from services.gateway.core.limits.tenant_limits import LimitReached
+from services.gateway.core.prefix_index.prefix_index import PrefixIndex
+from services.gateway.core.request.choice import Piece
+from services.gateway.core.request.delivery import Sink
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.traces.history import History
+from services.gateway.core.traces.timeline import Part
+
+
+class Observation:
+    """Takes the times and counts of one request, from its reading to its end."""
+
+    def __init__(
+        self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics, history: History
+    ) -> None:
+        self._history = history
+        self._tenant_id = record.tenant.tenant_id
+        self._record = record
+        self._metrics = metrics
+        self._genai = genai
+        self._started = record.timeline.began / 1e9
+        self._first_token_seconds: float | None = None
+        self._last_token: dict[int, float] = {}
+        self._generation: Generation | None = None
+        self._is_refused = False
+        self._end = "abort"
+        """How sequences ended that were not finished."""
+
+    @contextmanager
+    def watching(
+        self, generation: Generation, sink: Sink, *, stream: bool
+    ) -> Iterator["WatchedSink"]:
+        """A sink that takes the times of the pieces that it passes on, while they come."""
+        self._generation = self._record.generation = generation
+        self._record.is_stream = stream
+        self._record.enter(Part.GENERATE)
+        try:
+            yield WatchedSink(sink, _saw_nothing if generation.is_replay else self._saw)
+        finally:
+            self._write()
+
+    def _write(self) -> None:
+        """Lets the part WRITE of the timeline begin, at the time when the last sequence ended: a
+        client that reads slowly may still have had earlier pieces to read then.
+        """
+        timeline = self._record.timeline
+        ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
+        began = timeline.stretches[-1].began
+        timeline.enter(Part.WRITE, at=max([began, *ends]) if ends else None)
+
+    def _saw(self, piece: Piece) -> None:
+        num_tokens = len(piece.token_ids)
+        if num_tokens:
+            now, last = time.perf_counter(), self._last_token.get(piece.index)
+            self._last_token[piece.index] = now
+            self._metrics.tokens.came(num_tokens, None if last is None else now - last)
+            if self._first_token_seconds is None:
+                self._first_token_seconds = now - self._started
+                self._record.first_token = int(1e9 * now)
+                self._metrics.time_to_first_token.observe(
+                    self._first_token_seconds, self._exemplar()
+                )
+        if piece.finish_reason is not None:
+            self._metrics.ended(piece.finish_reason.value)
+
+    def completed(self) -> None:
+        """Counts a request that has ended.
+
+        One that was refused has no tokens, no end and no latency to count, and one whose client
+        went away while it was queued only an end. The answer of a replay was counted when it was
+        made.
+        """
+        seconds = time.perf_counter() - self._started
+        generation = self._generation
+        if generation is None or generation.is_replay or self._is_refused:
+            return
+        if generation.mailbox is not None:
+            self._waited(generation.mailbox.waits)
+        for _ in range(len(generation.choices) - len(generation.finish_reasons())):
+            self._metrics.ended(self._end)
+        if not generation.was_taken:
+            return
+        usage = generation.usage()
+        self._metrics.prompt_tokens.inc(usage.num_prompt_tokens)
+        self._metrics.cached_tokens.inc(usage.num_cached_tokens)
+        self._metrics.request_seconds.observe(seconds, self._exemplar())
+        self._genai.completed(
+            self._record.operation,
+            seconds,
+            self._first_token_seconds,
+            usage,
+            self._record.error_type or None,
+        )
+        self._history.answered(
+            time.time(),
+            seconds,
+            self._first_token_seconds,
+            usage.num_generated_tokens,
+            failed=self._record.is_failure,
+        )
+        if self._tenant_id:
+            self._metrics.tenants.used(self._tenant_id, usage)
+
+    def _exemplar(self) -> dict[str, str] | None:
+        """The trace by which an observation can be explained; None if it is not sampled."""
+        return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
+
+    def _waited(self, waits: Sequence[Wait]) -> None:
+        """Counts the waits for a place at a replica."""
+        for wait in waits:
+            self._metrics.waited(wait.reason.value, wait.seconds)
+
+    def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
+        self._record.failed(error_type, message, is_failure=is_failure)
+        if error_type != CANCELLED:
+            self._end = "error"
+            if self._generation is None or not self._generation.was_taken:
+                self._is_refused = True
+                self._metrics.refused(error_type, self._tenant_id)
+                self._history.refused(time.time(), error_type)
+
+
+class WatchedSink:
+    """Passes pieces on to a sink, and `saw` each of them before."""
+
+    __slots__ = ("_put", "_saw", "_sink", "drain")
+
+    def __init__(self, sink: Sink, saw: Callable[[Piece], None]) -> None:
+        self._sink = sink
+        self._put, self.drain = sink.put, sink.drain
+        self._saw = saw
+
+    @property
+    def is_ready(self) -> bool:
+        return self._sink.is_ready
+
+    def put(self, added: list[Piece]) -> None:
+        for piece in added:
+            self._saw(piece)
+        self._put(added)
+
+
+def _saw_nothing(_piece: Piece) -> None:
+    """The pieces of a replay were seen when they were made."""
+
+
+class Observer:
+    """Begins the observations of requests, and counts those that are refused before."""
+
+    def __init__(
+        self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex, history: History
+    ) -> None:
+        self._history = history
+        self._index = index
+        self._metrics = metrics
+        self._genai = genai
+
+    def counting_refusals(
+        self, record: RequestRecord, tenant: Tenant = ANYONE
+    ) -> "CountedRefusals":
+        """Counts what is refused before it can be watched. Errors pass through."""
+        record.tenant = tenant
+        return CountedRefusals(self, record)
+
+    def refused(self, record: RequestRecord, error: StepwellError) -> None:
+        """Counts a request of the record's tenant that is refused before it can be watched."""
+        reason = _reason(error)
+        self._metrics.refused(reason, record.tenant.tenant_id)
+        self._history.refused(time.time(), reason)
+        record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
+
+    @contextmanager
+    def observing(
+        self, operation: str, record: RequestRecord, tenant: Tenant = ANYONE
+    ) -> Iterator[Observation]:
+        """What is counted of a request. Errors pass through."""
+        record.operation, record.tenant = operation, tenant
+        record.directory_state = self._index.state.value
+        observation = Observation(record, self._metrics, self._genai, self._history)
+        self._metrics.requests_in_flight.inc()
+        try:
+            yield observation
+        except StepwellError as error:
+            observation.failed(_reason(error), error.message, is_failure=is_failure(error))
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            observation.failed(CANCELLED, "the client went away", is_failure=False)
+            raise
+        except Exception as error:
+            observation.failed(type(error).__name__, "a defect", is_failure=True)
+            raise
+        finally:
+            observation.completed()
+            self._metrics.requests_in_flight.dec()
+
+
+class CountedRefusals:
+    """See Observer.counting_refusals. Each request enters several."""
+
+    __slots__ = ("_observer", "_record")
+
+    def __init__(self, observer: Observer, record: RequestRecord) -> None:
+        self._observer = observer
+        self._record = record
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if isinstance(error, StepwellError):
+            self._observer.refused(self._record, error)
+
+
+def _reason(error: StepwellError) -> str:
+    """The name under which an error is counted; of a tenant's limits each has its own."""
+    reason = error.error_reason.lower()
+    return f"{error.quota}_{reason}" if isinstance(error, LimitReached) else reason

@@ -1,0 +1,128 @@
+"""Begins and ends the records of calls: their spans, their lines in the access log."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from services.common.telemetry.trace_context import numbered_span_id, traceparent_text
+from services.common.telemetry.trace_headers import TraceHeaders, passed_on
+from services.common.telemetry.tracing import Tracing
+from services.gateway.adapters.telemetry.access_log import log_access
+from services.gateway.adapters.telemetry.metrics import Metrics
+from services.gateway.adapters.telemetry.request_record import (
+    REQUEST_ID,
+    Call,
+    KeptFor,
+    RequestRecord,
+    new_record,
+)
+from services.gateway.adapters.telemetry.request_spans import RequestSpans
+from services.gateway.adapters.telemetry.request_times import traces_of
+from services.gateway.core.request.request_check import is_request_id
+from services.gateway.core.traces.slowest_requests import SlowestRequests
+
+KeepTrace = Callable[[str, str, TraceHeaders], None]
+"""Asks the scheduler at an address for the spans of a sequence, by its id, below the span
+that the headers name.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RecorderSettings:
+    """Settings of the recording of requests."""
+
+    model_name: str
+    slow_seconds: float
+    """Requests that take longer are traced whether they were sampled or not; 0: none are."""
+    num_slowest: int
+    """Of each minute, the slowest requests that are traced whether they were sampled or not."""
+    access_log: bool
+
+
+class RequestRecorder:
+    """Decides at the end of each request whether it is traced: if it was sampled at its beginning,
+    if it failed, if it took long or was among the slowest of its minute, or if its trace was read
+    or listed while it ran. Until then only numbers are kept of it.
+    """
+
+    def __init__(
+        self, settings: RecorderSettings, tracing: Tracing, metrics: Metrics, keep: KeepTrace
+    ) -> None:
+        self._settings = settings
+        self._tracing = tracing
+        self._metrics = metrics
+        self._keep = keep
+        self._slowest = SlowestRequests(settings.num_slowest)
+        self.running: dict[int, RequestRecord] = {}
+        """Calls that are not over, by the id of their first span, the oldest first."""
+
+    def begin(
+        self, call: Call, operation: str, headers: Mapping[str, str], arrived: int | None = None
+    ) -> RequestRecord:
+        """The record of a call with these headers, by their lower-case names. The request has the
+        name that the client gave it, if that can be used, and a new one else. Without an operation
+        it is not sampled: such calls, as for metrics or by /ui, have no spans, and would take the
+        place of requests that are to be traced.
+        """
+        given = headers.get(REQUEST_ID.lower(), "")
+        origin = self._tracing.origin(
+            headers.get("traceparent", ""),
+            headers.get("tracestate", ""),
+            may_be_drawn=bool(operation),
+        )
+        request_id = given if is_request_id(given) else secrets.token_hex(12)
+        baggage = passed_on(headers.get("baggage", ""))
+        if arrived is None:
+            arrived = time.perf_counter_ns()
+        record = new_record(call, headers, request_id, origin, baggage, arrived)
+        record.operation = operation
+        self.running[record.root_span_id] = record
+        return record
+
+    def end_soon(self, record: RequestRecord) -> None:
+        """Ends a record in the next turn of the event loop: the status of a gRPC call is sent once
+        its handler has returned, and would wait for spans and log line.
+        """
+        record.timeline.end()
+        asyncio.get_running_loop().call_soon(self.end, record)
+
+    def end(self, record: RequestRecord) -> None:
+        """Ends the record of a call: decides on its spans, and logs it."""
+        self.running.pop(record.root_span_id, None)
+        record.timeline.end()
+        if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
+            self._metrics.trace_kept(reason)
+            self._trace(record, reason)
+        if self._settings.access_log:
+            log_access(record)
+
+    def _kept_for(self, record: RequestRecord) -> KeptFor | None:
+        """Why the request is traced; None if it is not."""
+        ended = (record.timeline.ended or 0) / 1e9
+        is_slowest = self._slowest.is_among(record.seconds, ended)
+        if record.origin.is_sampled and not (is_slowest or record.is_failure):
+            return KeptFor.SAMPLED
+        if record.is_failure:
+            return KeptFor.FAILED
+        slow = self._settings.slow_seconds
+        if slow and record.seconds >= slow:
+            return KeptFor.SLOW
+        if is_slowest:
+            return KeptFor.SLOWEST
+        return KeptFor.WATCHED if record.is_watched else None
+
+    def _trace(self, record: RequestRecord, reason: KeptFor) -> None:
+        spans = RequestSpans(record, self._tracing, self._settings.model_name)
+        spans.make(reason)
+        if spans.num_dropped:
+            self._metrics.trace_cut(spans.num_dropped)
+        if record.origin.is_sampled:
+            return
+        for trace in traces_of(record.generation):
+            for address, number in trace.stays.items():
+                span_id = numbered_span_id(record.generate_span_id, number)
+                traceparent = traceparent_text(record.origin.trace_id, span_id)
+                headers = TraceHeaders(traceparent, record.origin.tracestate)
+                self._keep(address, trace.request_id, headers)

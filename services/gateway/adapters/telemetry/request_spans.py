@@ -1,0 +1,291 @@
+"""The spans of a request at the gateway, made of its record when it is over, or while it runs.
+
+    chat tiny                                    the call, from its arrival to the end of its answer
+      gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
+        gateway.wait, route, engine, resubmit    in generate: each sequence's
+          gateway.send                           in engine: its way to the replica,
+          scheduler.request and so on            what the scheduler makes of it,
+          gateway.receive                        and the way of its last tokens back
+
+Parts follow each other without a gap, so that their durations add up to the call's. Where a
+sequence has more of them than its share of MAX_SPANS, the last one that is kept lasts to its end.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from opentelemetry.trace import SpanContext, SpanKind
+
+from services.common.telemetry import names
+from services.common.telemetry.time_parts import time_attributes
+from services.common.telemetry.trace_context import new_span_id, numbered_span_id
+from services.common.telemetry.trace_headers import baggage_attributes
+from services.common.telemetry.tracing import Attributes, Tracing
+from services.gateway.adapters.telemetry.request_record import KeptFor, RequestRecord
+from services.gateway.adapters.telemetry.request_times import engine_times, parts_of, traces_of
+from services.gateway.adapters.telemetry.span_status import span_status, status_attributes
+from services.gateway.core.fleet.sequence_trace import (
+    EngineTimes,
+    SequenceTrace,
+    engine_span_number,
+)
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.traces.time_parts import EngineParts
+from services.gateway.core.traces.timeline import Part, Stretch, Timeline
+
+MAX_SPANS = 1152
+"""Of one request. Its sequences have equal shares of them: of 256 sequences, what one needs that
+goes to one replica.
+"""
+_MAX_STOPS, _MAX_CHARACTERS = 16, 256
+"""Stop strings, and characters of each text of a client, that spans show."""
+
+Values = dict[str, str | int | float | bool | Sequence[str]]
+
+
+class RequestSpans:
+    """Makes the spans of one request."""
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        tracing: Tracing,
+        model_name: str,
+        so_far: EngineParts | None = None,
+    ) -> None:
+        """`so_far` has the parts of the time of sequences that are still at a replica."""
+        self._record = record
+        self._so_far = so_far
+        self._tracing = tracing
+        self._model_name = model_name
+        self._root = record.origin.context(record.root_span_id)
+        self._num_left = MAX_SPANS - len(record.timeline.stretches) - 1
+        self._is_running = record.timeline.ended is None
+        self._end = record.timeline.ended or record.timeline.now()
+        self.num_dropped = record.timeline.num_dropped
+        """Spans that were left out."""
+
+    def make(self, kept_for: KeptFor | None) -> None:
+        """Passes all spans on; `kept_for` is why they are wanted, None of a request that runs. What
+        has not ended then ends now, and says that it runs.
+        """
+        record = self._record
+        for stretch, end in stretches_of(record.timeline, self._end):
+            is_generate = stretch.part is Part.GENERATE
+            span_id = record.generate_span_id if is_generate else new_span_id()
+            context = record.origin.context(span_id)
+            details = self._details(stretch, record.timeline)
+            if is_generate:
+                self._make_sequences(context, stretch.began, end)
+            elif stretch.part is Part.WRITE and record.write_nanos:
+                details[names.ATTR_WRITE_SECONDS] = record.write_nanos / 1e9
+            self._make(stretch.part.value, context, self._root, stretch.began, end, details)
+        self.make_root(kept_for)
+
+    def _details(self, stretch: Stretch, timeline: Timeline) -> Values:
+        details: Values = dict(stretch.details or {})
+        if self._is_running and timeline.ended is None and stretch is timeline.stretches[-1]:
+            details[names.ATTR_IS_RUNNING] = True
+        return details
+
+    def _make_sequences(self, parent: SpanContext, began: int, ended: int) -> None:
+        traces = traces_of(self._record.generation)
+        for num_done, trace in enumerate(traces):
+            share = self._num_left // (len(traces) - num_done)
+            self._num_left -= self._make_sequence(trace, share, parent, began, ended)
+
+    def _make_sequence(
+        self, trace: SequenceTrace, share: int, parent: SpanContext, began: int, ended: int
+    ) -> int:
+        """Makes `share` spans at most; returns how many."""
+        stretches, num_sent, num_ways = list(stretches_of(trace.timeline, self._end)), 0, 0
+        kept = stretches[:share]
+        num_left_out = len(stretches) - len(kept)
+        self.num_dropped += num_left_out + trace.timeline.num_dropped
+        if num_left_out and kept:
+            kept[-1] = kept[-1][0], stretches[-1][1]
+        for stretch, end in kept:
+            is_engine = stretch.part is Part.ENGINE
+            num_sent += is_engine
+            details = self._sequence_details(trace, stretch)
+            if num_left_out and stretch is kept[-1][0]:
+                details[names.ATTR_NUM_DROPPED_SPANS] = num_left_out
+            span_id = (
+                numbered_span_id(parent.span_id, engine_span_number(trace.index, num_sent))
+                if is_engine
+                else new_span_id()
+            )
+            context = self._record.origin.context(span_id)
+            first, last = max(began, stretch.began), min(ended, end)
+            kind = SpanKind.CLIENT if is_engine else SpanKind.INTERNAL
+            self._make(stretch.part.value, context, parent, first, last, details, kind)
+            if is_engine and num_sent == trace.num_sent and not num_left_out:
+                num_ways = self._make_ways(trace.times, share - len(kept), context, first, last)
+        return len(kept) + num_ways
+
+    def _sequence_details(self, trace: SequenceTrace, stretch: Stretch) -> Values:
+        details = self._details(stretch, trace.timeline)
+        details[names.ATTR_SEQUENCE] = trace.index
+        if stretch.outcome:
+            details[names.ATTR_OUTCOME] = stretch.outcome
+        return details
+
+    def _make_ways(
+        self,
+        times: EngineTimes | None,
+        num_left: int,
+        parent: SpanContext,
+        began: int,
+        ended: int,
+    ) -> int:
+        """What of a stay at a replica is not the replica's: the ways there and back. Returns how
+        many spans were made: both, or none.
+
+        Both together are what its own time leaves of the stay; where one ends is its clock's word.
+        """
+        if times is None or times.queued_unix_nanos is None:
+            return 0
+        if num_left < 2:
+            self.num_dropped += 2
+            return 0
+        left = max(0, ended - began - times.nanos)
+        arrived = times.queued_unix_nanos - self._record.unix_offset
+        queued = began + min(max(0, arrived - began), left)
+        for name, first, last in (
+            (names.SPAN_GATEWAY_SEND, began, queued),
+            (names.SPAN_GATEWAY_RECEIVE, min(queued + times.nanos, ended), ended),
+        ):
+            self._make(name, self._record.origin.context(new_span_id()), parent, first, last, {})
+        return 2
+
+    def _make(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext,
+        began: int,
+        ended: int,
+        attributes: Attributes,
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> None:
+        offset = self._record.unix_offset
+        self._tracing.record(
+            name,
+            context,
+            parent,
+            began + offset,
+            max(began, ended) + offset,
+            attributes=attributes,
+            kind=kind,
+        )
+
+    def make_root(self, kept_for: KeptFor | None) -> None:
+        """The call's span alone."""
+        record = self._record
+        self._tracing.record(
+            f"{record.operation} {self._model_name}",
+            self._root,
+            record.origin.parent,
+            record.timeline.began + record.unix_offset,
+            self._end + record.unix_offset,
+            attributes=self._root_attributes(kept_for),
+            kind=SpanKind.SERVER,
+            status=span_status(record),
+        )
+
+    def _root_attributes(self, kept_for: KeptFor | None) -> Values:
+        record = self._record
+        attributes: Values = {
+            names.GENAI_OPERATION_NAME: record.operation,
+            names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,
+            names.GENAI_REQUEST_MODEL: self._model_name,
+            names.GENAI_RESPONSE_MODEL: self._model_name,
+            names.ATTR_REQUEST_ID: record.request_id,
+        }
+        if kept_for is None:
+            attributes[names.ATTR_IS_RUNNING] = True
+        else:
+            attributes |= {
+                names.GENAI_LATENCY_E2E: record.seconds,
+                names.ATTR_KEPT_FOR: kept_for.value,
+            }
+        attributes |= time_attributes(parts_of(record, self._end, self._so_far))
+        if record.directory_state:
+            attributes[names.ATTR_DIRECTORY_STATE] = record.directory_state
+        if record.tenant.tenant_id:
+            attributes[names.ATTR_TENANT] = record.tenant.tenant_id
+        attributes |= status_attributes(record)
+        if self.num_dropped:
+            attributes[names.ATTR_NUM_DROPPED_SPANS] = self.num_dropped
+        attributes |= baggage_attributes(record.baggage)
+        if record.generation is not None:
+            attributes |= _asked(record.generation, record.is_stream)
+            attributes |= _answered(record, record.generation)
+        return attributes
+
+
+def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
+    """Each part, and when it ended; one that has not ended lasts until the given time."""
+    yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
+    yield timeline.stretches[-1], timeline.ended or until
+
+
+def _asked(generation: Generation, is_stream: bool) -> Values:
+    request, sampling = generation.request, generation.sequences[0].sampling
+    attributes: Values = {
+        names.GENAI_RESPONSE_ID: request.request_id,
+        names.GENAI_REQUEST_TEMPERATURE: sampling.temperature,
+        names.GENAI_REQUEST_TOP_P: sampling.top_p,
+        names.GENAI_REQUEST_TOP_K: sampling.top_k,
+        names.GENAI_REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+        names.GENAI_REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+        names.GENAI_REQUEST_CHOICE_COUNT: request.n,
+        names.GENAI_REQUEST_STREAM: is_stream,
+    }
+    if generation.is_replay:
+        attributes[names.ATTR_IS_REPLAY] = True
+    if sampling.max_tokens is not None:
+        attributes[names.GENAI_REQUEST_MAX_TOKENS] = sampling.max_tokens
+    if request.sampling.seed is not None:
+        attributes[names.GENAI_REQUEST_SEED] = request.sampling.seed
+    if request.stop:
+        stops = [text[:_MAX_CHARACTERS] for text in request.stop[:_MAX_STOPS]]
+        attributes[names.GENAI_REQUEST_STOP_SEQUENCES] = stops
+    return attributes
+
+
+def _answered(record: RequestRecord, generation: Generation) -> Values:
+    """Of a request that an engine has taken: the route of its answer, its tokens, its times."""
+    mailbox = generation.mailbox
+    attributes: Values = {}
+    if mailbox is None or generation.is_replay:
+        return attributes
+    if mailbox.routes:
+        attributes |= mailbox.routes[-1].details()
+        attributes[names.ATTR_ROUTING_NUM_SENT] = len(mailbox.routes)
+    if not generation.was_taken:
+        return attributes
+    usage = generation.usage()
+    attributes |= {
+        names.GENAI_RESPONSE_FINISH_REASONS: generation.finish_reasons(),
+        names.GENAI_USAGE_INPUT_TOKENS: usage.num_prompt_tokens,
+        names.GENAI_USAGE_OUTPUT_TOKENS: usage.num_generated_tokens,
+        names.GENAI_USAGE_CACHE_READ_INPUT_TOKENS: usage.num_cached_tokens,
+    }
+    if record.first_token is not None:
+        first = (record.first_token - record.timeline.began) / 1e9
+        attributes[names.GENAI_RESPONSE_TIME_TO_FIRST_CHUNK] = first
+        attributes[names.GENAI_LATENCY_TIME_TO_FIRST_TOKEN] = first
+    attributes[names.ATTR_WAIT_SECONDS] = max(
+        (trace.timeline.nanos_of(Part.WAIT, Part.RESUBMIT) / 1e9 for trace in mailbox.traces),
+        default=0.0,
+    )
+    times = engine_times(mailbox.traces)
+    if times is not None:
+        attributes |= {
+            names.GENAI_LATENCY_QUEUE: times.queue,
+            names.GENAI_LATENCY_PREFILL: times.prefill,
+            names.GENAI_LATENCY_DECODE: times.decode,
+            names.GENAI_LATENCY_INFERENCE: times.inference,
+        }
+    return attributes

@@ -1,0 +1,54 @@
+"""Where the time of a call went, by its record: for spans, and for clients who ask for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from services.common.telemetry.time_parts import TimePart, time_line
+from services.gateway.adapters.telemetry.request_record import RequestRecord
+from services.gateway.core.fleet.sequence_trace import EngineTimes, SequenceTrace
+from services.gateway.core.request.generation import Generation
+from services.gateway.core.traces.time_parts import EngineParts, request_parts
+
+
+def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
+    """Where the sequences of a request were on its behalf: a replay has none."""
+    if generation is None or generation.mailbox is None or generation.is_replay:
+        return ()
+    return generation.mailbox.traces
+
+
+def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
+    """Those of the sequence that took longest at its last replica; None if none is known."""
+    known = [trace.times for trace in traces if trace.times is not None]
+    return max(known, key=lambda times: times.queue + times.inference, default=None)
+
+
+def parts_of(
+    record: RequestRecord, until: int | None = None, so_far: EngineParts | None = None
+) -> tuple[TimePart, ...]:
+    """The parts of a call's time, up to its end or, before it, up to `until` or now."""
+    end = record.timeline.now() if until is None else until
+    return request_parts(record.timeline, traces_of(record.generation), end, so_far)
+
+
+def metrics_body(record: RequestRecord) -> dict[str, Any]:
+    """What a client is sent of its request's time: the parts up to now, and the numbers by which
+    vLLM describes a request, in milliseconds. These are null where the replica has not reported
+    them, as after a stop string, and of requests of several sequences.
+    """
+    parts, traces = parts_of(record), traces_of(record.generation)
+    body: dict[str, Any] = {
+        "line": time_line(parts),
+        "seconds": sum(part.nanos for part in parts) / 1e9,
+        "parts": {part.name: part.seconds for part in parts},
+    }
+    times = traces[0].times if len(traces) == 1 else None
+    num_tokens = 0 if record.generation is None else record.generation.usage().num_generated_tokens
+    is_timed = times is not None and num_tokens > 1 and times.decode > 0
+    return body | {
+        "queue_time_ms": None if times is None else 1000 * times.queue,
+        "time_to_first_token_ms": None if times is None else 1000 * times.prefill,
+        "generation_time_ms": None if times is None else 1000 * times.decode,
+        "mean_itl_ms": 1000 * times.decode / (num_tokens - 1) if times and is_timed else None,
+        "tokens_per_second": num_tokens / times.inference if times and is_timed else None,
+    }

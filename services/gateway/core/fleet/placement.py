@@ -1,0 +1,84 @@
+"""Which of the ready replicas gets a sequence: one that has room for it, by the policy."""
+
+from typing import cast
+
+from services.common.errors import ResourceExhausted
+from services.gateway.core.fleet.membership import Membership
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing.policy import RoutingPolicy
+from services.gateway.core.ports import Clock
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.tenant import ANYONE
+from services.gateway.core.traces.timeline import Part
+
+
+class Placement:
+    """Chooses among the replicas of a membership. It sends nothing."""
+
+    def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
+        self._membership = membership
+        self._policy = policy
+        self._clock = clock
+
+    def check_queues(self, deadline: float | None, num_arriving: int) -> None:
+        """Raises ResourceExhausted if the queues of all ready replicas would refuse one more
+        request, after `num_arriving` that are still being read.
+        """
+        timeout, ready = self._timeout(deadline), self._membership.ready()
+        share = num_arriving / max(1, len(ready))
+        refusals = [replica.queue_refusal(timeout, num_arriving=share) for replica in ready]
+        if refusals and None not in refusals:
+            try:
+                raise cast(ResourceExhausted, refusals[0])
+            finally:
+                # Its traceback refers to this frame: what a refusal holds would be garbage in a
+                # cycle, and refusals are many.
+                refusals.clear()
+
+    def place(self, inflight: Inflight) -> tuple[Replica, Route] | None:
+        """A replica that is ready and has not refused the sequence, and the route to it: one whose
+        queue has room, if there is any. None if there is no replica.
+        """
+        candidates = [
+            replica
+            for replica in self._membership.ready()
+            if replica.address not in inflight.refused_by
+        ]
+        if not candidates:
+            return None
+        inflight.trace.timeline.enter(Part.ROUTE)
+        timeout = self._timeout(inflight.request.deadline)
+        has_output = bool(inflight.output_token_ids)
+        with_room = [
+            replica
+            for replica in candidates
+            if replica.queue_refusal(timeout, has_output=has_output) is None
+        ]
+        candidates = with_room or candidates
+        if inflight.request.tenant != ANYONE:
+            candidates = _with_place(inflight, candidates)
+        if len(candidates) == 1:
+            (replica,) = candidates
+            return replica, Route(replica.address, RoutingReason.ONLY, 1)
+        route = self._policy.choose(inflight, candidates)
+        (replica,) = (one for one in candidates if one.address == route.address)
+        return replica, route
+
+    def _timeout(self, deadline: float | None) -> float | None:
+        return None if deadline is None else deadline - self._clock.time()
+
+
+def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
+    """The candidates with a free place, if there are any; of these only the one that has the
+    sequence before it of the same prompt, where it is among them: they share its blocks.
+    """
+    with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
+    mailbox, index = inflight.mailbox, inflight.index
+    if index and mailbox.routes:
+        before = mailbox.inflights[index - 1].request
+        if before.prompt_token_ids is inflight.request.prompt_token_ids:
+            address = mailbox.routes[-1].address
+            same = [replica for replica in with_place if replica.address == address]
+            return same or with_place
+    return with_place

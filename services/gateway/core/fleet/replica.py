@@ -1,0 +1,346 @@
+"""One scheduler as the gateway knows it: what it serves, its state, and the sequences it has."""
+
+import itertools
+import logging
+from typing import Protocol
+
+from services.common.errors import ResourceExhausted, StepwellError
+from services.common.replica.load import ReplicaLoad
+from services.common.replica.queue_state import QueueState
+from services.common.request.finish import Finish
+from services.gateway.core.fleet.load_tracker import LoadTracker
+from services.gateway.core.fleet.recent_prefixes import RecentPrefixes
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.sequence_trace import ResubmitCause
+from services.gateway.core.ports import Clock, Link
+from services.gateway.core.request.inflight import Inflight
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.sessions.client_session import ClientSession, HeldSession
+from services.gateway.core.text.no_token import (
+    NAN_IN_LOGITS,
+    NO_CONFORMING_TOKEN,
+    nothing_conforms,
+    why_no_token,
+)
+
+logger = logging.getLogger(__name__)
+
+ENDED_HERE = "this gateway ended the session"
+"""Why a session ended, where nothing is wrong."""
+
+_MAX_HANDLE = 2**32
+_UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
+
+
+class ReplicaListener(Protocol):
+    """The events of a replica, for its fleet."""
+
+    def replica_changed(self, replica: "Replica") -> None:
+        """A session opened, or the replica became able or unable to run steps."""
+
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
+        """A session ended, for that cause, and with it these sequences there."""
+
+    def request_rejected(
+        self, inflight: Inflight, error: StepwellError, replica: "Replica"
+    ) -> None:
+        """The scheduler refused a sequence."""
+
+    def sequence_started(self, inflight: Inflight) -> None:
+        """A sequence was scheduled there for the first time."""
+
+    def sequence_left(self, inflight: Inflight) -> None:
+        """A sequence has ended there, or was aborted, refused or lost."""
+
+    def load_reported(self) -> None:
+        """The scheduler reported its queue or its load."""
+
+
+class Replica:
+    """Sends sequences over its link; the link calls the methods from `opened` on with what comes.
+    Sequences and sessions are known there by handles, numbers that are unique in a session of the
+    gateway.
+    """
+
+    def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
+        self.address = address
+        self.is_connected = False
+        """Whether there is a session."""
+        self.description: ReplicaDescription | None = None
+        """The description that its last session began with."""
+        self.refusal = ""
+        """Why it gets no requests although it could run them; empty if it may. ServedModel sets it.
+        """
+        self.is_draining = False
+        """Whether it announced last that it takes no more requests."""
+        self.running: dict[int, Inflight] = {}
+        """The sequences there, by the handles that the session knows them by."""
+        self.load = LoadTracker()
+        self.recent_prefixes = RecentPrefixes()
+        self._link = link
+        self._clock = clock
+        self._listener = listener
+        self._state = _UNKNOWN
+        self._stalled_since: float | None = None
+        self._why_disconnected = "not connected yet"
+        self._disconnected_since = clock.time()
+        self._handles = itertools.count(1)
+        self._unadmitted: set[int] = set()
+        """Sequences that were not scheduled yet."""
+        self._held: dict[int, ClientSession] = {}
+        """Sessions that are kept there between two turns, by their handles."""
+        self.queue: QueueState | None = None
+        """As the scheduler announced it last."""
+        self._num_others_waiting = 0
+        """Requests of other gateways that waited when the queue was announced last."""
+        self._is_blocked = False
+        """Whether the queue was blocked in the last two announcements."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be sent now, and steps run."""
+        return self.is_connected and self._state.ready and not self.refusal
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready; empty when it is."""
+        if not self.is_connected:
+            return self._why_disconnected
+        return self.refusal or self._state.reason
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """The limits of a request there; None without a session."""
+        if self.description is None or not self.is_connected:
+            return None
+        return self.description.limits
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences of this gateway that run or wait there."""
+        return len(self.running)
+
+    def seconds_stalled(self) -> float | None:
+        """Time since a connected replica became unable to run steps; None if it is able."""
+        return None if self._stalled_since is None else self._clock.time() - self._stalled_since
+
+    def seconds_disconnected(self) -> float | None:
+        """Time since the last session ended; None while there is one."""
+        return None if self.is_connected else self._clock.time() - self._disconnected_since
+
+    @property
+    def num_places(self) -> int | None:
+        """Most sequences that it should have at once; None if it does not say.
+
+        That is what it may run. Where sequences wait there though fewer run, since blocks or tokens
+        of the step are missing, it is those that run and half of those that wait, so that few do.
+        """
+        if self.description is None or not self.description.max_num_seqs:
+            return None
+        if self.queue is not None and self._is_blocked:
+            return self.queue.num_running + max(1, self.queue.num_waiting // 2)
+        return self.description.max_num_seqs
+
+    @property
+    def num_free_places(self) -> int:
+        """Places without a sequence; less than 0 while sequences wait there."""
+        return (self.num_places or 0) - self.load.num_requests
+
+    def queue_refusal(
+        self,
+        timeout_seconds: float | None,
+        *,
+        has_output: bool = False,
+        num_arriving: float = 0,
+    ) -> ResourceExhausted | None:
+        """Why the scheduler would refuse a request with this timeout; None if it may take it.
+
+        The length of the queue is what the scheduler announced last of other gateways' requests,
+        and this gateway's own as they are now, with `num_arriving` that will come before. As many
+        as there are free places do not wait.
+        """
+        if self.queue is None:
+            return None
+        num_own = len(self._unadmitted) + num_arriving
+        if not self.queue.num_waiting:
+            num_own -= min(num_own, max(0, self.num_free_places + len(self._unadmitted)))
+        num_waiting = int(self._num_others_waiting + num_own)
+        return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
+
+    def send(self, inflight: Inflight, route: Route) -> None:
+        """Sends a sequence there, by a route to it. The replica must be ready."""
+        handle = self._free_handle()
+        self.running[handle] = inflight
+        self._unadmitted.add(handle)
+        inflight.sent(release=lambda: self._abort(handle), route=route)
+        self.load.sent(handle, inflight, route)
+        self._link.add(handle, inflight)
+
+    def continue_session(self, held: HeldSession, inflight: Inflight) -> Route:
+        """Sends the next turn of a session that is kept there. The replica must be ready."""
+        handle, session = held.handle, self._held.pop(held.handle)
+        self.load.num_sessions -= 1
+        self.running[handle] = inflight
+        self._unadmitted.add(handle)
+        route = Route(self.address, RoutingReason.SESSION, 1, held.num_tokens)
+        inflight.sent(release=lambda: self._abort(handle), route=route)
+        self.load.sent(handle, inflight, route)
+        self._link.add_chunk(handle, inflight, held.num_tokens)
+        logger.debug("session %s goes on at %s", session.session_id, self.address)
+        return route
+
+    def release(self, handle: int) -> None:
+        """Ends a session that is kept there."""
+        if self._drop_held(handle):
+            self._link.abort(handle)
+
+    def turn_ended(self, handle: int, finish: Finish) -> None:
+        """A turn of a session ended; the replica keeps the session under its handle."""
+        inflight = self._forget(handle)
+        session = None if inflight is None else inflight.request.session
+        if inflight is None or session is None:
+            return
+        request = inflight.request
+        num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids) - 1
+        self._held[handle] = session
+        self.load.num_sessions += 1
+        cached_apart = request.cache_salt, request.adapter_digest
+        session.hold(HeldSession(self, handle, num_tokens, request.priority, *cached_apart))
+        inflight.finished(finish)
+
+    def _drop_held(self, handle: int) -> bool:
+        """Forgets a session that was kept there; returns whether it was."""
+        session = self._held.pop(handle, None)
+        if session is None:
+            return False
+        self.load.num_sessions -= 1
+        session.held = None
+        return True
+
+    def take_back(self) -> list[Inflight]:
+        """Aborts all sequences there and returns them, in order of arrival."""
+        taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
+        for inflight in taken:
+            inflight.taken_back(ResubmitCause.CANNOT_RUN_STEPS)
+        return taken
+
+    def opened(self, description: ReplicaDescription) -> None:
+        """A session was opened."""
+        self.description = description
+        self.is_connected, self.is_draining = True, False
+        logger.info(
+            "session with scheduler %s opened: %s, %d tokens",
+            self.address,
+            description.model_name,
+            description.limits.max_model_len,
+        )
+        self._listener.replica_changed(self)
+
+    def state_changed(self, state: ReplicaState) -> None:
+        """The scheduler announced whether it can run steps, perhaps as before."""
+        before, self._state = self._state, state
+        if before == state:
+            return
+        self.is_draining = state.draining
+        if state.ready or state.draining:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = self._clock.time()
+        if not state.ready:
+            logger.warning("scheduler %s is not ready: %s", self.address, state.reason)
+        elif before is not _UNKNOWN:
+            logger.info("scheduler %s is ready again", self.address)
+        self._listener.replica_changed(self)
+
+    def queue_changed(self, queue: QueueState) -> None:
+        """The scheduler announced how long its queue is. It counts as blocked where it was so twice
+        in a row: the prompts of a burst may take the tokens of one step.
+        """
+        before, self.queue = self.queue, queue
+        self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
+        self._num_others_waiting = max(0, queue.num_waiting - len(self._unadmitted))
+        self._listener.load_reported()
+
+    def load_changed(self, load: ReplicaLoad) -> None:
+        """The scheduler reported its load."""
+        self.load.refresh(self._clock.time())
+        self.load.reported(load)
+        self._listener.load_reported()
+
+    def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """A sequence was scheduled for the first time."""
+        self._unadmitted.discard(handle)
+        block_size = 0 if self.description is None else self.description.block_size
+        self.load.admitted(handle, num_cached_tokens, block_size)
+        if (inflight := self.running.get(handle)) is not None:
+            inflight.admitted(num_cached_tokens)
+            self._listener.sequence_started(inflight)
+
+    def finished(self, handle: int, end: Finish | StepwellError) -> None:
+        """A sequence ended, well or with an error."""
+        self._drop_held(handle)
+        inflight = self._forget(handle)
+        if inflight is None:
+            return
+        if not isinstance(end, StepwellError):
+            inflight.finished(end)
+            return
+        if self.limits is not None and end.error_reason == NAN_IN_LOGITS:
+            output, vocab_size = inflight.output_token_ids, self.limits.vocab_size
+            end = why_no_token(inflight.request, output, vocab_size) or end
+        elif end.error_reason == NO_CONFORMING_TOKEN:
+            end = nothing_conforms(inflight.request, inflight.output_token_ids) or end
+        inflight.failed(end)
+
+    def rejected(self, handle: int, error: StepwellError) -> None:
+        """The scheduler refused a sequence."""
+        self._drop_held(handle)
+        if (inflight := self._forget(handle)) is not None:
+            self._listener.request_rejected(inflight, error, self)
+
+    def closed(self, reason: str) -> None:
+        """The session ended, or none could be opened: what was there is lost."""
+        if self.is_connected:
+            level = logging.INFO if reason is ENDED_HERE else logging.WARNING
+            logger.log(
+                level,
+                "session with scheduler %s ended: %s; %d requests go on elsewhere or later",
+                self.address,
+                reason,
+                len(self.running),
+            )
+            self._disconnected_since = self._clock.time()
+        self._why_disconnected = reason
+        self.is_connected = False
+        self.refusal = ""
+        self._state, self._stalled_since = _UNKNOWN, None
+        self.queue = None
+        self._is_blocked = False
+        self._unadmitted.clear()
+        for handle in list(self._held):
+            self._drop_held(handle)
+        self.load.clear()
+        self.recent_prefixes.clear()
+        lost, self.running = list(self.running.values()), {}
+        cause = ResubmitCause.SCHEDULER_LOST
+        if self.is_draining:
+            cause = ResubmitCause.SCHEDULER_DRAINED
+        self._listener.replica_lost(lost, cause)
+
+    def _abort(self, handle: int) -> None:
+        if (inflight := self._forget(handle)) is not None:
+            self._link.abort(handle, was_stopped=inflight.was_stopped)
+
+    def _forget(self, handle: int) -> Inflight | None:
+        self._unadmitted.discard(handle)
+        self.load.ended(handle)
+        inflight = self.running.pop(handle, None)
+        if inflight is not None:
+            self._listener.sequence_left(inflight)
+        return inflight
+
+    def _free_handle(self) -> int:
+        while (handle := next(self._handles) % _MAX_HANDLE) in self.running.keys() | self._held:
+            pass
+        return handle

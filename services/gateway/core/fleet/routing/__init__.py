@@ -1,0 +1,30 @@
+"""The routing policies, by the name that a setting gives. A new policy is a module beside this
+file, and one line of the table.
+"""
+
+from collections.abc import Callable
+
+from services.common.errors import InvalidArgument
+from services.gateway.core.fleet.routing.cache_aware import CacheAware
+from services.gateway.core.fleet.routing.consistent_hash import ConsistentHash
+from services.gateway.core.fleet.routing.least_loaded import LeastLoaded, PowerOfTwo
+from services.gateway.core.fleet.routing.policy import RoutingParts, RoutingPolicy
+from services.gateway.core.fleet.routing.round_robin import RoundRobin
+
+POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
+    "cache-aware": CacheAware,
+    "least-loaded": LeastLoaded,
+    "round-robin": RoundRobin,
+    "consistent-hash": ConsistentHash,
+    "power-of-two": PowerOfTwo,
+}
+
+
+def make_policy(name: str, parts: RoutingParts) -> RoutingPolicy:
+    """The policy of this name. Raises InvalidArgument if there is none."""
+    if name not in POLICIES:
+        raise InvalidArgument(
+            f"routing_policy must be one of {', '.join(POLICIES)}, not {name!r}",
+            field="routing_policy",
+        )
+    return POLICIES[name](parts)

@@ -1,0 +1,180 @@
+"""Routing by what each replica has cached, and by its load, in seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from services.gateway.core.fleet.load_tracker import mean_speeds
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing.chain_keys import ChainKeys
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.fleet.routing.sessions import SessionReplicas
+from services.gateway.core.request.inflight import Inflight
+
+NEARLY_EQUAL = 1.05
+"""Replicas whose cost is at most this many times the lowest are chosen from at random."""
+AFFINITY = 0.9
+"""Factor of the cost at the replica that served the session before."""
+MIN_TRUST = 0.5
+"""Where less of what was predicted was really cached, predictions of the replica are not used."""
+SPREAD_LOAD_RATIO = 2
+SPREAD_MIN_SHARING = 8
+"""A prefix is hot if this many requests at a replica share it, and the replica has
+SPREAD_LOAD_RATIO times as many requests as the least loaded one: then that one computes it, and has
+it cached from then on, too (Preble's rule). A prefix that fewer requests share, such as that of a
+conversation, stays where it is cached as long as that is cheapest.
+"""
+FEW_TOKENS = 2048
+"""Added to the tokens that were computed at each replica lately, before they are compared: where
+there are few, they evict little.
+"""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """The cached part and the cost of a sequence at a replica. Not frozen, since that is slower."""
+
+    replica: Replica
+    known_depth: int
+    """Blocks of the sequence that the directory knows to be cached there."""
+    depth: int
+    """Blocks of the sequence that are expected to be cached there."""
+    num_cached_tokens: int
+    is_cached: bool
+    """Whether the expectation that some tokens are cached counts."""
+    cost_seconds: float
+
+
+class CacheAware:
+    """The replica where the sequence takes least of the replica's time.
+
+    1. Replicas with `max_load_delta` more requests than the least loaded one get none, whatever
+       they have cached: a hot prefix would else make a queue that takes longer than computing.
+    2. The cost at each one is the time to compute the tokens that wait there and those of the
+       sequence that are not cached, which count several times, the more of them the replica has
+       computed lately, and the time by which the requests there and the sequence slow one another
+       down while it decodes (see `LoadTracker`).
+    3. What is cached is the deeper of what the directory says and what was sent there lately, so
+       that a burst of requests with one new prefix meets at one replica and computes it once.
+    4. A replica whose predictions proved wrong is judged by its load alone.
+    """
+
+    def __init__(self, parts: RoutingParts) -> None:
+        self._rng = parts.rng
+        self._clock = parts.clock
+        self._directory = parts.directory
+        self._max_load_delta = parts.max_load_delta
+        self._chain_keys = ChainKeys()
+        self._sessions = SessionReplicas()
+
+    def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+        return self.choose_for_keys(inflight, candidates, self._keys(inflight, candidates[0]))
+
+    def choose_for_keys(
+        self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
+    ) -> Route:
+        """Chooses for a sequence whose full blocks have these keys."""
+        now = self._clock.time()
+        session_id = inflight.request.session_id
+        least = min(replica.load.num_requests for replica in candidates)
+        offers = self._offers(inflight, candidates, keys, least + self._max_load_delta, now)
+        address_before = self._sessions.replica_of(session_id)
+        chosen, reason = self._choose(offers, keys, least, address_before)
+        chosen.replica.recent_prefixes.add(keys, now, chosen.known_depth)
+        self._sessions.remember(session_id, chosen.replica.address)
+        return Route(
+            chosen.replica.address,
+            reason,
+            len(candidates),
+            chosen.num_cached_tokens,
+            chosen.cost_seconds,
+            _cached_key(chosen, keys),
+        )
+
+    def _choose(
+        self, offers: Sequence[_Offer], keys: Sequence[int], least: int, address_before: str | None
+    ) -> tuple[_Offer, RoutingReason]:
+        """The best offer. `least` is the number of requests at the least loaded replica, and
+        `address_before` that of the replica that served the session last.
+        """
+        best = min(offers, key=lambda offer: offer.cost_seconds)
+        if best.is_cached and _is_hot(best, keys, least):
+            idle = [offer for offer in offers if offer.replica.load.num_requests == least]
+            return min(idle, key=lambda offer: offer.cost_seconds), RoutingReason.SPREAD
+        before = next((o for o in offers if o.replica.address == address_before), best)
+        if before is not best and AFFINITY * before.cost_seconds <= best.cost_seconds:
+            return before, RoutingReason.AFFINITY
+        most = NEARLY_EQUAL * best.cost_seconds
+        chosen = self._rng.choice([offer for offer in offers if offer.cost_seconds <= most])
+        return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
+
+    def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
+        """The keys of the sequence's full blocks. Prompts that are embeddings have none, and those
+        that are to be computed in any case need none.
+        """
+        served, request = replica.description, inflight.request
+        if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
+            return []
+        tokens = request.prompt_token_ids + inflight.output_token_ids
+        return self._chain_keys.of(
+            served.fingerprint,
+            tokens,
+            served.block_size,
+            request.cache_salt,
+            served.hash_block_size,
+            request.adapter_digest,
+        )
+
+    def _offers(
+        self,
+        inflight: Inflight,
+        candidates: Sequence[Replica],
+        keys: Sequence[int],
+        most: int,
+        now: float,
+    ) -> list[_Offer]:
+        """The offers of the replicas with at most `most` requests. One loop with local variables,
+        since most of the time of a decision is spent here.
+        """
+        request = inflight.request
+        max_output_tokens = request.sampling.max_tokens
+        num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
+        depths = self._directory.match(keys)
+        fleet_speeds = mean_speeds([replica.load for replica in candidates])
+        mean_recent = fmean([replica.load.recent_tokens for replica in candidates])
+        offers = []
+        for replica in candidates:
+            load, served = replica.load, replica.description
+            if load.num_requests > most:
+                continue
+            load.refresh(now)
+            num_cached = known_depth = depth = 0
+            if keys and served is not None:
+                known_depth = depths.get(served.cache_node, 0)
+                depth = replica.recent_prefixes.depth(keys, now, known_depth)
+                num_cached = min(depth * served.block_size, num_tokens - 1)
+            is_trusted = load.trust >= MIN_TRUST
+            num_to_compute = num_tokens - num_cached if is_trusted else num_tokens
+            pressure = (load.recent_tokens + FEW_TOKENS) / (mean_recent + FEW_TOKENS)
+            cost = load.cost_seconds(num_to_compute, max_output_tokens, fleet_speeds, pressure)
+            is_cached = is_trusted and num_cached > 0
+            offers.append(_Offer(replica, known_depth, depth, num_cached, is_cached, cost))
+        return offers
+
+
+def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
+    """The key of the last block that is expected to be cached."""
+    return keys[offer.depth - 1] if offer.depth else None
+
+
+def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
+    """Whether what is cached of the sequence is shared by many at a replica that has twice the load
+    of the least loaded one.
+    """
+    load, key = offer.replica.load, _cached_key(offer, keys)
+    return (
+        key is not None
+        and load.num_requests >= SPREAD_LOAD_RATIO * least
+        and load.num_sharing(key) >= SPREAD_MIN_SHARING
+    )

@@ -1,0 +1,67 @@
+"""The directory's keys of a prompt's blocks, hashed once for each conversation."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from services.common.pool.block_hash import encode_extra_keys, hash_packed_blocks, pack_token_ids
+from services.common.pool.kv_directory import block_keys
+
+BLOCKS_PER_SEGMENT = 16
+MAX_SEGMENTS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    last_hash: bytes
+    keys: list[int]
+
+
+class ChainKeys:
+    """Makes the keys of prompts, and remembers those of the segments of 16 blocks that it has seen.
+
+    The turns of a conversation, and prompts with the same beginning, repeat segments: of each only
+    the new tail is hashed. A segment is found by the hash of the block before it and its tokens, so
+    that conversations need no names. 8192 segments of blocks of 16 tokens take some 16 MB.
+    """
+
+    def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
+        self._segments: OrderedDict[tuple[bytes, int, bytes], _Segment] = OrderedDict()
+        self._max_segments = max_segments
+
+    def of(
+        self,
+        root: bytes,
+        token_ids: list[int],
+        block_size: int,
+        cache_salt: str,
+        hash_block_size: int | None = None,
+        adapter_digest: bytes = b"",
+    ) -> list[int]:
+        """The keys of the full blocks of a prompt, in order: of each the last hash, where hashes
+        stand for fewer tokens than a block. `root` is the model's fingerprint.
+        """
+        unit = hash_block_size or block_size
+        last = block_size // unit - 1
+        stride = 4 * block_size * BLOCKS_PER_SEGMENT
+        packed = pack_token_ids(token_ids[: len(token_ids) // block_size * block_size])
+        parent, extra_keys = root, encode_extra_keys(cache_salt, adapter_digest)
+        keys: list[int] = []
+        for start in range(0, len(packed), stride):
+            part = packed[start : start + stride]
+            name = (parent + extra_keys, unit, part)
+            segment = self._segments.get(name)
+            if segment is None:
+                hashes = hash_packed_blocks(parent, part, unit, extra_keys)
+                segment = _Segment(hashes[-1], block_keys(hashes[last :: last + 1]))
+                if len(part) == stride:
+                    self._remember(name, segment)
+            else:
+                self._segments.move_to_end(name)
+            keys += segment.keys
+            parent, extra_keys = segment.last_hash, b""
+        return keys
+
+    def _remember(self, name: tuple[bytes, int, bytes], segment: _Segment) -> None:
+        self._segments[name] = segment
+        if len(self._segments) > self._max_segments:
+            self._segments.popitem(last=False)

@@ -1,0 +1,20 @@
+"""Routing by turn."""
+
+from collections.abc import Sequence
+
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.route import Route, RoutingReason
+from services.gateway.core.fleet.routing.policy import RoutingParts
+from services.gateway.core.request.inflight import Inflight
+
+
+class RoundRobin:
+    """Each replica in turn, in the order of their addresses."""
+
+    def __init__(self, _parts: RoutingParts) -> None:
+        self._last = ""
+
+    def choose(self, _inflight: Inflight, candidates: Sequence[Replica]) -> Route:
+        replica = min(candidates, key=lambda one: (one.address <= self._last, one.address))
+        self._last = replica.address
+        return Route(replica.address, RoutingReason.TURN, len(candidates))

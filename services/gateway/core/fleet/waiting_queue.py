@@ -1,0 +1,61 @@
+"""Sequences that have no replica at present, in order of arrival."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from services.gateway.core.ports import Clock, Timer
+from services.gateway.core.request.inflight import Inflight
+
+
+class WaitingQueue:
+    """Holds sequences until they are sent to a replica, `timeout_seconds` at most.
+
+    The time begins with the first `add` after the sequence was lost or taken back: a rejection by a
+    replica in between does not make it longer. `on_retry` is called for a sequence whose retry time
+    came, `on_expired` for one whose time is up; both have left the queue by then.
+    """
+
+    def __init__(
+        self,
+        timeout_seconds: float,
+        clock: Clock,
+        *,
+        on_retry: Callable[[Inflight], None],
+        on_expired: Callable[[Inflight], None],
+    ) -> None:
+        self._timeout = timeout_seconds
+        self._clock = clock
+        self._on_retry = on_retry
+        self._on_expired = on_expired
+        self._timers: dict[Inflight, Timer] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def __iter__(self) -> Iterator[Inflight]:
+        """A copy, in order of arrival: the queue may change meanwhile."""
+        return iter(sorted(self._timers, key=lambda inflight: inflight.number))
+
+    def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:
+        """Adds a sequence; after `retry_seconds`, where given, it is tried again."""
+        self.discard(inflight)
+        now = self._clock.time()
+        if inflight.wait_until is None:
+            inflight.wait_until = now + self._timeout
+        when = inflight.wait_until
+        if retry_seconds is not None:
+            when = min(when, now + retry_seconds)
+        self._timers[inflight] = self._clock.call_at(when, partial(self._wake, inflight))
+
+    def discard(self, inflight: Inflight) -> None:
+        timer = self._timers.pop(inflight, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _wake(self, inflight: Inflight) -> None:
+        self.discard(inflight)
+        assert inflight.wait_until is not None
+        if self._clock.time() >= inflight.wait_until:
+            self._on_expired(inflight)
+        else:
+            self._on_retry(inflight)

@@ -1,0 +1,347 @@
+"""Which blocks each replica's pool has cached, and how deep a prompt is cached on each.
+
+One table maps a block's key to the set of nodes that hold it, an integer with a bit for each node.
+Where each node holds a prefix of every chain (full attention; pools evict the tail of a chain
+first), a look-up reads every 128th block only, and bisects where a node drops out. The jump is that
+of NVIDIA Dynamo's PositionalIndexer, which is 32; each block that is read is a miss of the
+processor's cache, and a longer jump with bisection reads fewer.
+
+A node gets a new bit when it begins a new life or is loaded anew. The old bit is void at once and
+is removed from the table in small steps (`sweep`), so that no call takes long, whatever the size.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.kv_directory import KeyBatch, NodeLease, group_salt
+from services.common.pool.prefix_depth import IsCached, prefix_depth
+from services.gateway.core.prefix_index.directory_state import DirectoryState
+from services.gateway.core.prefix_index.node_view import Applied, NodeView
+
+JUMP = 128
+NUM_SHARDS = 1024
+"""The table is divided by the low bits of the key, so that one step of the sweep and one growth of
+a dictionary touch a small part of it: of a million blocks, a thousand.
+"""
+MAX_INTERNED_SETS = 65_536
+
+_SHARD = NUM_SHARDS - 1
+
+
+class PrefixIndex:
+    """The views of all nodes. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._views: dict[str, NodeView] = {}
+        self._by_epoch: dict[int, NodeView] = {}
+        self._node_of_bit: dict[int, str] = {}
+        self._live = 0
+        """Bits of all views."""
+        self._jumping = 0
+        """The bits of nodes that hold prefixes, see `_match_by_jumps`."""
+        self._retired = 0
+        """Void bits that are still in the table."""
+        self._being_swept = 0
+        """The bits that the present sweep removes."""
+        self._next_shard = 0
+        """The shard from which it removes them next."""
+        self._interned: dict[int, int] = {}
+        self.contact = DirectoryState.FALLBACK
+        """What can be known at all by the source of the views; set by the adapter that reads it."""
+
+    # What is asked.
+
+    def match(self, keys: Sequence[int]) -> dict[str, int]:
+        """How many blocks of a chain, from the first on, each node need not compute.
+
+        `keys` are those of the chain in group 0, from `block_keys`. Nodes that hold nothing of it
+        are left out. Empty while the state is FALLBACK or UNUSED.
+        """
+        if not self.contact.has_matches or not keys:
+            return {}
+        depths: dict[str, int] = {}
+        if self._jumping:
+            self._match_by_jumps(keys, depths)
+        if self._live != self._jumping:
+            self._match_exactly(keys, depths)
+        return depths
+
+    @property
+    def state(self) -> DirectoryState:
+        """The state of the whole index: FALLBACK without contact, DEGRADED while any node is."""
+        if self.contact is DirectoryState.EXACT and not all(
+            view.is_exact for view in self._views.values()
+        ):
+            return DirectoryState.DEGRADED
+        return self.contact
+
+    def node_state(self, node: str) -> DirectoryState:
+        """The state of one node; FALLBACK if it is not known."""
+        view = self._views.get(node)
+        if view is None:
+            return DirectoryState.FALLBACK
+        if view.is_exact or not self.contact.has_matches:
+            return self.contact
+        return DirectoryState.DEGRADED
+
+    @property
+    def views(self) -> Iterable[NodeView]:
+        """What is known of each node."""
+        return self._views.values()
+
+    def view(self, node: str) -> NodeView | None:
+        """What is known of one node."""
+        return self._views.get(node)
+
+    @property
+    def num_keys(self) -> int:
+        """Keys in the table."""
+        return sum(map(len, self._shards))
+
+    def keys_of(self, node: str) -> set[int]:
+        """All keys of a node. It reads the whole table."""
+        view = self._views.get(node)
+        if view is None:
+            return set()
+        return {key for shard in self._shards for key, held in shard.items() if held & view.bit}
+
+    # What the source of the views writes.
+
+    def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
+        """Makes the view of a node that begins a life: empty, and exact after entry 0. What it held
+        before is void.
+        """
+        self.remove(node)
+        view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
+        self._show(view)
+        return view
+
+    def remove(self, node: str) -> None:
+        """Forgets a node that is gone, or not to be used. Does nothing if it is not known."""
+        view = self._views.pop(node, None)
+        if view is not None:
+            del self._by_epoch[view.epoch]
+            self._retire(view)
+
+    def apply(self, batch: KeyBatch) -> Applied:
+        """Applies the next batch of a life. It is applied with the results DONE and DRIFTED."""
+        view = self._by_epoch.get(batch.epoch)
+        if view is None:
+            return Applied.OTHER_LIFE
+        if batch.sequence <= view.sequence:
+            return Applied.KNOWN
+        if not view.is_exact:
+            return Applied.AWAITS_SNAPSHOT
+        if batch.sequence != view.sequence + 1:
+            view.is_exact = False
+            return Applied.GAP
+        self._add(view, batch.added)
+        self._discard(view, batch.removed)
+        view.sequence = batch.sequence
+        if batch.digest is not None and batch.digest != view.digest:
+            view.is_exact = False
+            return Applied.DRIFTED
+        return Applied.DONE
+
+    def degrade(self, node: str) -> None:
+        """Marks what is known of a node as not exact, until it has been loaded again."""
+        view = self._views.get(node)
+        if view is not None:
+            view.is_exact = False
+
+    def compare(self, node: str, lease: NodeLease) -> bool:
+        """Whether a view agrees with a lease of its life. The node is degraded if it does not.
+
+        Only a view that is as far as the lease can be compared; others agree.
+        """
+        view = self._views[node]
+        if lease.sequence == view.sequence and lease.digest != view.digest:
+            view.is_exact = False
+        return view.is_exact
+
+    def load(
+        self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
+    ) -> "Loading":
+        """Begins to load a node from a snapshot, beside the view there is, if any."""
+        view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
+        return Loading(self, view)
+
+    def sweep(self) -> bool:
+        """Removes void bits from a small part of the table; returns whether there are more."""
+        if not self._being_swept:
+            if not self._retired:
+                return False
+            self._being_swept, self._next_shard = self._retired, 0
+        kept, intern = ~self._being_swept, self._intern
+        shard = self._shards[self._next_shard]
+        self._shards[self._next_shard] = {
+            key: held if held & kept == held else intern(held & kept)
+            for key, held in shard.items()
+            if held & kept
+        }
+        self._next_shard += 1
+        if self._next_shard == NUM_SHARDS:
+            self._retired &= kept
+            for bit in _bits(self._being_swept):
+                self._node_of_bit.pop(bit, None)
+            self._being_swept = 0
+            self._interned.clear()
+        return bool(self._retired)
+
+    # Look-ups.
+
+    def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
+        """For nodes that hold prefixes. In each turn `holders` have all blocks up to and including
+        `position`.
+        """
+        shards, last = self._shards, len(keys) - 1
+        position = 0
+        holders = shards[keys[0] & _SHARD].get(keys[0], 0) & self._jumping
+        while holders and position < last:
+            ahead = min(position + JUMP, last)
+            key = keys[ahead]
+            lost = holders & ~shards[key & _SHARD].get(key, 0)
+            if lost:
+                holders ^= lost
+                self._bisect(keys, lost, position, ahead, depths)
+            position = ahead
+        self._record(holders, len(keys), depths)
+
+    def _bisect(
+        self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
+    ) -> None:
+        """Records the depths of nodes that have block `low` of the chain and lack block `high`."""
+        shards = self._shards
+        while lost and high - low > 1:
+            middle = (low + high) // 2
+            key = keys[middle]
+            having = lost & shards[key & _SHARD].get(key, 0)
+            if having and having != lost:
+                self._bisect(keys, having, middle, high, depths)
+                lost ^= having
+                high = middle
+            elif having:
+                low = middle
+            else:
+                high = middle
+        self._record(lost, high, depths)
+
+    def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
+        """For nodes with groups that do not hold prefixes: reads every block of every group."""
+        shards = self._shards
+        held_by_group: list[list[int]] = []
+        present = 0
+        depths_of_nothing: dict[tuple[KVCacheGroup, ...], int] = {}
+        for view in self._views.values():
+            if view.has_full_prefixes:
+                continue
+            for group in range(len(held_by_group), len(view.groups)):
+                salt = group_salt(group)
+                salted = keys if not salt else [key ^ salt for key in keys]
+                held_by_group.append([shards[key & _SHARD].get(key, 0) for key in salted])
+                present = reduce(or_, held_by_group[-1], present)
+            is_cached = [_reader(held, view.bit) for held in held_by_group[: len(view.groups)]]
+            if present & view.bit:
+                depth = prefix_depth(view.groups, is_cached, len(keys))
+            else:
+                # Chunked attention may need no block at all.
+                depth = depths_of_nothing.get(view.groups, -1)
+                if depth < 0:
+                    depth = prefix_depth(view.groups, is_cached, len(keys))
+                    depths_of_nothing[view.groups] = depth
+            if depth:
+                depths[view.node] = depth
+
+    def _record(self, bits: int, depth: int, depths: dict[str, int]) -> None:
+        node_of_bit = self._node_of_bit
+        while bits:
+            bit = bits & -bits
+            depths[node_of_bit[bit]] = depth
+            bits ^= bit
+
+    # The table.
+
+    def _add(self, view: NodeView, keys: Iterable[int]) -> None:
+        shards, bit, interned = self._shards, view.bit, self._interned
+        for key in keys:
+            shard = shards[key & _SHARD]
+            held = shard.get(key, 0)
+            if not held & bit:
+                held |= bit
+                shard[key] = interned.setdefault(held, held)
+                view.count += 1
+                view.xor ^= key
+        if len(interned) > MAX_INTERNED_SETS:
+            interned.clear()
+
+    def _discard(self, view: NodeView, keys: Iterable[int]) -> None:
+        shards, bit = self._shards, view.bit
+        for key in keys:
+            shard = shards[key & _SHARD]
+            held = shard.get(key, 0)
+            if held & bit:
+                if held == bit:
+                    del shard[key]
+                else:
+                    shard[key] = self._intern(held ^ bit)
+                view.count -= 1
+                view.xor ^= key
+
+    def _intern(self, held: int) -> int:
+        """The one object for a set of nodes; a million of their own would take 32 MB."""
+        return self._interned.setdefault(held, held)
+
+    def _show(self, view: NodeView) -> None:
+        self._views[view.node] = view
+        self._by_epoch[view.epoch] = view
+        self._node_of_bit[view.bit] = view.node
+        self._live |= view.bit
+        if view.has_full_prefixes:
+            self._jumping |= view.bit
+
+    def _retire(self, view: NodeView) -> None:
+        self._live &= ~view.bit
+        self._jumping &= ~view.bit
+        self._retired |= view.bit
+
+    def _new_bit(self) -> int:
+        """The lowest bit that nothing in the table has."""
+        used = self._retired | sum(self._node_of_bit)
+        bit = ~used & (used + 1)
+        self._node_of_bit[bit] = ""
+        return bit
+
+
+class Loading:
+    """A snapshot that is being added in parts. It replaces the view of its node when it is done."""
+
+    def __init__(self, index: PrefixIndex, view: NodeView) -> None:
+        self._index = index
+        self._view = view
+
+    def add(self, keys: Iterable[int]) -> None:
+        """Adds a part of the keys."""
+        self._index._add(self._view, keys)
+
+    def finish(self) -> None:
+        """Shows what was loaded."""
+        self._index.remove(self._view.node)
+        self._index._show(self._view)
+
+    def give_up(self) -> None:
+        """Removes what was loaded; the view there was stays."""
+        self._index._retire(self._view)
+
+
+def _reader(held: Sequence[int], bit: int) -> IsCached:
+    return lambda index: bool(held[index] & bit)
+
+
+def _bits(mask: int) -> Iterable[int]:
+    while mask:
+        bit = mask & -mask
+        yield bit
+        mask ^= bit

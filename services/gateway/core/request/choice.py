@@ -1,0 +1,198 @@
+"""One answer while it is made: tokens in, text out."""
+
+from dataclasses import dataclass, field
+
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.ports import Tokenizer
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.logprobs import LogprobRows
+from services.gateway.core.request.request import ClientRequest, EngineRequest
+from services.gateway.core.text.detokenizer import new_detokenizer
+from services.gateway.core.text.parsing.events import OutputEvent
+from services.gateway.core.text.stop_strings import StopPatterns, StopStrings
+
+
+@dataclass(slots=True)
+class Piece:
+    """An addition to one answer: text, tokens, or its end."""
+
+    index: int
+    text: str = ""
+    """Whole characters, none of which may become part of a stop string."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobRows | None = None
+    """A row for each token, where asked for."""
+    offsets: list[int] | None = None
+    """Where in the answer the text of each token starts, in characters, where asked for."""
+    prompt_logprobs: LogprobRows | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the answer; None for end of sequence."""
+    pooled: bytes | None = None
+    """The vector of the prompt, little-endian float32."""
+    events: list[OutputEvent] | None = None
+    """The text as parsed events, if the request has an output form; else None."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing that is sent to clients."""
+        return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it adds text and its tokens, and nothing else."""
+        return bool(self.text) and (
+            self.finish_reason is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and self.events is None
+        )
+
+
+class Choice:
+    """Turns deltas of one sequence into pieces, and finds its stop strings.
+
+    The result does not depend on how tokens were grouped into deltas. The text of the token that
+    ended the sequence (end of sequence, a stop token) is left out unless stop strings are included.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        request: ClientRequest,
+        sequence: EngineRequest,
+        stops: StopPatterns,
+    ) -> None:
+        sampling = sequence.sampling
+        self.index = index
+        self.num_prompt_tokens = len(sequence.prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.num_reasoning_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._detokenizer = new_detokenizer(
+            tokenizer,
+            sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
+            skip_special_tokens=request.skip_special_tokens,
+            shown=request.shown_special_ids,
+        )
+        self._min_tokens = sampling.min_tokens
+        self._prompt_only = request.prompt_only
+        self._include_stop = request.include_stop_str_in_output
+        self._final_ids = frozenset(sampling.stop_token_ids + sampling.eos_token_ids)
+        self._stops = StopStrings(stops, include=self._include_stop) if request.stop else None
+        form = request.output_form
+        self._parser = None if form is None else form.make_parser()
+        self._counts_each = (
+            self._stops is not None or sampling.logprobs is not None or form is not None
+        )
+
+    def accept(self, delta: Delta) -> Piece:
+        """The piece that a delta makes. Must not be called again once `finish_reason` is set."""
+        if delta.num_cached_tokens is not None:
+            self.num_cached_tokens = delta.num_cached_tokens
+        if self._prompt_only:
+            return self._accept_prompt_only(delta)
+        if delta.finish is None and not self._counts_each:
+            text = self._plain_text(delta.token_ids)
+            return Piece(
+                self.index,
+                text,
+                delta.token_ids,
+                prompt_logprobs=delta.prompt_logprobs,
+                pooled=delta.pooled,
+            )
+        events: list[OutputEvent] | None = None if self._parser is None else []
+        if not self._counts_each:
+            text, num_tokens, offsets, stop = self._plain_text(delta.token_ids), None, None, None
+        else:
+            text, num_tokens, offsets, stop = self._text_token_by_token(delta.token_ids, events)
+        reason, stop_reason = self._finish(delta, stop)
+        rest = "" if reason is None or stop is not None else self._rest()
+        text += rest
+        if self._parser is not None and events is not None and reason is not None:
+            events += [*self._parser.feed(rest), *self._parser.finish()]
+        tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
+        logprobs = delta.logprobs
+        if logprobs is not None and len(logprobs) > len(tokens):
+            logprobs = logprobs.part(0, len(tokens))
+        return Piece(
+            self.index,
+            text,
+            tokens,
+            logprobs,
+            offsets,
+            delta.prompt_logprobs,
+            reason,
+            stop_reason,
+            delta.pooled,
+            events,
+        )
+
+    def _accept_prompt_only(self, delta: Delta) -> Piece:
+        if delta.finish is not None:
+            self.finish_reason = FinishReason.LENGTH
+        return Piece(
+            self.index, prompt_logprobs=delta.prompt_logprobs, finish_reason=self.finish_reason
+        )
+
+    def _plain_text(self, token_ids: list[int]) -> str:
+        if not token_ids:
+            return ""
+        self.num_output_tokens += len(token_ids)
+        if self._is_final(token_ids[-1]):
+            return self._detokenizer.feed(token_ids[:-1])
+        return self._detokenizer.feed(token_ids)
+
+    def _text_token_by_token(
+        self, token_ids: list[int], events: list[OutputEvent] | None
+    ) -> tuple[str, int, list[int], str | None]:
+        """Text to show, how many tokens it took, where each starts, the stop string that ended.
+        What the text is, is added to `events`.
+        """
+        shown: list[str] = []
+        offsets: list[int] = []
+        for count, token in enumerate(token_ids, start=1):
+            self.num_output_tokens += 1
+            offsets.append(self._detokenizer.num_characters)
+            text = "" if self._is_final(token) else self._detokenizer.feed((token,))
+            stop = None
+            if self._stops is not None and self.num_output_tokens > self._min_tokens:
+                text, stop = self._stops.feed(text)
+            shown.append(text)
+            self._parse(text, events)
+            if stop is not None:
+                return "".join(shown), count, offsets, stop
+        return "".join(shown), len(token_ids), offsets, None
+
+    def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
+        """Adds to `events` what the text of one token is, and counts it if it is reasoning."""
+        if self._parser is None or events is None:
+            return
+        if text:
+            events += self._parser.feed(text)
+        self.num_reasoning_tokens += self._parser.in_reasoning
+
+    def _is_final(self, token_id: int) -> bool:
+        return (
+            token_id in self._final_ids
+            and self.num_output_tokens >= self._min_tokens
+            and not self._include_stop
+        )
+
+    def _finish(
+        self, delta: Delta, stop: str | None
+    ) -> tuple[FinishReason | None, str | int | None]:
+        if stop is not None:
+            self.finish_reason = FinishReason.STOP
+            return self.finish_reason, stop
+        if delta.finish is None:
+            return None, None
+        self.finish_reason = delta.finish.reason
+        return self.finish_reason, delta.finish.stop_token_id
+
+    def _rest(self) -> str:
+        """The text that was held back, at the end of the sequence; no stop string can be in it."""
+        tail = self._detokenizer.flush()
+        return tail if self._stops is None else self._stops.flush() + tail

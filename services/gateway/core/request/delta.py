@@ -1,0 +1,85 @@
+"""The output that steps add to one sequence."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from services.common.errors import StepwellError
+from services.common.request.finish import Finish
+from services.gateway.core.request.logprobs import LogprobRows
+
+
+@dataclass(slots=True)
+class Delta:
+    """The output of one sequence since its reader took the last delta."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    num_cached_tokens: int | None = None
+    """Prompt tokens that were cached, if the sequence was scheduled meanwhile; else None."""
+    finish: Finish | None = None
+    error: StepwellError | None = None
+    """The error that ended the sequence: then `finish` is None and no delta follows."""
+    pooled: bytes | None = None
+    """The vector of the prompt, little-endian float32."""
+
+    def take_error(self) -> StepwellError:
+        """The error, which is not kept here: as it is raised it refers to the frames that hold the
+        delta, and all that these hold would be left to the garbage collector.
+        """
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+    def cut(self, max_tokens: int) -> "Iterator[Delta]":
+        """The same as deltas of up to `max_tokens` each; only the last has an end."""
+        num_tokens = len(self.token_ids)
+        for start in range(0, max(num_tokens, 1), max_tokens):
+            stop = start + max_tokens
+            is_last = stop >= num_tokens
+            yield Delta(
+                self.token_ids[start:stop],
+                None if self.logprobs is None else self.logprobs.part(start, stop),
+                self.prompt_logprobs if start == 0 else None,
+                self.num_cached_tokens if start == 0 else None,
+                self.finish if is_last else None,
+                self.error if is_last else None,
+                self.pooled if is_last else None,
+            )
+
+
+def parts_of(
+    deltas: list[tuple[int, Delta]], max_tokens: int
+) -> Sequence[Sequence[tuple[int, Delta]]]:
+    """Deltas, each with its sequence's index, in parts of about `max_tokens`; none is empty. Errors
+    that came together with tokens are the last part, so that the tokens are delivered before.
+
+    Nearly always there is one part: a delta holds the tokens of one step unless its reader was
+    slow.
+    """
+    num_tokens, has_error = 0, False
+    for _, delta in deltas:
+        num_tokens += len(delta.token_ids)
+        has_error |= delta.error is not None
+    if has_error and num_tokens:
+        errors = [
+            (index, Delta(error=delta.take_error())) for index, delta in deltas if delta.error
+        ]
+        before = [(index, delta) for index, delta in deltas if delta != Delta()]
+        return (*parts_of(before, max_tokens), errors)
+    return (deltas,) if num_tokens <= max_tokens else _parts_of_tokens(deltas, max_tokens)
+
+
+def _parts_of_tokens(
+    deltas: list[tuple[int, Delta]], max_tokens: int
+) -> list[list[tuple[int, Delta]]]:
+    parts: list[list[tuple[int, Delta]]] = [[]]
+    num_tokens = 0
+    for index, delta in deltas:
+        for piece in delta.cut(max_tokens):
+            if num_tokens >= max_tokens:
+                parts.append([])
+                num_tokens = 0
+            parts[-1].append((index, piece))
+            num_tokens += len(piece.token_ids)
+    return parts

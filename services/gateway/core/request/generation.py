@@ -1,0 +1,176 @@
+"""The life of one client request: its sequences at the engine, its answers as they grow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.core.ports import DeltaSource, KeptSource, Source, Tokenizer
+from services.gateway.core.request.choice import Choice, Piece
+from services.gateway.core.request.delta import Delta
+from services.gateway.core.request.identity import Identity
+from services.gateway.core.request.logprobs import LogprobRows, joined
+from services.gateway.core.request.request import ClientRequest, EngineRequest
+from services.gateway.core.sessions.client_session import tokens_after
+from services.gateway.core.text.parsing.events import ParsedMessage
+from services.gateway.core.text.stop_strings import StopPatterns
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request: each prompt is counted once, and every answer."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+    num_reasoning_tokens: int | None = None
+    """Generated tokens that are reasoning; None where reasoning is not told apart."""
+
+
+class Generation:
+    """A request that was checked, with everything its answers need. If it is a turn of a session,
+    the session has its tokens when it is over.
+
+    Answer number i belongs to prompt number i // num_candidates.
+    """
+
+    def __init__(
+        self,
+        request: ClientRequest,
+        identity: Identity,
+        sequences: list[EngineRequest],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """`identity` is what the sequences were made with."""
+        self.request = request
+        self.identity = identity
+        self.sequences = sequences
+        stops = StopPatterns(request.stop)
+        self.mailbox: DeltaSource | None = None
+        """Its sequences at the engine; None before `start`."""
+        self.source: KeptSource | None = None
+        """The source that has its answer; None if an engine generates it."""
+        self.is_replay = False
+        """Whether another request began that answer."""
+        self._turn = Answer()
+        """The answer of a session's turn."""
+        self.was_taken = False
+        """Whether one of its sequences was scheduled; else it was refused, or is queued."""
+        self.choices = [
+            Choice(index, tokenizer, request, sequence, stops)
+            for index, sequence in enumerate(sequences)
+        ]
+        self.num_open = len(self.choices)
+        """Answers that have not ended."""
+        self._is_in_turn = False
+
+    def start(self, engine: Source) -> DeltaSource:
+        """Starts its sequences at an engine, or goes on where they were started before; a turn of a
+        session begins.
+        """
+        session = self.request.session
+        if session is not None:
+            session.begin_turn(self.request.turn)
+            self._is_in_turn = True
+        self.mailbox = engine.start(self.sequences)
+        return self.mailbox
+
+    def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
+        """The pieces that deltas add to its answers; none for one that has ended. Raises
+        StepwellError where the engine refused or gave up.
+        """
+        choices = self.choices
+        added = [
+            self._accept(index, delta)
+            for index, delta in deltas
+            if choices[index].finish_reason is None
+        ]
+        for piece in added:
+            if piece.finish_reason is not None:
+                self.num_open -= 1
+        return added
+
+    def close(self) -> None:
+        """Aborts what has not ended, and ends the turn of its session. Idempotent. Tokens that were
+        generated for it and not read count as used.
+        """
+        if self.mailbox is not None:
+            if self.source is None:
+                for index, delta in self.mailbox.take():
+                    self.choices[index].num_output_tokens += len(delta.token_ids)
+            self.mailbox.close()
+        if self._is_in_turn and self.request.session is not None:
+            self._is_in_turn = False
+            self.request.session.end_turn(self._tokens_after_turn())
+
+    def _tokens_after_turn(self) -> list[int] | None:
+        """The tokens of the session after this turn; None if it was not completed."""
+        reason, last = self.choices[0].finish_reason, self._turn.last
+        if reason is None:
+            return None
+        by_token = not isinstance(last.stop_reason, str)
+        return tokens_after(self.sequences[0], self._turn.token_ids, reason, by_token=by_token)
+
+    def _accept(self, index: int, delta: Delta) -> Piece:
+        if not self.was_taken:
+            self.was_taken = delta.num_cached_tokens is not None or bool(
+                delta.token_ids or delta.pooled
+            )
+        if delta.error is not None:
+            raise delta.take_error()
+        piece = self.choices[index].accept(delta)
+        if piece.finish_reason is not None and delta.finish is None and self.mailbox is not None:
+            self.mailbox.abort(index)
+        if self.request.session is not None:
+            self._turn.add(piece)
+        return piece
+
+    def usage(self) -> Usage:
+        """Counts so far; answers that are not returned are counted, too. Cached tokens are those of
+        the first of the answers to a prompt.
+        """
+        firsts = self.choices[:: self.request.num_candidates]
+        return Usage(
+            num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
+            num_cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
+            num_generated_tokens=sum(choice.num_output_tokens for choice in self.choices),
+            num_reasoning_tokens=self._num_reasoning_tokens(),
+        )
+
+    def _num_reasoning_tokens(self) -> int | None:
+        form = self.request.output_form
+        if form is None or form.reasoning is None:
+            return None
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
+
+    def finish_reasons(self) -> list[str]:
+        """Why the answers ended, in order; those that have not are left out."""
+        return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, put together from its pieces."""
+
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    last: Piece = field(default_factory=lambda: Piece(0))
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
+    pooled: bytes = b""
+    """The vector of its prompt, little-endian float32; empty of one that was continued."""
+    message: ParsedMessage = field(default_factory=ParsedMessage)
+    """The text as a parsed message; empty if the request has no output form."""
+    _text: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._text)
+
+    def add(self, piece: Piece) -> None:
+        self._text.append(piece.text)
+        self.message.add(piece.events or ())
+        self.token_ids += piece.token_ids
+        self.offsets += piece.offsets or ()
+        self.logprobs = joined(self.logprobs, piece.logprobs)
+        self.prompt_logprobs = joined(self.prompt_logprobs, piece.prompt_logprobs)
+        self.pooled = piece.pooled or self.pooled
+        self.last = piece

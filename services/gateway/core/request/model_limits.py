@@ -1,0 +1,47 @@
+"""The limits that the replicas set to requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.request.pooling import Pooler
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits of a request: the tightest of all replicas that are ready.
+
+    `capacity` is the longest sequence, prompt and output together, that model and pool can hold.
+    """
+
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    priority_scheduling: bool
+    hidden_size: int
+    pooler: Pooler | None = None
+    """How the model pools prompts into vectors; None if it generates."""
+
+    @property
+    def capacity(self) -> int:
+        return min(self.max_model_len, self.max_request_tokens)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
+        return self.capacity if self.pooler is not None else self.capacity - 1
+
+
+def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
+    """The limits of a request that fits every replica."""
+    if len(limits) == 1:
+        return limits[0]
+    return ModelLimits(
+        max_model_len=min(one.max_model_len for one in limits),
+        max_request_tokens=min(one.max_request_tokens for one in limits),
+        vocab_size=min(one.vocab_size for one in limits),
+        eos_token_ids=limits[0].eos_token_ids,
+        priority_scheduling=all(one.priority_scheduling for one in limits),
+        hidden_size=limits[0].hidden_size,
+        pooler=limits[0].pooler,
+    )

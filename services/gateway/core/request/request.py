@@ -1,0 +1,195 @@
+"""A client's request, and its sequences, which are sent to engines."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from services.common.request.adapter import Adapter
+from services.common.request.pooling import PoolingParams
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.common.request.sampling import SamplingParams
+from services.common.request.seeds import answer_seed
+from services.common.telemetry.trace_headers import UNTRACED, TraceHeaders
+from services.gateway.core.request.model_limits import ModelLimits
+from services.gateway.core.tenant import ANYONE, Tenant
+from services.gateway.core.text.parsing.output_form import OutputForm
+
+if TYPE_CHECKING:
+    from services.gateway.core.sessions.client_session import ClientSession
+
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
+CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
+"""The roles of a conversation over gRPC, whose turns have no calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as tokens."""
+
+    token_ids: list[int]
+    text: str | None = None
+    """Its text, where the client wants it back."""
+    offsets: list[int] | None = None
+    """Where in `text` each token starts, in characters."""
+    embeds: PromptEmbeds | None = None
+    """Embeddings in place of the tokens, which are placeholders then."""
+    num_first_text_tokens: int = 0
+    """See PoolingParams."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """One request at the edge, of HTTP or gRPC: `n` answers to each prompt."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingParams
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    shown_special_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of the text all the same: marks of its form."""
+    priority: int = 0
+    cache_salt: str = ""
+    skip_reading_prefix_cache: bool = False
+    """Whether the whole prompt is computed, even if part of it is cached."""
+    default_max_tokens: int | None = None
+    """Used where `sampling.max_tokens` is None; None: as many as fit."""
+    prompt_only: bool = False
+    """Whether nothing but the prompt is asked for (echo with max_tokens 0)."""
+    session_id: str = ""
+    """Requests with the same one are expected to repeat one another's prompts; empty: not given."""
+    tenant: Tenant = ANYONE
+    best_of: int | None = None
+    """Answers to each prompt that are generated, of which the best `n` are returned; None: `n`."""
+    pooling: PoolingParams | None = None
+    """How each prompt is pooled into a vector; None if answers are generated."""
+    session: "ClientSession | None" = None
+    """The session of which it is a turn; None if it stands alone."""
+    turn: int = 0
+    """The number of that turn, from 0."""
+    output_form: OutputForm | None = None
+    """How its answers are parsed; None: they are text."""
+    adapter: Adapter | None = None
+    """The adapter that it names in place of the model."""
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers that are generated to each prompt; `n` of them are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are generated to all prompts."""
+        return len(self.prompts) * self.num_candidates
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether answers are generated that are not returned."""
+        return self.num_candidates > self.n
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence, complete: seed, max_tokens and end-of-sequence tokens are set; priority and
+    cache_salt are those that the tenant gets.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int
+    cache_salt: str
+    arrival_unix_nanos: int
+    trace: TraceHeaders = UNTRACED
+    prompt_embeds: PromptEmbeds | None = None
+    deadline: float | None = None
+    """When the client gives up, on the engine's clock; None without a deadline."""
+    session_id: str = ""
+    tenant: Tenant = ANYONE
+    num_choices: int = 0
+    """The client's n, in the first sequence of a prompt; 0 in the others."""
+    pooling: PoolingParams | None = None
+    """How its prompt is pooled; None if an answer is generated."""
+    skip_reading_prefix_cache: bool = False
+    """Whether its whole prompt is computed, even if part of it is cached."""
+    session: "ClientSession | None" = None
+    """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
+    alone.
+    """
+    adapter: Adapter | None = None
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """SHA-256 of its adapter's files, a part of its block hashes; empty without an adapter."""
+        return b"" if self.adapter is None else self.adapter.digest
+
+
+def to_engine_requests(
+    request: ClientRequest,
+    limits: ModelLimits,
+    *,
+    seed: int,
+    arrival_unix_nanos: int,
+    trace: TraceHeaders = UNTRACED,
+    deadline: float | None = None,
+) -> list[EngineRequest]:
+    """The sequences of a checked request, prompt by prompt.
+
+    Where the request names no seed, those of its sequences are derived from `seed`. Where the best
+    answers are to be found, each comes with the log-probabilities of its tokens.
+    """
+    eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
+    sampling, num_candidates = request.sampling, request.num_candidates
+    if request.is_ranked and sampling.logprobs is None:
+        sampling = replace(sampling, logprobs=0)
+    priority = request.priority
+    if limits.priority_scheduling:
+        priority = request.tenant.effective_priority(priority)
+    cache_salt = request.tenant.effective_cache_salt(request.cache_salt)
+    sequences: list[EngineRequest] = []
+    for number, prompt in enumerate(request.prompts):
+        max_tokens = _max_tokens(request, len(prompt.token_ids), limits)
+        for child in range(num_candidates):
+            name = request.request_id
+            sequences.append(
+                EngineRequest(
+                    request_id=name if request.num_choices == 1 else f"{name}-{len(sequences)}",
+                    prompt_token_ids=prompt.token_ids,
+                    prompt_embeds=prompt.embeds,
+                    sampling=replace(
+                        sampling,
+                        seed=answer_seed(sampling.seed, seed, number, child, num_candidates),
+                        max_tokens=max_tokens,
+                        eos_token_ids=eos_token_ids,
+                    ),
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_unix_nanos=arrival_unix_nanos,
+                    trace=trace,
+                    deadline=deadline,
+                    session_id=request.session_id,
+                    tenant=request.tenant,
+                    num_choices=0 if child else request.n,
+                    skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+                    session=request.session,
+                    adapter=request.adapter,
+                    pooling=request.pooling
+                    and replace(
+                        request.pooling, num_first_text_tokens=prompt.num_first_text_tokens
+                    ),
+                )
+            )
+    return sequences
+
+
+def _max_tokens(request: ClientRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
+    room = limits.capacity - num_prompt_tokens
+    if request.pooling is not None:
+        return 0
+    if request.prompt_only:
+        return 1
+    if request.sampling.max_tokens is not None:
+        return request.sampling.max_tokens
+    return room if request.default_max_tokens is None else min(room, request.default_max_tokens)

@@ -1,0 +1,22 @@
+"""Vectors of prompts: their numbers, and how alike two of them are."""
+
+import math
+from array import array
+from collections.abc import Sequence
+from operator import mul
+
+from services.common.request.byte_order import little_endian
+
+
+def numbers(values: bytes) -> "array[float]":
+    """The numbers of little-endian float32."""
+    vector = array("f", values)
+    little_endian(vector)  # type: ignore[arg-type]
+    return vector
+
+
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 if one of them is zero."""
+    product = sum(map(mul, first, second))
+    squares = sum(map(mul, first, first)) * sum(map(mul, second, second))
+    return product / math.sqrt(squares) if squares else 0.0

@@ -1,0 +1,177 @@
+"""Sessions of clients: a prompt that grows turn by turn, by what the client adds and what is
+generated.
+
+A session is its tokens, and only the gateway has them. Between two turns its replica keeps their
+blocks, and a place to go on at once; if it cannot, the next turn is a request like any other, with
+all the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from services.common.errors import FailedPrecondition, InvalidArgument, StepwellError
+from services.common.request.finish_reason import FinishReason
+from services.gateway.core.request.request import ClientRequest, EngineRequest, Prompt
+from services.gateway.core.tenant import Tenant
+
+if TYPE_CHECKING:
+    from services.gateway.core.sessions.client_sessions import ClientSessions
+
+
+class Holder(Protocol):
+    """A replica that keeps sessions between their turns."""
+
+    def release(self, handle: int) -> None:
+        """Ends a session there. Does nothing if it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSession:
+    """A session that a replica keeps between two turns. The last three fields are those of its
+    last turn.
+    """
+
+    holder: Holder
+    handle: int
+    """The handle of the session at the replica."""
+    num_tokens: int
+    """Tokens of the session that are kept, from the first on."""
+    priority: int
+    cache_salt: str
+    adapter_digest: bytes
+
+    def fits(self, request: EngineRequest) -> bool:
+        """Whether a turn may go on from there: its request must be the last turn's, but longer."""
+        return (
+            self.num_tokens < len(request.prompt_token_ids)
+            and not request.skip_reading_prefix_cache
+            and self.priority == request.priority
+            and self.cache_salt == request.cache_salt
+            and self.adapter_digest == request.adapter_digest
+        )
+
+    def release(self) -> None:
+        """Ends the session at the replica."""
+        self.holder.release(self.handle)
+
+
+class ClientSession:
+    """One session; at most one turn of it runs at a time."""
+
+    def __init__(
+        self, session_id: str, tenant: Tenant, created: int, sessions: "ClientSessions"
+    ) -> None:
+        """`created` is in seconds since 1970."""
+        self.session_id = session_id
+        self.tenant = tenant
+        self.created = created
+        self.token_ids: list[int] = []
+        """The tokens that the prompt of the next turn begins with."""
+        self.num_turns = 0
+        """Turns that were completed."""
+        self.is_in_turn = False
+        self.held: HeldSession | None = None
+        self.ended: StepwellError | None = None
+        """Why it takes no further turn, once it has ended."""
+        self._sessions = sessions
+
+    def check_idle(self) -> None:
+        """Raises FailedPrecondition while a turn runs, or what ended the session."""
+        if self.ended is not None:
+            raise self.ended
+        if self.is_in_turn:
+            raise FailedPrecondition(
+                f"session {self.session_id} is in a turn: the next one can begin when it is over",
+                field="session",
+                reason="SESSION_IN_TURN",
+            )
+
+    def begin_turn(self, number: int) -> None:
+        """Begins a turn, by its number from 0. Raises FailedPrecondition if another one runs, or
+        came before it.
+        """
+        self.check_idle()
+        if number != self.num_turns:
+            raise FailedPrecondition(
+                f"another turn of session {self.session_id} came first",
+                field="session",
+                reason="SESSION_IN_TURN",
+            )
+        self.is_in_turn = True
+        self._sessions.turn_began(self)
+
+    def end_turn(self, token_ids: list[int] | None) -> None:
+        """Ends the turn: the session has these tokens from here on, or those that it had before if
+        the turn was not completed (None).
+        """
+        self.is_in_turn = False
+        if token_ids is not None:
+            self.token_ids = token_ids
+            self.num_turns += 1
+        if self.held is not None and self.held.num_tokens > len(self.token_ids):
+            self.release()
+        self._sessions.turn_ended(self)
+
+    def take_held(self) -> HeldSession | None:
+        """Takes what a replica keeps of the session; the caller continues or releases it."""
+        held, self.held = self.held, None
+        return held
+
+    def release(self) -> None:
+        """Ends the session at the replica that keeps it, if one does."""
+        if (held := self.take_held()) is not None:
+            held.release()
+
+    def hold(self, held: HeldSession) -> None:
+        """Notes that a replica keeps the session; a session that has ended is released there."""
+        if self.ended is None:
+            self.held = held
+        else:
+            held.release()
+
+
+def in_session(request: ClientRequest) -> ClientRequest:
+    """The request of a turn with its whole prompt: what the session has, then its own. Raises
+    InvalidArgument for what a session cannot do, FailedPrecondition while another turn runs.
+    """
+    session = request.session
+    if session is None:
+        return request
+    session.check_idle()
+    sampling, prompt = request.sampling, request.prompts[0] if request.prompts else Prompt([])
+    for field, is_given, why in (
+        ("n", request.n > 1, "a session has one answer to go on from"),
+        ("best_of", (request.best_of or 1) > 1, "a session has one answer to go on from"),
+        ("prompt", len(request.prompts) > 1, "a turn has one prompt"),
+        ("prompt_embeds", prompt.embeds is not None, "a session has tokens only"),
+        ("echo", prompt.text is not None or request.prompt_only, "only the answer is returned"),
+        (
+            "prompt_logprobs",
+            sampling.prompt_logprobs is not None,
+            "most of the prompt is not computed again",
+        ),
+    ):
+        if is_given:
+            raise InvalidArgument(f"{field} cannot be given in a session: {why}", field=field)
+    if not prompt.token_ids:
+        raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
+    whole = Prompt([*session.token_ids, *prompt.token_ids])
+    return replace(request, prompts=(whole,), turn=session.num_turns)
+
+
+def tokens_after(
+    request: EngineRequest,
+    output_token_ids: Sequence[int],
+    reason: FinishReason,
+    *,
+    by_token: bool,
+) -> list[int]:
+    """The tokens of a session after a turn with this output. A token that ended the turn (end of
+    sequence or a stop token, `by_token`) is left out, as in vLLM; others stay, also those of a stop
+    string.
+    """
+    tokens = [*request.prompt_token_ids, *output_token_ids]
+    if reason is FinishReason.STOP and by_token:
+        del tokens[-1]
+    return tokens

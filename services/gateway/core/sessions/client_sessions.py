@@ -1,0 +1,158 @@
+"""All sessions of clients at this gateway: how many there may be, and for how long."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from services.common.errors import NotFound, QuotaExceeded, ResourceExhausted, StepwellError
+from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
+from services.gateway.core.sessions.client_session import ClientSession
+from services.gateway.core.tenant import ANYONE, Tenant
+
+MAX_ENDED = 4096
+"""Sessions that ended last, of which it is remembered why."""
+EXPIRED = "SESSION_EXPIRED"
+
+
+class TooManySessions(QuotaExceeded):
+    """A tenant has as many sessions open as it may."""
+
+    reason = "TOO_MANY_SESSIONS"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """Bounds of the sessions of a gateway."""
+
+    max_sessions: int
+    max_sessions_per_tenant: int
+    idle_seconds: float
+    """Time without a turn after which a session ends."""
+
+
+class ClientSessions:
+    """Opens sessions, finds them by their id, and ends those that are idle for too long."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: SessionLimits,
+        *,
+        new_id: Callable[[], str],
+        unix_seconds: Callable[[], float],
+    ) -> None:
+        self.limits = limits
+        self.num_expired = 0
+        """Sessions that ended since they were idle for too long."""
+        self._clock = clock
+        self._new_id = new_id
+        self._unix_seconds = unix_seconds
+        self._sessions: dict[str, ClientSession] = {}
+        self._timers: dict[str, Timer] = {}
+        self._num_of_tenant: Counter[str] = Counter()
+        self._listeners: dict[str, Callable[[StepwellError], object]] = {}
+        self._ended: OrderedDict[str, tuple[str, StepwellError]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[ClientSession]:
+        return iter(self._sessions.values())
+
+    def open(
+        self, tenant: Tenant, on_ended: Callable[[StepwellError], object] | None = None
+    ) -> ClientSession:
+        """A new session. `on_ended` is called if it ends without its client. Raises TooManySessions
+        for one more than a tenant may have, ResourceExhausted for one more than all may.
+        """
+        limits, num_own = self.limits, self._num_of_tenant[tenant.tenant_id]
+        if tenant != ANYONE and num_own >= limits.max_sessions_per_tenant:
+            raise TooManySessions(
+                f"{num_own} sessions of this tenant are open; end one of them first",
+                tenant_id=tenant.tenant_id,
+                quota="sessions",
+            )
+        if len(self._sessions) >= limits.max_sessions:
+            raise ResourceExhausted(
+                f"{limits.max_sessions} sessions are open; no more are kept at once",
+                reason="TOO_MANY_SESSIONS",
+                retry_after_seconds=1.0,
+            )
+        session = ClientSession(self._new_id(), tenant, int(self._unix_seconds()), self)
+        self._sessions[session.session_id] = session
+        self._num_of_tenant[tenant.tenant_id] += 1
+        if on_ended is not None:
+            self._listeners[session.session_id] = on_ended
+        self._watch(session)
+        return session
+
+    def find(self, session_id: str, tenant: Tenant) -> ClientSession:
+        """A session of the tenant. Raises NotFound, which says if it has ended."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.tenant.tenant_id == tenant.tenant_id:
+            return session
+        tenant_id, error = self._ended.get(session_id, ("", None))
+        if error is not None and tenant_id == tenant.tenant_id:
+            raise error
+        raise NotFound(
+            f"there is no session {session_id[:100]!r} at this gateway",
+            field="session",
+            reason="SESSION_NOT_FOUND",
+        )
+
+    def end(self, session: ClientSession) -> None:
+        """The client ends a session; a turn that runs goes on to its end. Idempotent."""
+        self._end(
+            session, NotFound(f"session {session.session_id} was ended", reason="SESSION_ENDED")
+        )
+
+    def end_all(self, error: StepwellError) -> None:
+        """Ends every session with an error."""
+        for session in list(self._sessions.values()):
+            self._end_and_tell(session, error)
+
+    # What sessions report.
+
+    def turn_began(self, session: ClientSession) -> None:
+        """Stops the timer of a session that was idle."""
+        if (timer := self._timers.pop(session.session_id, None)) is not None:
+            timer.cancel()
+
+    def turn_ended(self, session: ClientSession) -> None:
+        """Starts the timer of a session that is idle."""
+        if session.ended is None:
+            self._watch(session)
+
+    def _watch(self, session: ClientSession) -> None:
+        idle = self.limits.idle_seconds
+        when = self._clock.time() + idle + TIMER_SLACK_SECONDS
+        self._timers[session.session_id] = self._clock.call_at(when, lambda: self._expire(session))
+
+    def _expire(self, session: ClientSession) -> None:
+        self.num_expired += 1
+        error = NotFound(
+            f"session {session.session_id} has ended: no turn of it began for "
+            f"{self.limits.idle_seconds:g} s",
+            field="session",
+            reason=EXPIRED,
+        )
+        self._end_and_tell(session, error)
+
+    def _end_and_tell(self, session: ClientSession, error: StepwellError) -> None:
+        listener = self._listeners.get(session.session_id)
+        self._end(session, error)
+        if listener is not None:
+            listener(error)
+
+    def _end(self, session: ClientSession, error: StepwellError) -> None:
+        if session.ended is not None:
+            return
+        session.ended = error
+        self.turn_began(session)
+        del self._sessions[session.session_id]
+        self._listeners.pop(session.session_id, None)
+        self._num_of_tenant -= Counter((session.tenant.tenant_id,))
+        self._ended[session.session_id] = session.tenant.tenant_id, error
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        session.release()

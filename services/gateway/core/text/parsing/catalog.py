@@ -1,0 +1,141 @@
+"""The formats by vLLM's names of their parsers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from services.gateway.core.text.parsing.formats.harmony import HARMONY_MARKS, read_harmony
+from services.gateway.core.text.parsing.formats.headed_calls import (
+    DEEPSEEK_MARKS,
+    MISTRAL_MARKS,
+    read_deepseek_v3,
+    read_deepseek_v31,
+    read_mistral,
+)
+from services.gateway.core.text.parsing.formats.json_calls import (
+    LLAMA3_MARKS,
+    read_hermes,
+    read_llama3_json,
+)
+from services.gateway.core.text.parsing.formats.pythonic import PYTHONIC_MARKS, read_pythonic
+from services.gateway.core.text.parsing.formats.schemas import Schemas
+from services.gateway.core.text.parsing.formats.tagged_arguments import (
+    DSML_TAGS,
+    QWEN_TAGS,
+    read_deepseek_v32,
+    read_qwen_xml,
+)
+from services.gateway.core.text.parsing.output_parser import ReadAnswer
+from services.gateway.core.text.parsing.reasoning import ReasoningFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What a format writes around the arguments of a call, of which each is JSON. {name} in
+    `begin` is the tool's name; every `begin` starts with `trigger`.
+    """
+
+    trigger: str
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls. Without an `envelope`, calls in the model's own form cannot be
+    held to the schemas of their tools. `id_length`: of ids that the chat template takes, where it
+    takes no other.
+    """
+
+    make: Callable[[Schemas], ReadAnswer]
+    marks: tuple[str, ...]
+    """The texts around its calls that models may have as special tokens."""
+    envelope: Envelope | None = None
+    id_length: int | None = None
+
+
+def _same(read: ReadAnswer) -> Callable[[Schemas], ReadAnswer]:
+    """A format that needs no schemas."""
+    return partial(_without_schemas, read)
+
+
+def _without_schemas(read: ReadAnswer, _schemas: Schemas) -> ReadAnswer:
+    return read
+
+
+def _llama3_json(schemas: Schemas) -> ReadAnswer:
+    return partial(read_llama3_json, schemas.keys())
+
+
+def _pythonic(schemas: Schemas) -> ReadAnswer:
+    return partial(read_pythonic, schemas.keys())
+
+
+def _qwen_xml(schemas: Schemas) -> ReadAnswer:
+    return partial(read_qwen_xml, schemas)
+
+
+def _deepseek_v32(schemas: Schemas) -> ReadAnswer:
+    return partial(read_deepseek_v32, schemas)
+
+
+_HERMES = ToolFormat(
+    _same(read_hermes),
+    ("<tool_call>", "</tool_call>"),
+    Envelope("<tool_call>", '<tool_call>\n{{"name": {json_name}, "arguments": ', "}\n</tool_call>"),
+)
+_LLAMA3 = ToolFormat(_llama3_json, LLAMA3_MARKS)
+_QWEN_XML = ToolFormat(_qwen_xml, QWEN_TAGS.marks)
+_PYTHONIC = ToolFormat(_pythonic, PYTHONIC_MARKS)
+_DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+TOOL_FORMATS = {
+    "hermes": _HERMES,
+    "qwen3_coder": _QWEN_XML,
+    "qwen3_xml": _QWEN_XML,
+    "llama3_json": _LLAMA3,
+    "llama4_json": _LLAMA3,
+    "mistral": ToolFormat(
+        _same(read_mistral),
+        MISTRAL_MARKS,
+        Envelope("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ""),
+        id_length=9,
+    ),
+    "pythonic": _PYTHONIC,
+    "llama4_pythonic": _PYTHONIC,
+    "deepseek_v3": ToolFormat(
+        _same(read_deepseek_v3),
+        DEEPSEEK_MARKS,
+        Envelope(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+            "\n```" + _DEEPSEEK_END,
+        ),
+    ),
+    "deepseek_v31": ToolFormat(
+        _same(read_deepseek_v31),
+        DEEPSEEK_MARKS,
+        Envelope(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+            _DEEPSEEK_END,
+        ),
+    ),
+    "deepseek_v32": ToolFormat(_deepseek_v32, DSML_TAGS.marks),
+    "openai": ToolFormat(_same(read_harmony), HARMONY_MARKS),
+}
+
+_THINK = ReasoningFormat("<think>", "</think>")
+_ALWAYS_THINK = ReasoningFormat("<think>", "</think>", is_assumed=True)
+
+REASONING_FORMATS = {
+    "qwen3": _THINK,
+    "deepseek_v3": _THINK,
+    "deepseek_r1": _ALWAYS_THINK,
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "openai_gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", answer="<|channel|>final<|message|>"
+    ),
+}
+HARMONY = "openai_gptoss"
+"""The reasoning that is a part of its answers' format, which reads it."""

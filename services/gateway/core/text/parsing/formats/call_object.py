@@ -1,0 +1,120 @@
+"""A call as a JSON object: its name, and its arguments as they come."""
+
+import json
+from collections.abc import Callable, Container
+
+from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading, drop
+from services.gateway.core.text.parsing.sink import Sink
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call_object(
+    reader: Reader,
+    sink: Sink,
+    *,
+    needs_arguments: bool = False,
+    names: Container[str] | None = None,
+) -> Reading[None]:
+    """Reads {"name": …, "arguments": {…}}, with "parameters" for the second as well. Before the
+    call has a name and arguments, text that is no such object raises Malformed, and reads as
+    content; after that a call that is broken off is left as it is.
+
+    With `needs_arguments` an object without any is none; else its arguments are empty. With `names`
+    an object of another name is none.
+    """
+    call = _Call(sink, reader, names)
+    try:
+        yield from _read_members(reader, call.member)
+    except Malformed:
+        if not call.has_started:
+            raise
+    call.close(needs_arguments=needs_arguments)
+
+
+def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Reading[None]:
+    yield from _expect(reader, "{")
+    if (yield from reader.skip_space()) == "}":
+        reader.skip(1)
+        return
+    while True:
+        key = yield from _string(reader)
+        yield from _expect(reader, ":")
+        yield from member(key)
+        following = yield from reader.skip_space()
+        if following not in (",", "}"):
+            raise Malformed
+        reader.skip(1)
+        if following == "}":
+            return
+
+
+class _Call:
+    """Puts a call into the sink as its members are read: its name and arguments in any order."""
+
+    def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
+        self.has_started = False
+        self._sink = sink
+        self._reader = reader
+        self._names = names
+        self._name: str | None = None
+        self._arguments: str | None = None
+
+    def member(self, key: str) -> Reading[None]:
+        if key == "name" and not self.has_started:
+            self._name = yield from _string(self._reader)
+            if self._arguments is not None:
+                self._start()
+                self._sink.arguments(self._arguments)
+        elif key in _ARGUMENTS and not self.has_started and self._arguments is None:
+            yield from self._read_arguments()
+        else:
+            yield from self._reader.json_value(drop)
+
+    def close(self, *, needs_arguments: bool) -> None:
+        """The object has ended, or the call was broken off after it had started."""
+        if self.has_started:
+            return
+        if self._name is None or needs_arguments:
+            raise Malformed
+        self._start()
+        self._sink.arguments("{}")
+
+    def _read_arguments(self) -> Reading[None]:
+        first = yield from self._reader.skip_space()
+        if first == '"':  # JSON in a string
+            text = yield from _string(self._reader)
+        elif self._name is None:
+            text = yield from self._reader.json_text()
+        else:
+            self._start()
+            yield from self._reader.json_value(self._sink.arguments)
+            return
+        self._arguments = text
+        if self._name is not None:
+            self._start()
+            self._sink.arguments(text)
+
+    def _start(self) -> None:
+        assert self._name is not None
+        if self._names is not None and self._name not in self._names:
+            raise Malformed
+        self.has_started = True
+        self._reader.recorded()  # no content any more, whatever follows
+        self._sink.call(self._name)
+
+
+def _string(reader: Reader) -> Reading[str]:
+    if (yield from reader.skip_space()) != '"':
+        raise Malformed
+    text = yield from reader.json_text()
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError as error:
+        raise Malformed from error
+
+
+def _expect(reader: Reader, character: str) -> Reading[None]:
+    if (yield from reader.skip_space()) != character:
+        raise Malformed
+    reader.skip(1)

@@ -1,0 +1,124 @@
+"""Calls whose arguments stand between tags, one by one: Qwen 3.5 and Qwen3-Coder, DeepSeek V3.2."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.gateway.core.text.parsing.formats.schemas import Schemas, is_json, typed_value
+from services.gateway.core.text.parsing.reader import Reader, Reading, drop
+from services.gateway.core.text.parsing.sink import Sink
+
+_TEXT_ATTRIBUTE = re.compile(r'string\s*=\s*"(true|false)"')
+_NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The tags of a format; `outer` stand around all calls."""
+
+    outer_open: str
+    outer_close: str
+    call_open: str
+    call_close: str
+    value_open: str
+    value_close: str
+    value: Callable[[Schemas, str, str, str], tuple[str, str]]
+    """The key and the JSON of a value, from the schemas, the tool, the text of the value's tag, and
+    the value as it is written.
+    """
+    name: Callable[[str], str]
+    """The tool's name, from the text of a call's tag."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The texts around calls and values that models may have as special tokens."""
+        outer = self.outer_open, self.outer_close
+        return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
+
+
+def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
+    outside = (tags.outer_open, tags.outer_close, tags.call_open)
+    is_inside = False
+    while marker := (yield from reader.until(outside, drop if is_inside else sink.content)):
+        while marker == tags.call_open:
+            marker = yield from _read_call(tags, schemas, reader, sink)
+        is_inside = marker != tags.outer_close
+
+
+def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
+    """Reads a call after its tag, and says which tag ended it. What is not closed ends where
+    something begins, or what is around it ends.
+    """
+    head, closed = yield from reader.text_until((">",))
+    if not closed:
+        return ""
+    name = tags.name(head)
+    sink.call(name)
+    separator = "{"
+    ends = (tags.value_open, tags.call_close, tags.call_open, tags.outer_close)
+    marker = yield from reader.until(ends, drop)
+    while marker == tags.value_open:
+        head, _ = yield from reader.text_until((">",))
+        text, marker = yield from reader.text_until((tags.value_close, *ends))
+        if not marker:
+            return ""
+        key, value = tags.value(schemas, name, head, text)
+        sink.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
+        separator = ", "
+        if marker == tags.value_close:
+            marker = yield from reader.until(ends, drop)
+    sink.arguments("{}" if separator == "{" else "}")
+    return marker
+
+
+def _qwen_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
+    key = head.strip()
+    text = text.removeprefix("\n").removesuffix("\n")
+    return key, typed_value(schemas, tool, key, text)
+
+
+def _dsml_value(schemas: Schemas, tool: str, head: str, text: str) -> tuple[str, str]:
+    key, is_text = _dsml_name(head), _TEXT_ATTRIBUTE.search(head)
+    if is_text is None:
+        return key, typed_value(schemas, tool, key, text)
+    if is_text[1] == "false":
+        return key, text.strip() if is_json(text) else typed_value(schemas, tool, key, text)
+    return key, json.dumps(text, ensure_ascii=False)
+
+
+def _dsml_name(head: str) -> str:
+    found = _NAME_ATTRIBUTE.search(head)
+    return found[1] if found else ""
+
+
+QWEN_TAGS = _Tags(
+    outer_open="<tool_call>",
+    outer_close="</tool_call>",
+    call_open="<function=",
+    call_close="</function>",
+    value_open="<parameter=",
+    value_close="</parameter>",
+    value=_qwen_value,
+    name=str.strip,
+)
+DSML_TAGS = _Tags(
+    outer_open="<｜DSML｜function_calls>",
+    outer_close="</｜DSML｜function_calls>",
+    call_open="<｜DSML｜invoke",
+    call_close="</｜DSML｜invoke>",
+    value_open="<｜DSML｜parameter",
+    value_close="</｜DSML｜parameter>",
+    value=_dsml_value,
+    name=_dsml_name,
+)
+
+
+def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
+    """<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
+    yield from _read(QWEN_TAGS, schemas, reader, sink)
+
+
+def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
+    """DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
+    yield from _read(DSML_TAGS, schemas, reader, sink)

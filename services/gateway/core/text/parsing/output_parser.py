@@ -1,0 +1,81 @@
+"""The incremental parser of one answer."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from services.gateway.core.text.parsing.events import OutputEvent
+from services.gateway.core.text.parsing.reader import Reader, Reading
+from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_reasoning
+from services.gateway.core.text.parsing.sink import Sink
+
+ReadAnswer = Callable[[Reader, Sink], Reading[None]]
+"""Reads an answer in one format, without its reasoning, to the end."""
+
+
+class OutputParser(Protocol):
+    """Reads the text of one answer. However the text is cut, joined events are the same; the time
+    is linear in the text.
+    """
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what was fed so far ends within the reasoning."""
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        """The events that are certain after the text so far, since the last call."""
+
+    def finish(self) -> Sequence[OutputEvent]:
+        """The rest, once the text has ended."""
+
+
+class FormatParser:
+    """An OutputParser of reasoning, in one format, before an answer in another.
+
+    The formats are written as generators over a Reader, which hold their place between two
+    pieces of text; nothing is read twice but a marker that may have been cut.
+    """
+
+    def __init__(
+        self,
+        read_answer: ReadAnswer,
+        reasoning: ReasoningFormat | None = None,
+        *,
+        begins_in_reasoning: bool = False,
+        max_calls: int | None = None,
+        before: str = "",
+    ) -> None:
+        """Calls beyond `max_calls` are dropped. `before` is text of the prompt that decides what
+        follows it, and makes no events.
+        """
+        self._reader = Reader()
+        self._sink = Sink(max_calls)
+        self._sink.in_reasoning = begins_in_reasoning
+        self._work = self._read(read_answer, reasoning)
+        next(self._work)
+        if before:
+            self.feed(before)
+            self._sink.drop_space()
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self._sink.in_reasoning
+
+    def feed(self, text: str) -> Sequence[OutputEvent]:
+        self._reader.feed(text)
+        return self._go_on()
+
+    def finish(self) -> Sequence[OutputEvent]:
+        self._reader.end()
+        return self._go_on()
+
+    def _go_on(self) -> Sequence[OutputEvent]:
+        next(self._work, None)
+        return self._sink.take()
+
+    def _read(self, read_answer: ReadAnswer, reasoning: ReasoningFormat | None) -> Reading[None]:
+        yield
+        if reasoning is not None:
+            yield from read_reasoning(self._reader, self._sink, reasoning)
+        yield from read_answer(self._reader, self._sink)
+        yield from self._reader.rest(self._sink.content)
+        self._sink.end()

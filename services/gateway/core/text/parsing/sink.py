@@ -1,0 +1,104 @@
+"""Where the readers of formats put what they find."""
+
+from services.gateway.core.text.parsing.control_escaper import ControlEscaper
+from services.gateway.core.text.parsing.events import (
+    CallArguments,
+    CallStart,
+    ContentDelta,
+    OutputEvent,
+    ReasoningDelta,
+)
+
+
+class Sink:
+    """Makes events. White space that content or reasoning begins with after something else, or ends
+    with before something else, belongs to the format and is dropped. Control characters in strings
+    of arguments are escaped.
+    """
+
+    def __init__(self, max_calls: int | None = None) -> None:
+        self._max_calls = max_calls
+        self.in_reasoning = False
+        self.num_calls = 0
+        self._events: list[OutputEvent] = []
+        self._arguments: list[str] = []
+        self._escaper = ControlEscaper()
+        self._space: list[str] = []
+        self._trims_start = False
+
+    def take(self) -> list[OutputEvent]:
+        """The events since the last time."""
+        self._close_arguments()
+        events, self._events = self._events, []
+        return events
+
+    def drop_space(self) -> None:
+        """Forgets white space that was held back."""
+        self._space.clear()
+
+    def content(self, text: str) -> None:
+        self._text(text, ContentDelta)
+
+    def reasoning(self, text: str) -> None:
+        self._text(text, ReasoningDelta)
+
+    def begin_reasoning(self) -> None:
+        self._boundary()
+        self.in_reasoning = True
+
+    def end_reasoning(self) -> None:
+        self._boundary()
+        self.in_reasoning = False
+
+    def call(self, name: str) -> int:
+        """A call has begun; its number."""
+        self._close_arguments()
+        self._escaper = ControlEscaper()
+        self._boundary()
+        if not self._is_full:
+            self._events.append(CallStart(self.num_calls, name))
+        self.num_calls += 1
+        return self.num_calls - 1
+
+    def arguments(self, text: str) -> None:
+        """More arguments of the last call."""
+        self._arguments.append(text)
+
+    def whole_call(self, name: str, arguments: str) -> None:
+        self.call(name)
+        self.arguments(arguments)
+
+    def end(self) -> None:
+        """The text has ended. White space at the end of an answer without calls is its own."""
+        if self._space and not self.num_calls and not self.in_reasoning:
+            self._events.append(ContentDelta("".join(self._space)))
+        self._space.clear()
+
+    @property
+    def _is_full(self) -> bool:
+        return self._max_calls is not None and self.num_calls >= self._max_calls
+
+    def _close_arguments(self) -> None:
+        """Makes one event of the arguments since the last one."""
+        text = self._escaper.feed("".join(self._arguments))
+        if text and (self._max_calls is None or self.num_calls <= self._max_calls):
+            self._events.append(CallArguments(self.num_calls - 1, text))
+        self._arguments.clear()
+
+    def _boundary(self) -> None:
+        self.drop_space()
+        self._trims_start = True
+
+    def _text(self, text: str, kind: type[ContentDelta] | type[ReasoningDelta]) -> None:
+        if self._trims_start:
+            text = text.lstrip()
+        if not text:
+            return
+        self._trims_start = False
+        solid = text.rstrip()
+        if solid:
+            self._close_arguments()
+            self._events.append(kind("".join(self._space) + solid))
+            self._space.clear()
+        if len(solid) < len(text):
+            self._space.append(text[len(solid) :])

@@ -1,0 +1,103 @@
+"""Where the time of a request went, from its arrival to its end at the gateway.
+
+The timeline of the request gives all of it. In place of its part GENERATE stand the parts of the
+sequence that ended last: the waits at the gateway, and of its last replica what that reported.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from services.common.telemetry import names
+from services.common.telemetry.time_parts import (
+    CLIENT,
+    DECODE,
+    GATEWAY,
+    MOVED,
+    PREFILL,
+    QUEUE,
+    TimePart,
+    added_up,
+    part_of_reason,
+)
+from services.gateway.core.fleet.sequence_trace import SequenceTrace
+from services.gateway.core.traces.timeline import Part, Stretch, Timeline
+
+EngineParts = Mapping[str, Sequence[TimePart]]
+"""Parts of sequences at the replicas that have them, by the id of the sequence."""
+
+_NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
+"""Of parts that are not the gateway's own work; waits have the name of their reason."""
+
+
+def request_parts(
+    timeline: Timeline, traces: Sequence[SequenceTrace], now: int, so_far: EngineParts | None = None
+) -> tuple[TimePart, ...]:
+    """The parts of a request's time up to its end, or up to `now` if it goes on; their sum is all
+    of it. `so_far` has the parts of sequences that are still at a replica.
+    """
+    last = max(traces, key=lambda trace: trace.timeline.ended or now, default=None)
+    parts: list[TimePart] = []
+    for stretch, began, ended in _stretches(timeline, now):
+        if stretch.part is Part.GENERATE and last is not None:
+            parts += _sequence_parts(last, began, ended, so_far or {})
+        else:
+            parts.append(TimePart(_name(stretch), ended - began))
+    return added_up(parts)
+
+
+def _sequence_parts(
+    trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
+) -> list[TimePart]:
+    """The parts of a sequence's time within bounds; what it does not cover is the gateway's."""
+    parts: list[TimePart] = []
+    num_sent = 0
+    for stretch, first, last in _stretches(trace.timeline, ended):
+        start, end = max(began, first), min(ended, last)
+        if end <= start:
+            num_sent += stretch.part is Part.ENGINE
+            continue
+        if stretch.part is not Part.ENGINE:
+            parts.append(TimePart(_name(stretch), end - start))
+            continue
+        num_sent += 1
+        if num_sent < trace.num_sent:
+            parts.append(TimePart(MOVED, end - start))
+        else:
+            parts += _stay_parts(trace, start, end, so_far.get(trace.request_id, ()))
+    rest = ended - began - sum(part.nanos for part in parts)
+    return [*parts, TimePart(GATEWAY, rest)]
+
+
+def _stay_parts(
+    trace: SequenceTrace, start: int, end: int, so_far: Sequence[TimePart]
+) -> list[TimePart]:
+    """The last stay at a replica: as that reported it, else by what the gateway has seen of it."""
+    reported = so_far if trace.times is None else trace.times.parts
+    if not reported:
+        admitted = end if trace.admitted is None else min(max(trace.admitted, start), end)
+        first = end if trace.first_token is None else min(max(trace.first_token, admitted), end)
+        return [
+            TimePart(QUEUE, admitted - start),
+            TimePart(PREFILL, first - admitted),
+            TimePart(DECODE, end - first),
+        ]
+    left, parts = end - start, []
+    for part in reported:  # two clocks: what the replica counts beyond the stay is cut
+        length = min(part.nanos, left)
+        left -= length
+        parts.append(TimePart(part.name, length, part.request_id, part.step))
+    return parts
+
+
+def _name(stretch: Stretch) -> str:
+    if stretch.part is Part.WAIT:
+        return part_of_reason(str((stretch.details or {}).get(names.ATTR_WAIT_REASON, "")))
+    return _NAMES.get(stretch.part, GATEWAY)
+
+
+def _stretches(timeline: Timeline, now: int) -> Iterator[tuple[Stretch, int, int]]:
+    """Each part with its beginning and its end."""
+    for one, following in pairwise(timeline.stretches):
+        yield one, one.began, following.began
+    last = timeline.stretches[-1]
+    yield last, last.began, max(last.began, timeline.ended or now)

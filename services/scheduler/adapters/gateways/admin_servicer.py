@@ -1,0 +1,108 @@
+"""The operators' contract over an engine."""
+
+import logging
+from typing import Any
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.errors import InvalidArgument
+from services.common.replica.pause_mode_proto import pause_mode_from_proto
+from services.common.request.adapter_proto import adapter_from_proto
+from services.scheduler.adapters.gateways.readiness import ReplicaReadiness
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
+from services.scheduler.adapters.workers.adapter_loader import AdapterLoader
+from services.scheduler.core.engine.engine_core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
+    """Each call is logged, since it changes what every client of the replica gets."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        submitter: RequestSubmitter,
+        sessions: Sessions,
+        readiness: ReplicaReadiness,
+        adapters: AdapterLoader,
+    ) -> None:
+        self._engine = engine
+        self._submitter = submitter
+        self._sessions = sessions
+        self._readiness = readiness
+        self._adapters = adapters
+
+    async def Abort(
+        self, request: scheduler_pb2.AbortRequest, context: _Context
+    ) -> scheduler_pb2.AbortResponse:
+        """See the contract."""
+        found = self._sessions.find(request.request_ids)
+        for one in found:
+            logger.info("an operator aborts a request", extra=one.log_fields)
+        self._engine.abort(found)
+        return scheduler_pb2.AbortResponse(num_aborted=len(found))
+
+    async def Pause(
+        self, request: scheduler_pb2.PauseRequest, context: _Context
+    ) -> scheduler_pb2.PauseResponse:
+        """See the contract."""
+        mode = pause_mode_from_proto(request.mode)
+        if mode is None:
+            raise InvalidArgument(f"mode is {request.mode}, which is none", field="mode")
+        logger.info("an operator pauses the engine: %s", mode.value)
+        await self._engine.pause(mode)
+        return scheduler_pb2.PauseResponse()
+
+    async def Resume(
+        self, request: scheduler_pb2.ResumeRequest, context: _Context
+    ) -> scheduler_pb2.ResumeResponse:
+        """See the contract."""
+        logger.info("an operator resumes the engine")
+        await self._engine.resume()
+        return scheduler_pb2.ResumeResponse()
+
+    async def ResetPrefixCache(
+        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: _Context
+    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        """See the contract."""
+        logger.info("an operator resets the prefix cache")
+        await self._engine.reset_prefix_cache(
+            preempt_running=request.preempt_running, reset_connector=request.reset_connector
+        )
+        return scheduler_pb2.ResetPrefixCacheResponse()
+
+    async def LoadAdapter(
+        self, request: scheduler_pb2.LoadAdapterRequest, context: _Context
+    ) -> scheduler_pb2.LoadAdapterResponse:
+        """See the contract."""
+        logger.info("an operator loads the adapter %s", request.adapter.name)
+        await self._adapters.load(adapter_from_proto(request.adapter))
+        return scheduler_pb2.LoadAdapterResponse()
+
+    async def Drain(
+        self, request: scheduler_pb2.DrainRequest, context: _Context
+    ) -> scheduler_pb2.DrainResponse:
+        """See the contract."""
+        logger.info("an operator drains this replica")
+        self._set_drained(True)
+        return scheduler_pb2.DrainResponse(num_unfinished=len(self._engine.unfinished))
+
+    async def Undrain(
+        self, request: scheduler_pb2.UndrainRequest, context: _Context
+    ) -> scheduler_pb2.UndrainResponse:
+        """See the contract."""
+        logger.info("an operator ends the drain of this replica")
+        self._set_drained(False)
+        return scheduler_pb2.UndrainResponse()
+
+    def _set_drained(self, drained: bool) -> None:
+        if drained:
+            self._submitter.refuse_new()
+        else:
+            self._submitter.is_drained = False
+        self._readiness.set_drained(drained)

@@ -1,0 +1,219 @@
+"""Deltas for one gateway, collected until its stream takes them: one message for each step, or for
+several steps if the gateway reads more slowly than the engine runs steps. Their size is bounded by
+the lengths of the requests.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+
+from stepwell.scheduler.v1 import scheduler_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.request.finish_reason import FinishReason
+from services.common.request.finish_reason_proto import finish_reason_to_proto
+from services.scheduler.adapters.workers.converters import request_times_to_proto
+from services.scheduler.core.request import Request
+
+_MESSAGES = {
+    FinishReason.ERROR: "something of this request alone went wrong",
+    FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
+    FinishReason.STEP_FAILED: "the workers were lost, or the pool failed, in every step of "
+    "this request, also in those with no other request",
+    FinishReason.KV_LOAD_FAILED: "keys and values of the request could not be loaded",
+    FinishReason.QUEUE_TIMEOUT: "the request was not scheduled within the time that it may wait",
+}
+
+
+class Outbox:
+    """Deltas of one session. Writers never wait; one reader waits, and takes all of them.
+
+    Tokens of a step are kept in lists parallel to their handles. They are merged by handle only if
+    tokens of another step come before they were taken.
+    """
+
+    def __init__(self) -> None:
+        self.has_deltas = False
+        """Whether `take` has something to send."""
+        self.num_quiet_calls = 0
+        """Calls of `Sessions.announce_to_quiet` since anything was taken."""
+        self._step = 0
+        self._num_ended = 0
+        self._handles: Sequence[int] = ()
+        self._token_ids: Sequence[Sequence[int]] = ()
+        self._num_output: Sequence[int] = ()
+        self._untaken: dict[int, list[int]] = {}
+        self._num_output_of: dict[int, int] = {}
+        """Output tokens with those of `_untaken`, by handle."""
+        self._deltas = scheduler_pb2.StepDeltas()
+        self._is_empty = True
+        self._state: scheduler_pb2.ReplicaState | None = None
+        self._queue: scheduler_pb2.QueueState | None = None
+        self._load: scheduler_pb2.ReplicaLoad | None = None
+        self._are_reports_due = self._have_reports_waited = False
+        self._woken = asyncio.Event()
+
+    def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """A request was scheduled for the first time."""
+        self._deltas.admitted.add(handle=handle, num_cached_tokens=num_cached_tokens)
+        self._is_empty = False
+
+    def tokens(
+        self,
+        step: int,
+        handles: Sequence[int],
+        token_ids: Sequence[Sequence[int] | None],
+        num_output: Sequence[int],
+    ) -> None:
+        """New tokens of the requests of a step, and their output tokens with these, parallel to
+        `handles`; requests without new ones are left out.
+        """
+        new = [tokens for tokens in token_ids if tokens]
+        if len(new) < len(handles):
+            handles = [handle for handle, tokens in zip(handles, token_ids, strict=True) if tokens]
+            num_output = [num for num, tokens in zip(num_output, token_ids, strict=True) if tokens]
+        if new:
+            self._merge_by_handle()
+            self._step, self._handles, self._token_ids = step, handles, new
+            self._num_output = num_output
+            self._is_empty = False
+
+    def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
+        """Log-probabilities that go with new tokens, or of the prompt."""
+        added = self._deltas.logprobs.add(handle=handle)
+        if item.HasField("sampled"):
+            added.sampled.CopyFrom(item.sampled)
+        if item.HasField("prompt"):
+            added.prompt.CopyFrom(item.prompt)
+        self._is_empty = False
+
+    def pooled(self, handle: int, values: bytes) -> None:
+        """The vector of a prompt; its end follows."""
+        self._deltas.pooled.add(handle=handle, values=values)
+        self._is_empty = False
+
+    def finished(self, handle: int, request: Request) -> None:
+        """The end of a request."""
+        self._deltas.finished.append(_finished(handle, request))
+        self._num_ended += 1
+        self._is_empty = False
+
+    def turn_ended(self, handle: int, turn: Request) -> None:
+        """The end of a turn of a session, which is as it was then."""
+        self._deltas.turns.append(_finished(handle, turn))
+        self._is_empty = False
+
+    def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
+        """A request was refused."""
+        self._deltas.rejected.append(rejection)
+        self._num_ended += 1
+        self._is_empty = False
+        self.flush()
+
+    def announce(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Whether a step can run; replaces an earlier one that was not taken."""
+        self._state = state
+        self._woken.set()
+
+    def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
+        """How long the queue is; replaces an earlier one that was not taken. It goes with deltas,
+        or when `report` says so.
+        """
+        self._queue = queue
+
+    def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
+        """How much there is to do, as with the queue."""
+        self._load = load
+
+    def report(self, *, may_wait: bool) -> None:
+        """Has queue and load taken that were noted. They may wait for the next deltas, until this
+        is called again: a message of their own costs as much as a step's.
+        """
+        if self._queue is None and self._load is None:
+            return
+        if may_wait and not self._have_reports_waited:
+            self._have_reports_waited = True
+        else:
+            self._are_reports_due = True
+            self._woken.set()
+
+    def flush(self) -> None:
+        """Wakes the reader if deltas were collected."""
+        if not self._is_empty:
+            self.has_deltas = True
+            self._woken.set()
+
+    def wake(self) -> None:
+        """Wakes the reader though there may be nothing to take."""
+        self._woken.set()
+
+    async def wait(self) -> None:
+        """Waits for deltas or a state, or until `wake` was called since the last were taken."""
+        await self._woken.wait()
+        self._woken.clear()
+
+    def take_announced(self) -> scheduler_pb2.SessionResponse | None:
+        """A state that was not taken yet; queue or load, where they are due without deltas."""
+        response = None
+        if self._state is not None:
+            response = scheduler_pb2.SessionResponse(state=self._state)
+            self._state = None
+        elif self._are_reports_due and not self.has_deltas:
+            response = self._take_report()
+        if response is not None:
+            self.num_quiet_calls = 0
+        return response
+
+    def _take_report(self) -> scheduler_pb2.SessionResponse | None:
+        if self._queue is not None:
+            queue, self._queue = self._queue, None
+            return scheduler_pb2.SessionResponse(queue=queue)
+        self._are_reports_due = self._have_reports_waited = False
+        if self._load is None:
+            return None
+        load, self._load = self._load, None
+        return scheduler_pb2.SessionResponse(load=load)
+
+    def take(self) -> scheduler_pb2.StepDeltas:
+        """All deltas that were collected."""
+        deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
+        handles, token_ids, num_output = self._handles, self._token_ids, self._num_output
+        if self._untaken:
+            self._merge_by_handle()
+            handles, token_ids = list(self._untaken), list(self._untaken.values())
+            num_output = list(self._num_output_of.values())
+            self._untaken, self._num_output_of = {}, {}
+        if self._queue is not None:
+            deltas.queue.CopyFrom(self._queue)
+        if self._load is not None:
+            deltas.load.CopyFrom(self._load)
+        self._queue = self._load = None
+        self._are_reports_due = self._have_reports_waited = False
+        deltas.step, deltas.num_ended = self._step, self._num_ended
+        deltas.handles.extend(handles)
+        deltas.num_tokens.extend(map(len, token_ids))
+        deltas.token_ids.extend(chain.from_iterable(token_ids))
+        deltas.num_output_tokens.extend(num_output)
+        self._handles = self._token_ids = self._num_output = ()
+        self._is_empty, self.has_deltas, self.num_quiet_calls = True, False, 0
+        self._woken.clear()
+        return deltas
+
+    def _merge_by_handle(self) -> None:
+        """Adds the tokens of the last step to those of earlier steps."""
+        for handle, tokens in zip(self._handles, self._token_ids, strict=True):
+            self._untaken.setdefault(handle, []).extend(tokens)
+        self._num_output_of.update(zip(self._handles, self._num_output, strict=True))
+        self._handles = self._token_ids = self._num_output = ()
+
+
+def _finished(handle: int, request: Request) -> scheduler_pb2.Finished:
+    if request.finish_reason is None:
+        raise AssertionError(f"{request.request_id} has not ended")
+    return scheduler_pb2.Finished(
+        handle=handle,
+        reason=finish_reason_to_proto(request.finish_reason),
+        stop_token_id=request.stop_token_id,
+        message=request.error or _MESSAGES.get(request.finish_reason, ""),
+        times=request_times_to_proto(request.times),
+    )

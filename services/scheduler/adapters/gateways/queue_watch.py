@@ -1,0 +1,145 @@
+"""Measures how fast the queue moves, sends it to gateways, and ends requests that wait too long."""
+
+import asyncio
+import time
+
+from services.common.replica.queue_state import QueueState
+from services.scheduler.adapters.gateways.client_sessions import ClientSessions
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.core.engine.engine_core import EngineCore, EngineState
+from services.scheduler.core.engine.queue_estimate import MARGIN, QueueEstimate, expected_tokens
+from services.scheduler.core.output import WaitReason
+
+PERIOD_SECONDS = 0.1
+"""Period while requests wait or arrive."""
+QUIET_PERIOD_SECONDS = 1.0
+"""While none does: where a step takes long, looking would take as much time as the step."""
+
+_MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
+"""Wait reasons by which a replica is blocked, though fewer requests run than `max_num_seqs`."""
+
+
+class QueueWatch:
+    """Looks at the queue now and then, beside the engine's steps."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        counts: StepCounts,
+        *,
+        max_num_waiting: int,
+        max_queue_seconds: float,
+        client_sessions: ClientSessions,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._counts = counts
+        self._max_num_waiting = max_num_waiting
+        self._max_queue_seconds = max_queue_seconds
+        self._client_sessions = client_sessions
+        self._estimate = QueueEstimate(engine.scheduler.config.max_running)
+        self._seconds_per_prompt = 0.0
+        self._arrived = asyncio.Event()
+
+    def state_at_arrival(self) -> QueueState:
+        """The queue as it is now, when a request arrives."""
+        self._arrived.set()
+        return self._state()
+
+    @property
+    def _num_waiting(self) -> int:
+        """Requests that wait for something of the replica; sessions without input do not."""
+        return self._engine.num_waiting - self._client_sessions.num_between_turns
+
+    def _state(self) -> QueueState:
+        num_waiting, estimate = self._num_waiting, self._estimate
+        return QueueState(
+            num_waiting,
+            self._max_num_waiting,
+            self._max_queue_seconds,
+            estimate.seconds_per_request,
+            estimate.service_seconds,
+            num_running=len(self._engine.scheduler.running),
+            is_blocked=num_waiting > 0 and self._counts.wait_reasons.current in _MISSING,
+            num_free=self._num_free(num_waiting),
+            seconds_per_prompt=self._seconds_per_prompt,
+        )
+
+    def _num_free(self, num_waiting: int) -> int:
+        """How many requests could run besides those that run, if they need as many blocks each.
+        Sessions without input keep their places and blocks.
+        """
+        if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
+            return 0
+        scheduler = self._engine.scheduler
+        num_held = len(scheduler.running) + self._client_sessions.num_between_turns
+        config, num_free_blocks = scheduler.config, scheduler.num_free_blocks
+        num_free = config.max_running - num_held
+        num_used_blocks = config.num_blocks - 1 - num_free_blocks
+        if num_held and num_used_blocks:
+            num_free = min(num_free, num_free_blocks * num_held // num_used_blocks)
+        return max(0, num_free)
+
+    @property
+    def estimated_wait_seconds(self) -> float:
+        """How long a request that comes now would wait."""
+        state = self._state()
+        return state.expected_wait(state.num_waiting)
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._num_waiting:
+                self._arrived.clear()
+                timer = loop.call_later(QUIET_PERIOD_SECONDS - PERIOD_SECONDS, self._arrived.set)
+                await self._arrived.wait()
+                timer.cancel()
+            await asyncio.sleep(PERIOD_SECONDS)
+            self._look()
+
+    def _look(self) -> None:
+        """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
+        gateways the queue's state and the load, where they changed.
+        """
+        now = time.monotonic()
+        if self._engine.state is EngineState.RUNNING:
+            self._sample(now)
+        else:
+            self._estimate.stand_still()
+        if self._num_waiting:
+            self._engine.abort_late(now)
+            self._client_sessions.end_for_waiting(self._counts.wait_reasons.current, now)
+        costs, scheduler = self._counts.step_costs, self._engine.scheduler
+        self._seconds_per_prompt = MARGIN * costs.seconds_of_prompt(
+            self._counts.mean_uncached_tokens,
+            len(scheduler.running),
+            scheduler.config.token_budget,
+        )
+        self._sessions.report(
+            self._state(), costs.seconds_per_prompt_token, costs.seconds_per_decode
+        )
+
+    def _sample(self, now: float) -> None:
+        running = self._engine.scheduler.running
+        most = self._engine.scheduler.config.max_running
+        expected = 0.0
+        if self._estimate.counts_tokens and running:
+            expected = sum(
+                expected_tokens(
+                    request.num_prompt_tokens, request.num_output_tokens, request.max_num_tokens
+                )
+                - (request.num_cached_tokens or 0)
+                for request in running
+            ) / len(running)
+        self._estimate.sample(
+            now,
+            num_running=len(running),
+            num_waiting=self._num_waiting,
+            num_completed=self._sessions.num_completed,
+            slowdown=self._counts.step_costs.slowdown(len(running), most),
+            num_tokens=self._counts.num_scheduled_tokens,
+            tokens_per_request=max(1.0, expected),
+        )

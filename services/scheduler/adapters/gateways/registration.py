@@ -1,0 +1,130 @@
+"""Registers the scheduler in Redis, where gateways find it, if the settings ask for it."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.errors import Unavailable
+from services.common.process.settings import SettingError
+from services.common.redis.url import NEEDS_REDIS
+from services.common.rpc.addresses import is_on_this_machine, is_unix_address, is_wildcard
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import single
+from services.scheduler.settings import SchedulerSettings
+
+if TYPE_CHECKING:
+    from services.common.redis.connection import RedisConnection
+    from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
+
+LEAVE_SECONDS = 0.3
+"""How long the drain may wait for Redis; without an answer the lease ends by itself."""
+
+logger = logging.getLogger(__name__)
+
+
+class Registration(Collector):
+    """The record of this scheduler in the registry, from `run` to `leave`. Nothing waits for Redis:
+    what fails is tried again a second later.
+    """
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        """Raises SettingError if gateways could not reach the address, or the package for Redis is
+        missing.
+        """
+        _require_usable_address(settings)
+        self._advertised = settings.advertise_address
+        self._redis = None if settings.redis_url is None else _connection(settings.redis_url)
+        self._registry: FleetRegistry | None = None
+        self._replica: RegisteredReplica | None = None
+        self._is_registered = False
+        self._num_failures = 0
+
+    async def require_usable(self) -> None:
+        """Raises SettingError where the URL leads to no Redis, or the password is wrong."""
+        if self._redis is not None:
+            await self._redis.require_usable()
+
+    async def run(self, address: str, model_name: str, node: str) -> None:
+        """Renews the lease until cancelled. `address` is where the scheduler listens, `node` a name
+        that no other process has.
+        """
+        if self._redis is None:
+            return
+        from services.common.redis.fleet_registry import (  # noqa: PLC0415 - an extra
+            RENEW_SECONDS,
+            FleetRegistry,
+            RegisteredReplica,
+        )
+
+        self._registry = FleetRegistry(self._redis, model_name)
+        self._replica = RegisteredReplica(self._advertised or address, node)
+        while True:
+            try:
+                await self._registry.renew(self._replica)
+            except Unavailable as error:
+                self._failed(error)
+            else:
+                self._succeeded(self._replica.address, model_name)
+            await asyncio.sleep(RENEW_SECONDS)
+
+    async def leave(self) -> None:
+        """Removes the record, if Redis answers at once. `run` must not go on."""
+        if self._registry is not None and self._replica is not None:
+            with suppress(Unavailable):  # the lease ends
+                await self._registry.remove(self._replica, LEAVE_SECONDS)
+                logger.info("removed from the registry: gateways find this scheduler no more")
+        self._is_registered = False
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        if self._redis is not None:
+            await self._redis.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """Nothing where the scheduler does not register itself."""
+        if self._redis is None:
+            return
+        yield single(names.METRIC_REGISTRATION_UP, self._is_registered)
+        yield single(names.METRIC_REGISTRATION_FAILURES, self._num_failures)
+
+    def _failed(self, error: Unavailable) -> None:
+        if self._is_registered or not self._num_failures:
+            logger.warning("this scheduler cannot be registered: %s", error)
+        self._is_registered = False
+        self._num_failures += 1
+
+    def _succeeded(self, address: str, model_name: str) -> None:
+        if not self._is_registered:
+            only = " on this machine" if is_on_this_machine(address) else ""
+            logger.info("registered at %s for gateways%s that serve %s", address, only, model_name)
+        self._is_registered = True
+
+
+def _require_usable_address(settings: SchedulerSettings) -> None:
+    """Raises SettingError if the address to register is not where gateways reach the scheduler, or
+    is not used.
+    """
+    if settings.redis_url is None:
+        if settings.advertise_address is not None:
+            raise SettingError("--advertise-address needs --redis-url, where it is registered")
+        return
+    address = settings.address
+    if settings.advertise_address is None and (is_unix_address(address) or is_wildcard(address)):
+        raise SettingError(
+            "--advertise-address must be given with --redis-url: gateways on other machines cannot "
+            f"reach this scheduler at {address}"
+        )
+
+
+def _connection(url: str) -> "RedisConnection":
+    """To the Redis at a URL. Raises SettingError where the package for it is missing."""
+    try:
+        from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise SettingError(NEEDS_REDIS) from error
+    return RedisConnection(url)

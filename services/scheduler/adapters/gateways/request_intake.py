@@ -1,0 +1,230 @@
+"""Checks requests that arrive: one that could never run is refused before it is queued."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import InvalidArgument, OutOfRange
+from services.common.pool.block_hash import unpack_token_ids
+from services.common.pool.ids import RequestKey
+from services.common.replica.queue_state import QueueState
+from services.common.request.pooling import Pooler, PoolingParams
+from services.common.request.pooling_proto import pooling_from_proto
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.common.request.prompt_embeds_proto import prompt_embeds_from_proto
+from services.common.request.sampling import SamplingParams
+from services.common.request.sampling_proto import sampling_from_proto
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.policies import find_policy
+from services.scheduler.core.request import Request
+
+_NO_SAMPLING = SamplingParams()
+"""The sampling parameters of requests whose prompt is pooled."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIntake:
+    """Checks requests against the limits of the replica, and converts them to the core's form."""
+
+    config: SchedulerConfig
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    queue_at_arrival: Callable[[], QueueState]
+    """The queue as it is now."""
+    next_key: Callable[[], int]
+    """A key that no request had before."""
+    pooler: Pooler | None = None
+    """How the model pools prompts into vectors; None if it generates."""
+
+    def accept(self, message: scheduler_pb2.AddRequest) -> Request:
+        """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
+        is wrong, or ResourceExhausted if the queue is full or too long.
+        """
+        latest_start = self._latest_start(message)
+        embeds = self._embeds(message)
+        prompt = (
+            self._tokens(message.prompt_token_ids, "prompt_token_ids")
+            if embeds is None
+            else embeds.placeholders
+        )
+        pooling = self._pooling(message, len(prompt))
+        output = self._tokens(message.output_token_ids, "output_token_ids")
+        if not prompt:
+            raise InvalidArgument("prompt_token_ids is empty", field="prompt_token_ids")
+        self._check_length(len(prompt), len(output))
+        sampling = (
+            _NO_SAMPLING if pooling is not None else self._sampling(message.sampling, len(output))
+        )
+        if message.priority and not find_policy(self.config.policy).uses_priority:
+            raise InvalidArgument(
+                "priority is not 0, but this replica does not schedule by priority",
+                field="priority",
+            )
+        self._check_adapter(message)
+        return Request(
+            request_id=message.request_id,
+            key=RequestKey(self.next_key()),
+            token_ids=prompt + output,
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            priority=message.priority,
+            arrival_time=message.arrival_unix_nanos / 1e9,
+            latest_start=latest_start,
+            cache_salt=message.cache_salt if embeds is None else embeds.salted(message.cache_salt),
+            prompt_embeds=embeds,
+            adapter_digest=message.adapter.digest,
+            adapter_name=message.adapter.name,
+            traceparent=message.traceparent,
+            tracestate=message.tracestate,
+            baggage=message.baggage,
+            queued_unix_nanos=time.time_ns(),
+            num_choices=message.num_choices,
+            pooling=pooling,
+            reads_prefix_cache=self._may_read_prefix_cache(sampling)
+            and not message.skip_reading_prefix_cache,
+        )
+
+    def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
+        """Further input of a session that waits for it. Raises InvalidArgument or OutOfRange, which
+        name the field that is wrong.
+        """
+        tokens = self._tokens(message.token_ids, "token_ids")
+        if not tokens:
+            raise InvalidArgument("token_ids is empty", field="token_ids")
+        self._check_length(session.num_tokens + len(tokens), 0)
+        return InputChunk(
+            token_ids=tokens,
+            sampling=self._sampling(message.sampling, 0),
+            arrival_time=message.arrival_unix_nanos / 1e9 or time.time(),
+            request_id=message.request_id,
+            traceparent=message.traceparent,
+            tracestate=message.tracestate,
+            baggage=message.baggage,
+            queued_unix_nanos=time.time_ns(),
+        )
+
+    def _may_read_prefix_cache(self, sampling: SamplingParams) -> bool:
+        """Whether what is cached of the prompt need not be computed again."""
+        if self.pooler is not None:
+            return self.pooler.reads_prefix_cache
+        return sampling.prompt_logprobs is None
+
+    def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
+        """Raises InvalidArgument for an adapter where none is served, or one without a digest."""
+        if not message.HasField("adapter"):
+            return
+        digest = message.adapter.digest
+        if self.config.max_loras is None:
+            raise InvalidArgument(
+                "adapter is set, but this replica serves no adapters", field="adapter"
+            )
+        if len(digest) != hashlib.sha256().digest_size:
+            raise InvalidArgument(
+                f"adapter.digest has {len(digest)} bytes; a SHA-256 has 32", field="adapter"
+            )
+
+    def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
+        """How the prompt is pooled; None where the model generates. Raises InvalidArgument for a
+        request that the model is not made for.
+        """
+        if message.HasField("pooling") != (self.pooler is not None):
+            raise InvalidArgument(
+                "this model generates tokens, and pools no prompts"
+                if self.pooler is None
+                else "this model answers prompts with vectors, and generates no tokens",
+                field="pooling",
+                reason="OTHER_RUNNER",
+            )
+        if self.pooler is None:
+            return None
+        if message.output_token_ids:
+            raise InvalidArgument(
+                "output_token_ids: a prompt that is pooled has no output", field="output_token_ids"
+            )
+        if message.HasField("prompt_embeds") and self.pooler.takes_whole_prompts:
+            raise InvalidArgument(
+                "prompt_embeds: this model takes tokens only", field="prompt_embeds"
+            )
+        params = pooling_from_proto(message.pooling)
+        self.pooler.check(params, num_tokens)
+        return params
+
+    def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
+        """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if
+        the queue is full, or if the request would probably be scheduled later than that.
+        """
+        queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
+        timeout = message.timeout_millis / 1000 if message.timeout_millis else None
+        longest = queue.longest_wait(timeout, has_output=has_output)
+        refusal = queue.refusal_within(longest)
+        if refusal is not None:
+            raise refusal
+        return None if longest is None else time.monotonic() + longest
+
+    def _embeds(self, message: scheduler_pb2.AddRequest) -> PromptEmbeds | None:
+        if not message.HasField("prompt_embeds"):
+            return None
+        for name, is_given in (
+            ("prompt_token_ids", bool(message.prompt_token_ids)),
+            ("sampling.prompt_logprobs", message.sampling.HasField("prompt_logprobs")),
+        ):
+            if is_given:
+                raise InvalidArgument(f"{name}: an embedded prompt has no tokens", field=name)
+        embeds = prompt_embeds_from_proto(message.prompt_embeds)
+        embeds.check(self.hidden_size)
+        return embeds
+
+    def _tokens(self, packed: bytes, field: str) -> list[int]:
+        try:
+            token_ids = unpack_token_ids(packed)
+        except ValueError as error:
+            raise InvalidArgument(f"{field} is not int32", field=field) from error
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
+            raise InvalidArgument(
+                f"{field} holds {wrong}; tokens are below {self.vocab_size}", field=field
+            )
+        return token_ids
+
+    def _check_length(self, num_prompt: int, num_output: int) -> None:
+        total = num_prompt + num_output
+        num_free = 0 if self.config.pooling else 1
+        room = ", at least one of them to generate" if num_free else ""
+        field = "output_token_ids" if num_output else "prompt_token_ids"
+        if total > self.max_model_len - num_free:
+            raise OutOfRange(
+                f"This model's maximum context length is {self.max_model_len} tokens{room}: the "
+                f"request has {total}",
+                field=field,
+                reason="LONGER_THAN_MODEL",
+            )
+        if total > self.config.max_prompt_len:
+            raise OutOfRange(
+                f"This model's maximum context length is {self.config.max_model_len} tokens, which "
+                f"is what the KV cache holds of one request{room}: the request has {total}",
+                field=field,
+                reason="LARGER_THAN_POOL",
+            )
+
+    def _sampling(self, message: common_pb2.SamplingParams, num_output: int) -> SamplingParams:
+        for name in ("seed", "max_tokens"):
+            if not message.HasField(name):
+                raise InvalidArgument(f"sampling.{name} is not set", field=f"sampling.{name}")
+        if message.max_tokens <= num_output:
+            raise InvalidArgument(
+                f"sampling.max_tokens is {message.max_tokens}, "
+                f"but the output has {num_output} tokens already",
+                field="sampling.max_tokens",
+            )
+        sampling = sampling_from_proto(message)
+        try:
+            sampling.validate(self.vocab_size)
+        except InvalidArgument as error:
+            raise InvalidArgument(error.message, field=f"sampling.{error.field}") from error
+        return sampling

@@ -1,0 +1,178 @@
+"""The scheduler's contract over an engine."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.request.finish_reason import FinishReason
+from services.common.rpc.protocol import require_same_protocol
+from services.common.telemetry.span_collector import SpanCollector
+from services.common.telemetry.span_encoding import encoded_spans
+from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.gateways.submitter import RequestSubmitter
+from services.scheduler.adapters.telemetry.activity import MAX_CELLS, Activity
+from services.scheduler.adapters.telemetry.statistics import Statistics
+from services.scheduler.adapters.telemetry.step_tracer import StepTracer
+from services.scheduler.core.engine.engine_core import EngineCore
+
+MAX_RUNNING_REQUESTS = 64
+"""Running requests whose spans one call may ask for."""
+
+logger = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    """Sessions in front of one engine. `opened` is the first message of each session."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        submitter: RequestSubmitter,
+        sessions: Sessions,
+        statistics: Statistics,
+        activity: Activity,
+        tracer: StepTracer,
+        opened: scheduler_pb2.SessionOpened,
+    ) -> None:
+        self._engine = engine
+        self._tracer = tracer
+        self._submitter = submitter
+        self._sessions = sessions
+        self._statistics = statistics
+        self._activity = activity
+        self._opened = opened
+        self._spans_so_far = SpanCollector("scheduler")
+
+    async def Session(
+        self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: _Context
+    ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        """See the contract."""
+        first = await anext(request_iterator, None)
+        if first is None or first.WhichOneof("message") != "open":
+            raise InvalidArgument("a session begins with open", field="open")
+        require_same_protocol("the gateway", first.open.release, "scheduler")
+        if first.number != 1:
+            raise InvalidArgument(f"a session begins with message {first.number}", field="number")
+        session = self._sessions.open(first.open.gateway_id)
+        session.take(first)
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        logger.info("session of %s opened", session.gateway_id)
+        try:
+            yield session.numbered(scheduler_pb2.SessionResponse(opened=self._opened))
+            state = scheduler_pb2.SessionResponse(state=self._sessions.state)
+            yield session.numbered(state)
+            async for response in self._responses(session, reader):
+                yield session.numbered(response)
+            if reader.done():
+                reader.result()
+        except InvalidArgument as error:
+            logger.warning("the session of %s ends: %s", session.gateway_id, error.message)
+            raise
+        finally:
+            reader.cancel()
+            aborted = self._sessions.close(session)
+            self._engine.abort(aborted)
+            logger.info(
+                "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
+            )
+
+    async def GetStats(
+        self, request: scheduler_pb2.GetStatsRequest, context: _Context
+    ) -> scheduler_pb2.GetStatsResponse:
+        """See the contract."""
+        message = self._statistics.message()
+        message.drained = self._submitter.is_drained
+        return message
+
+    async def GetActivity(
+        self, request: scheduler_pb2.GetActivityRequest, context: _Context
+    ) -> scheduler_pb2.GetActivityResponse:
+        """See the contract."""
+        if request.max_cells > MAX_CELLS:
+            raise InvalidArgument(f"max_cells must be at most {MAX_CELLS}", field="max_cells")
+        message = await self._activity.message(request)
+        message.stats.drained = self._submitter.is_drained
+        return message
+
+    async def GetRunningSpans(
+        self, request: scheduler_pb2.GetRunningSpansRequest, context: _Context
+    ) -> scheduler_pb2.GetRunningSpansResponse:
+        """See the contract."""
+        if len(request.requests) > MAX_RUNNING_REQUESTS:
+            raise InvalidArgument(
+                f"requests must be at most {MAX_RUNNING_REQUESTS}", field="requests"
+            )
+        for one in request.requests:
+            self._tracer.so_far(one.request_id, one.traceparent, self._spans_so_far.tracing)
+        encoded = await asyncio.to_thread(encoded_spans, self._spans_so_far.take())
+        return scheduler_pb2.GetRunningSpansResponse(otlp=encoded.SerializeToString())
+
+    async def _read(
+        self, session: GatewaySession, messages: AsyncIterator[scheduler_pb2.SessionRequest]
+    ) -> None:
+        async for message in messages:
+            session.take(message)
+            match message.WhichOneof("message"):
+                case "add":
+                    await self._add(session, message.add)
+                case "adds":
+                    for add in message.adds.requests:
+                        await self._add(session, add)
+                case "chunk":
+                    try:
+                        await self._submitter.submit_chunk(session, message.chunk)
+                    except StepwellError as error:
+                        session.reject(message.chunk.handle, error)
+                case "abort":
+                    self._abort(session, message.abort)
+                case "keep":
+                    keep = message.keep
+                    self._tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
+                case kind:
+                    raise InvalidArgument(
+                        "an open session takes add, adds, chunk, abort and keep, "
+                        f"not {kind or 'an empty message'}"
+                    )
+
+    def _abort(self, session: GatewaySession, message: scheduler_pb2.AbortRequests) -> None:
+        if not set(message.stopped_handles) <= set(message.handles):
+            raise InvalidArgument("stopped_handles are not among handles", field="stopped_handles")
+        stopped = set(message.stopped_handles)
+        for reason, handles in (
+            (FinishReason.ABORT, [handle for handle in message.handles if handle not in stopped]),
+            (FinishReason.STOP, [handle for handle in message.handles if handle in stopped]),
+        ):
+            found = map(session.requests.get, handles)
+            if requests := [request for request in found if request is not None]:
+                self._engine.abort(requests, reason)
+
+    async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        if message.handle in session.requests:
+            raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
+        try:
+            await self._submitter.submit(session, message)
+        except StepwellError as error:
+            session.reject(message.handle, error)
+
+    async def _responses(
+        self, session: GatewaySession, reader: asyncio.Task[None]
+    ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
+        """What the outbox collects, until the gateway ends its stream or the drain is done."""
+        outbox = session.outbox
+        reader.add_done_callback(lambda _: outbox.wake())
+        while True:
+            if (announced := outbox.take_announced()) is not None:
+                yield announced
+            elif outbox.has_deltas:
+                yield scheduler_pb2.SessionResponse(deltas=outbox.take())
+            elif reader.done() or (self._submitter.is_draining and not session.requests):
+                return
+            else:
+                await outbox.wait()

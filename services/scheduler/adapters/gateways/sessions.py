@@ -1,0 +1,377 @@
+"""The sessions of gateways: which request came through which session, and what to send to each."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.errors import InvalidArgument, StepwellError
+from services.common.replica.load import ReplicaLoad
+from services.common.replica.load_proto import replica_load_to_proto
+from services.common.replica.queue_state import QueueState
+from services.common.replica.queue_state_proto import queue_state_to_proto
+from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.common.rpc.status import status_code
+from services.scheduler.adapters.gateways.outbox import Outbox
+from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
+from services.scheduler.core.request import Request, TurnEnd
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class GatewaySession:
+    """One gateway's stream, and the requests that came through it."""
+
+    gateway_id: str
+    outbox: Outbox = field(default_factory=Outbox)
+    """Messages that are to be sent to it."""
+    requests: dict[int, Request] = field(default_factory=dict)
+    """Its requests that have not ended, by the handles that the gateway chose."""
+    queue_announced: QueueState | None = None
+    """The queue state that was sent last; None: none was."""
+    load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
+    """The load that was sent last."""
+    taken_number: int = 0
+    """Number of the last message that was taken."""
+    num_taken_requests: int = 0
+    """New requests in the messages up to that one."""
+    _num_sent: int = 0
+
+    def take(self, message: scheduler_pb2.SessionRequest) -> None:
+        """Notes a message. Raises InvalidArgument unless it is the next one."""
+        if message.number != self.taken_number + 1:
+            raise InvalidArgument(
+                f"message {message.number} comes in place of {self.taken_number + 1}",
+                field="number",
+            )
+        self.taken_number = message.number
+        self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
+
+    def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
+        """The next message to send, with its number and what was taken by then."""
+        self._num_sent += 1
+        response.number = self._num_sent
+        response.taken_number = self.taken_number
+        response.num_taken_requests = self.num_taken_requests
+        return response
+
+    def reject(self, handle: int, error: StepwellError) -> None:
+        """Answers a request that was refused."""
+        self.outbox.rejected(
+            scheduler_pb2.Rejection(
+                handle=handle,
+                code=status_code(error).value[0],
+                reason=error.error_reason,
+                field=error.field or "",
+                message=error.message,
+                retry_after_millis=round(1000 * (error.retry_after_seconds or 0)),
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Owner:
+    session: GatewaySession
+    handle: int
+    num_uncomputed_tokens: int = 0
+    """Tokens of its prompt that were not computed after the last step."""
+    num_prompt_rows: int = 0
+    """Rows of prompt log-probabilities that were sent: a recomputed prompt brings them again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """The requests of a step that belong to one session: their indexes in it, and their handles."""
+
+    session: GatewaySession
+    indexes: list[int] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+
+
+class Sessions:
+    """All sessions of a scheduler: a `Delivery` that divides outputs among the sessions.
+
+    Most steps have the same requests as the step before: which of them belong to which session is
+    found again only when they change.
+    """
+
+    def __init__(self) -> None:
+        self.num_generated_tokens = 0
+        self.num_finished = 0
+        self.num_completed = 0
+        """Finished requests that had been scheduled."""
+        self.num_corrupted = 0
+        """Finished requests whose logits held NaN."""
+        self.state = scheduler_pb2.ReplicaState(ready=True)
+        """Whether a step can run, as last announced."""
+        self._sessions: set[GatewaySession] = set()
+        self._gateways: set[GatewaySession] = set()
+        """The sessions of gateways, without those of other contracts."""
+        self._owners: dict[Request, _Owner] = {}
+        self._num_uncomputed = 0
+        """Tokens of prompts that are still to be computed, as far as steps have told."""
+        self._num_sent = 0, 0
+        """Requests, and those tokens, as they were sent last."""
+        self._speeds = 0.0, 0.0
+        self._sorted: Sequence[Request] = ()
+        self._shares: list[_Share] = []
+
+    def __len__(self) -> int:
+        """How many gateways are connected."""
+        return len(self._gateways)
+
+    def open(self, gateway_id: str) -> GatewaySession:
+        """A new session of a gateway."""
+        session = self.open_call(gateway_id)
+        self._gateways.add(session)
+        self._send_load()
+        return session
+
+    def open_call(self, name: str) -> GatewaySession:
+        """A session for the requests of one call. It is sent tokens and ends, and no states."""
+        session = GatewaySession(name)
+        self._sessions.add(session)
+        return session
+
+    def close(self, session: GatewaySession) -> list[Request]:
+        """Removes a session; returns its requests, which are to be aborted."""
+        self._sessions.discard(session)
+        self._gateways.discard(session)
+        unowned = list(session.requests.values())
+        for request in unowned:
+            self._pop_owner(request)
+        session.requests.clear()
+        self._sorted = ()
+        return unowned
+
+    def announce(self, state: scheduler_pb2.ReplicaState) -> None:
+        """Sends every gateway whether a step can run."""
+        self.state = state
+        for session in self._gateways:
+            session.outbox.announce(state)
+
+    def announce_to_quiet(self) -> None:
+        """Sends the state to every gateway that was sent nothing since the call before the last."""
+        for session in self._gateways:
+            session.outbox.num_quiet_calls += 1
+            if session.outbox.num_quiet_calls > 1:
+                session.outbox.announce(self.state)
+
+    def report(
+        self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
+    ) -> None:
+        """Sends how long the queue is, how much there is to do and how fast it is done to every
+        gateway that was not sent the same before: with the deltas of its next step, or alone if
+        none came before the next call. What is to be computed is counted anew: meanwhile it is
+        counted as the steps go, which leave out what is computed again.
+        """
+        for session in self._gateways:
+            if session.queue_announced != queue:
+                session.queue_announced = queue
+                session.outbox.note_queue(queue_state_to_proto(queue))
+        for request, owner in self._owners.items():
+            num_tokens = request.num_prompt_tokens - request.num_computed_tokens
+            owner.num_uncomputed_tokens = max(0, num_tokens)
+        self._num_uncomputed = sum(owner.num_uncomputed_tokens for owner in self._owners.values())
+        self._speeds = seconds_per_prompt_token, seconds_per_decode
+        self._note_load()
+        for session in self._gateways:
+            session.outbox.report(may_wait=bool(session.requests))
+
+    def _send_load(self) -> None:
+        self._note_load()
+        for session in self._gateways:
+            session.outbox.report(may_wait=False)
+
+    def _note_load(self) -> None:
+        num_requests, num_uncomputed = self._num_sent = len(self._owners), self._num_uncomputed
+        for session in self._gateways:
+            num_others = num_requests - len(session.requests)
+            load = ReplicaLoad(num_requests, num_uncomputed, *self._speeds, num_others)
+            if session.load_announced != load:
+                session.load_announced = load
+                session.outbox.note_load(replica_load_to_proto(load))
+
+    def _send_load_if_changed(self) -> None:
+        """Compares two numbers in a step that only decodes, and none came or ended before it."""
+        if self._num_sent != (len(self._owners), self._num_uncomputed):
+            self._send_load()
+
+    def _count_computed(self, plan: SchedulerOutput) -> None:
+        """Counts what a step computes of prompts, and what it found of them in the cache."""
+        begun = {*plan.new}
+        counts = zip(
+            plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
+        )
+        for request, num_tokens, start in counts:
+            owner = self._owners.get(request) if num_tokens > 1 or request in begun else None
+            if owner is not None and owner.num_uncomputed_tokens:
+                left = max(0, request.num_prompt_tokens - start - num_tokens)
+                self._num_uncomputed += left - owner.num_uncomputed_tokens
+                owner.num_uncomputed_tokens = left
+
+    def wake(self) -> None:
+        """Has the session of every gateway check whether it should end."""
+        for session in self._gateways:
+            session.outbox.wake()
+
+    def own(self, session: GatewaySession, handle: int, request: Request) -> None:
+        """Notes the session and the handle of a request."""
+        session.requests[handle] = request
+        self._owners[request] = _Owner(session, handle, request.num_prompt_tokens)
+        self._num_uncomputed += request.num_prompt_tokens
+
+    def disown(self, session: GatewaySession, handle: int) -> None:
+        """Forgets a request that is about to end: the gateway knows that already."""
+        self._pop_owner(session.requests.pop(handle))
+        self._sorted = ()
+
+    def refuse(self, request: Request, error: StepwellError) -> None:
+        """Tells the gateway of a request that it has to go on elsewhere; it is about to end."""
+        owner = self._owners.get(request)
+        if owner is not None:
+            owner.session.reject(owner.handle, error)
+            self.disown(owner.session, owner.handle)
+
+    def find(self, request_ids: Iterable[str]) -> list[Request]:
+        """The requests of these ids that have not ended."""
+        wanted = set(request_ids)
+        return [request for request in self._owners if request.request_id in wanted]
+
+    def deliver(self, update: EngineCoreOutputs) -> None:
+        plan, token_ids = update.plan, update.token_ids
+        self.num_generated_tokens += update.num_tokens
+        for request in plan.new:
+            owner = self._owners.get(request)
+            if owner is not None and request.num_cached_tokens is not None:
+                owner.session.outbox.admitted(owner.handle, request.num_cached_tokens)
+        shares = self._shares_of(plan.requests)
+        num_output = _num_output_tokens(update) if shares else []
+        for share in shares:
+            if len(share.indexes) == len(token_ids):
+                share.session.outbox.tokens(plan.step, share.handles, token_ids, num_output)
+            else:
+                theirs = [token_ids[index] for index in share.indexes]
+                num_theirs = [num_output[index] for index in share.indexes]
+                share.session.outbox.tokens(plan.step, share.handles, theirs, num_theirs)
+        if update.logprobs:
+            self._deliver_logprobs(update)
+        if update.pooled:
+            self._deliver_pooled(update)
+        if update.turns:
+            self._deliver_turns(update.turns)
+        if plan.num_tokens > len(plan.requests) or plan.new:
+            self._count_computed(plan)
+        self._deliver_ends(update.ended)
+        if plan.requests or update.ended:  # a step without has no deltas that carry the load
+            self._send_load_if_changed()
+        for session in self._sessions:
+            session.outbox.flush()
+
+    def _deliver_logprobs(self, update: EngineCoreOutputs) -> None:
+        plan = update.plan
+        for index, item in update.logprobs.items():
+            owner = self._owners.get(plan.requests[index])
+            if owner is None or update.token_ids[index] is None:
+                continue
+            if isinstance(item, worker_pb2.RequestLogprobs):
+                rows = _unsent(owner, item, plan.num_computed_tokens[index])
+                owner.session.outbox.logprobs(owner.handle, rows)
+
+    def _deliver_pooled(self, update: EngineCoreOutputs) -> None:
+        for index, values in update.pooled.items():
+            owner, tokens = self._owners.get(update.plan.requests[index]), update.token_ids[index]
+            if owner is not None and tokens is not None and isinstance(values, bytes):
+                owner.session.outbox.pooled(owner.handle, values)
+
+    def _deliver_turns(self, turns: Mapping[Request, TurnEnd]) -> None:
+        for request, end in turns.items():
+            self.num_completed += 1
+            if (owner := self._owners.get(request)) is not None:
+                owner.session.outbox.turn_ended(owner.handle, end.turn)
+
+    def deliver_ends(self, requests: Sequence[Request]) -> None:
+        self._deliver_ends(requests)
+        self._send_load_if_changed()
+
+    def _deliver_ends(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.num_finished += 1
+            self.num_completed += request.num_cached_tokens is not None
+            if request.finish_reason is FinishReason.NAN_IN_LOGITS:
+                self.num_corrupted += 1
+                logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
+            elif request.finish_reason is FinishReason.ERROR:
+                logger.warning("a request fails: %s", request.error, extra=request.log_fields)
+            elif request.finish_reason in CLIENT_ERRORS:
+                logger.info("a request ends: %s", request.error, extra=request.log_fields)
+            owner = self._pop_owner(request)
+            if owner is not None:
+                owner.session.outbox.finished(owner.handle, request)
+                owner.session.requests.pop(owner.handle, None)
+                owner.session.outbox.flush()
+                self._sorted = ()
+
+    def _pop_owner(self, request: Request) -> _Owner | None:
+        owner = self._owners.pop(request, None)
+        if owner is not None:
+            self._num_uncomputed -= owner.num_uncomputed_tokens
+        return owner
+
+    def _shares_of(self, requests: Sequence[Request]) -> list[_Share]:
+        """The requests of a step by session."""
+        if requests != self._sorted:
+            shares: dict[GatewaySession, _Share] = {}
+            for index, request in enumerate(requests):
+                owner = self._owners.get(request)
+                if owner is None:
+                    continue
+                share = shares.get(owner.session)
+                if share is None:
+                    share = shares[owner.session] = _Share(owner.session)
+                share.indexes.append(index)
+                share.handles.append(owner.handle)
+            self._sorted, self._shares = requests, list(shares.values())
+        return self._shares
+
+
+def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
+    """Output tokens of each request of a step with its new ones, of a session those of its turn."""
+    requests, turns = update.plan.requests, update.turns
+    if turns:
+        requests = [turns[one].turn if one in turns else one for one in requests]
+    return [len(request.token_ids) - request.num_prompt_tokens for request in requests]
+
+
+def _unsent(
+    owner: _Owner, item: worker_pb2.RequestLogprobs, num_computed: int
+) -> worker_pb2.RequestLogprobs:
+    """Leaves out prompt rows that were sent before a preemption made the prompt be recomputed.
+
+    The first row of a chunk that starts at `num_computed` belongs to the prompt token after it.
+    """
+    if not item.HasField("prompt"):
+        return item
+    rows = len(item.prompt.ranks)
+    known = min(max(owner.num_prompt_rows - num_computed, 0), rows)
+    owner.num_prompt_rows = max(owner.num_prompt_rows, num_computed + rows)
+    if not known:
+        return item
+    width = item.prompt.width
+    fresh = worker_pb2.RequestLogprobs(index=item.index)
+    if item.HasField("sampled"):
+        fresh.sampled.CopyFrom(item.sampled)
+    if known < rows:
+        fresh.prompt.CopyFrom(
+            common_pb2.Logprobs(
+                width=width,
+                token_ids=item.prompt.token_ids[known * width :],
+                logprobs=item.prompt.logprobs[known * width :],
+                ranks=item.prompt.ranks[known:],
+            )
+        )
+    return fresh

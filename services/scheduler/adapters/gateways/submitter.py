@@ -1,0 +1,98 @@
+"""Takes in the requests of all sessions, of every contract."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.errors import StepwellError, Unavailable
+from services.common.request.adapter_proto import adapter_from_proto
+from services.scheduler.adapters.gateways.client_sessions import ClientSessions
+from services.scheduler.adapters.gateways.request_intake import RequestIntake
+from services.scheduler.adapters.gateways.sessions import GatewaySession, Sessions
+from services.scheduler.adapters.workers.grammar_preparation import GrammarPreparation
+from services.scheduler.core.engine.engine_core import EngineCore
+from services.scheduler.core.request import Request
+
+HASH_INLINE_TOKENS = 2048
+"""Longer prompts are hashed in a thread, so that no step waits for it."""
+
+
+class RequestSubmitter:
+    """Checks requests, hashes their prompts, and queues them at the engine."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        intake: RequestIntake,
+        sessions: Sessions,
+        client_sessions: ClientSessions,
+        grammars: GrammarPreparation,
+    ) -> None:
+        self.is_draining = False
+        """Whether this process stops: sessions of gateways end once their requests have."""
+        self.is_drained = False
+        """Whether new requests are refused because an operator wants it; sessions of gateways stay
+        open.
+        """
+        self._engine = engine
+        self._intake = intake
+        self._sessions = sessions
+        self._client_sessions = client_sessions
+        self._grammars = grammars
+
+    def drain(self) -> None:
+        """Refuses new requests from here on, and further turns."""
+        self.is_draining = True
+        self._client_sessions.end_all()
+        self._sessions.wake()
+
+    def refuse_new(self) -> None:
+        """Refuses new requests, and further turns, until `is_drained` is set back."""
+        self.is_drained = True
+        self._client_sessions.end_all()
+
+    async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
+        """Queues a request; its tokens go to the outbox of `session`. Raises StepwellError if it is
+        refused, and then nothing of it is held.
+        """
+        if self.is_draining or self.is_drained:
+            raise Unavailable("the scheduler is draining", reason="DRAINING")
+        if not message.arrival_unix_nanos:
+            message.arrival_unix_nanos = time.time_ns()
+        request = self._intake.accept(message)
+        request.resumable = message.resumable and self._client_sessions.has_room
+        await self._hash(request)
+        self._sessions.own(session, message.handle, request)
+        has_adapter = message.HasField("adapter")
+        self._grammars.begin(request, adapter_from_proto(message.adapter) if has_adapter else None)
+        self._engine.add(request)
+
+    async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
+        """Begins the next turn of a client's session. Raises StepwellError if it is refused; then
+        the session has ended.
+        """
+        try:
+            request = self._client_sessions.find(session, message)
+            chunk = self._intake.accept_chunk(request, message)
+        except StepwellError:
+            self._client_sessions.end(session, message.handle)
+            raise
+        self._grammars.begin_turn(chunk)
+        config = self._intake.config
+        if config.enable_prefix_caching and len(chunk.token_ids) > HASH_INLINE_TOKENS:
+            hashes = await asyncio.to_thread(
+                request.hashes_with, config.fingerprint, config.hash_block_size, chunk.token_ids
+            )
+            chunk = replace(chunk, block_hashes=hashes)
+        self._engine.add_chunk(request, chunk)
+
+    async def _hash(self, request: Request) -> None:
+        config = self._intake.config
+        if not config.enable_prefix_caching or request.num_tokens <= HASH_INLINE_TOKENS:
+            return
+        await asyncio.to_thread(
+            request.hash_full_blocks, config.fingerprint, config.hash_block_size
+        )
+        request.hashed_unix_nanos = time.time_ns()

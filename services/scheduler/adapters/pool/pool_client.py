@@ -1,0 +1,295 @@
+"""The pool over gRPC: one long stream, one transaction at a time, each applied exactly once."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import grpc
+from grpc_status import rpc_status
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+
+from services.common.errors import InternalError, InvalidArgument, StepwellError, Unavailable
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.kv_cache_groups_proto import kv_cache_group_to_proto
+from services.common.pool.operations import Operation, Outcome
+from services.common.pool.operations_proto import operation_to_proto, outcome_from_proto
+from services.common.process.watchdog.proc import watch_addresses
+from services.common.rpc.checked_call import UndecodableAnswer
+from services.common.rpc.protocol import own_release, require_same_protocol
+from services.common.rpc.status import from_peer
+from services.scheduler.adapters.pool.kv_events.recorder import KVEventRecorder
+from services.scheduler.adapters.pool.outcome_check import OutcomeCheck, requests_of
+from services.scheduler.adapters.workers.alarm import Alarm
+from services.scheduler.adapters.workers.answer_check import WrongAnswer
+from services.scheduler.core import ports
+from services.scheduler.core.engine.deadlines import IDLE_CHECK_SECONDS, Deadlines
+
+logger = logging.getLogger(__name__)
+
+_TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2.TransactResponse]
+
+RETRY_SECONDS = 0.05
+TRANSACTION_FLOOR_SECONDS = 2.0
+"""Least time limit of a transaction, however short earlier ones were: the machine may be busy."""
+
+
+class PoolClient:
+    """A `ports.KVPool` over a channel. After a broken stream it opens another and sends the
+    transaction again, under the same number, until it is answered or its time is over: see
+    `Deadlines`, and `timeout_seconds` at most.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        pool_id: str,
+        timeout_seconds: float,
+        owner: common_pb2.Owner | None = None,
+        recorder: KVEventRecorder | None = None,
+        address: str = "",
+    ) -> None:
+        """`recorder` gets what each transaction changed in the prefix index; without one the pool
+        is not asked for it. `address`: where the pool listens, by which its process is found if it
+        is on this machine.
+        """
+        self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
+        """Called when the pool is lost while no transaction runs."""
+        self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
+        self._pool_id = pool_id
+        self._owner = owner
+        self._recorder = recorder
+        self._turns = asyncio.Lock()
+        self._probe: asyncio.Task[object] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._timeout_seconds = timeout_seconds
+        self._generation = 0
+        self._sequence = 0
+        self._check = OutcomeCheck(1, ())
+        self._call: _TransactCall | None = None
+        self._deadlines = Deadlines(TRANSACTION_FLOOR_SECONDS, timeout_seconds)
+        self._allowed_seconds = timeout_seconds
+        self._is_late = False
+        self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
+        self._waiting: asyncio.Task[object] | None = None
+        """The task that waits for the stream, while one does."""
+
+    async def open(
+        self,
+        num_blocks: int,
+        groups: Sequence[KVCacheGroup],
+        fingerprint: bytes,
+        *,
+        enable_prefix_caching: bool,
+        drop_last_hit_block: bool,
+        prefix_match_unit: int | None = None,
+        prefix_cache_retention_interval: int | None = None,
+        max_model_len: int | None = None,
+        max_in_flight_tokens: int | None = None,
+        seen_generation: int = 0,
+    ) -> int:
+        """Begins a new generation of the pool and returns it, with a stream open. It is greater
+        than `seen_generation` and than all before. Raises StepwellError.
+        """
+        self.close()
+        try:
+            response = await self._stub.OpenPool(
+                kvpool_pb2.OpenPoolRequest(
+                    pool_id=self._pool_id,
+                    num_blocks=num_blocks,
+                    groups=map(kv_cache_group_to_proto, groups),
+                    enable_prefix_caching=enable_prefix_caching,
+                    fingerprint=fingerprint,
+                    drop_last_hit_block=drop_last_hit_block,
+                    prefix_match_unit=prefix_match_unit,
+                    prefix_cache_retention_interval=prefix_cache_retention_interval,
+                    max_model_len=max_model_len,
+                    max_in_flight_tokens=max_in_flight_tokens,
+                    owner=self._owner,
+                    seen_generation=max(seen_generation, self._generation),
+                    report_events=self._recorder is not None,
+                    release=own_release(),
+                ),
+                timeout=self._timeout_seconds,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_peer("the kvpool", error) from error
+        require_same_protocol("the kvpool", response.release, "scheduler")
+        if response.generation <= max(seen_generation, self._generation):
+            raise ports.PoolLost(f"the kvpool began generation {response.generation} again")
+        self._generation, self._sequence = response.generation, 0
+        self._check = OutcomeCheck(num_blocks, groups)
+        if self._recorder is not None:
+            self._recorder.opened()
+        num_free_blocks = (await self.transact(())).num_free_blocks
+        if num_free_blocks != num_blocks - 1:
+            raise ports.PoolLost(
+                f"the kvpool was opened with {num_free_blocks} free blocks, not {num_blocks - 1}"
+            )
+        self._watch = asyncio.create_task(self._watch_idle_pool(), name="watch the pool")
+        return self._generation
+
+    async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
+        async with self._turns:
+            self._sequence += 1
+            request = kvpool_pb2.TransactRequest(
+                pool_id=self._pool_id,
+                generation=self._generation,
+                sequence=self._sequence,
+                operations=list(map(operation_to_proto, operations)),
+                traceparent=traceparent,
+            )
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            self._allowed_seconds = self._deadlines.seconds(len(operations))
+            self._is_late = False
+            self._alarm.set(self._allowed_seconds)
+            try:
+                response = await self._send(request, operations)
+            finally:
+                self._alarm.stop()
+            elapsed = loop.time() - began - self._alarm.excused_seconds
+            self._deadlines.took(len(operations), elapsed)
+            outcome = self._checked(operations, response)
+            if self._recorder is not None:
+                self._recorder.transacted(operations, response)
+            return outcome
+
+    def _checked(
+        self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
+    ) -> Outcome:
+        """The outcome of the last transaction. Raises PoolLost if the answer contradicts it."""
+        answered = response.generation, response.sequence
+        try:
+            if answered != (self._generation, self._sequence):
+                generation, sequence = answered
+                raise WrongAnswer(f"it is to {sequence} of generation {generation}")
+            outcome = outcome_from_proto(response)
+            self._check.check(operations, outcome, response.events)
+        except ValueError as error:
+            raise self._wrong(operations, str(error)) from error
+        return outcome
+
+    def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
+        """The loss for a wrong answer to the last transaction. Ends the stream."""
+        self._end_call()
+        return ports.PoolLost(
+            f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
+            suspects=requests_of(operations),
+        )
+
+    def close(self) -> None:
+        """Ends the stream."""
+        for task in (self._probe, self._watch):
+            if task is not None:
+                task.cancel()
+        self._probe = self._watch = None
+        self._end_call()
+
+    def _end_call(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    def _call_ended(self, call: object) -> None:
+        """Probes the pool after a stream that ended between transactions: it may be lost."""
+        if call is self._call and not self._turns.locked():
+            self._call = None
+            self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
+
+    async def _watch_idle_pool(self) -> None:
+        """Probes a pool that has had no transaction: one that hangs is not known to otherwise."""
+        is_there = True
+        while is_there:
+            last = self._sequence
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            if self._sequence == last:
+                is_there = await self._probe_pool()
+
+    async def _probe_pool(self) -> bool:
+        """Whether the pool answers; otherwise it is lost."""
+        try:
+            await self.transact(())
+        except ports.PoolLost as lost:
+            self.on_lost(lost)
+            return False
+        return True
+
+    def _give_up(self) -> None:
+        """Ends the stream, and the wait for it: a write to a stream that is cancelled before its
+        headers were sent, as while the connection begins, never returns.
+        """
+        self._is_late = True
+        self._end_call()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    async def _send(
+        self, request: kvpool_pb2.TransactRequest, operations: Sequence[Operation]
+    ) -> kvpool_pb2.TransactResponse:
+        logged = ""
+        while True:
+            try:
+                return await self._try(request)
+            except UndecodableAnswer as rpc_error:
+                raise self._wrong(operations, rpc_error.details() or "") from rpc_error
+            except grpc.aio.AioRpcError as rpc_error:
+                error = from_peer("the kvpool", rpc_error)
+                self._end_call()
+                is_broken = isinstance(error, Unavailable) or _broke_under_a_write(rpc_error)
+                if not (self._is_late or is_broken):
+                    is_about_them = isinstance(error, InvalidArgument | InternalError)
+                    raise ports.PoolLost(
+                        f"the kvpool refused a transaction: {error.message}",
+                        suspects=requests_of(operations) if is_about_them else (),
+                    ) from rpc_error
+                if not self._is_late and error.message != logged:
+                    logged = error.message
+                    logger.warning("transaction %d is sent again: %s", request.sequence, logged)
+                await self._pause_before_retry(error)
+
+    async def _pause_before_retry(self, error: StepwellError) -> None:
+        """Raises PoolLost when the time is over, before the pause or after it."""
+        if not self._is_late:
+            await asyncio.sleep(RETRY_SECONDS)
+        if self._is_late:
+            raise ports.PoolLost(
+                f"the kvpool did not answer within {self._allowed_seconds:.3g} s"
+            ) from error
+
+    async def _try(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:
+        call = self._call
+        if call is None:
+            call = self._call = self._stub.Transact()
+            call.add_done_callback(self._call_ended)
+        task = self._waiting = asyncio.current_task()
+        try:
+            await call.write(request)
+            response = await call.read()
+        except asyncio.InvalidStateError:  # the stream ended before it was written to
+            response = grpc.aio.EOF
+        except asyncio.CancelledError:  # by `_give_up`, or else by the caller's task
+            if not self._is_late or task is None or task.uncancel():
+                raise
+            response = grpc.aio.EOF
+        finally:
+            self._waiting = None
+        if isinstance(response, kvpool_pb2.TransactResponse):
+            return response
+        raise await _why_ended(call)
+
+
+async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
+    """OK, as when the pool drains, counts as UNAVAILABLE."""
+    code = await call.code()
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        details=await call.details(),
+    )
+
+
+def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
+    """Whether the status is grpc's own and not the pool's, which is lost then."""
+    return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

@@ -1,0 +1,184 @@
+"""The present activity of a replica, for `stepwell top` and `/ui`: RPC GetActivity.
+
+Steps are noted only while clients ask for them, and for `WATCHED_SECONDS` after.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
+from stepwell.scheduler.v1 import scheduler_pb2
+
+from services.common.telemetry.trace_context import parse_traceparent
+from services.scheduler.adapters.telemetry.statistics import WAIT_REASONS, Statistics, StepCounts
+from services.scheduler.core.engine.engine_core import EngineCore
+from services.scheduler.core.output import SchedulerOutput, WaitReason
+from services.scheduler.core.request import Request, RequestStatus
+
+WATCHED_SECONDS = 5.0
+"""How long steps are noted after they were asked for."""
+MAX_STEPS = 256
+MAX_REQUESTS = 256
+"""Most running requests, and most waiting ones, in one answer."""
+MAX_REQUESTS_OF_STEP = 64
+
+MAX_CELLS = 65_536
+"""Most cells of a map of blocks, which is the pool's bound, too."""
+_BLOCKS_TIMEOUT_SECONDS = 1.0
+
+_STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
+    status: scheduler_pb2.RequestState.Value(f"REQUEST_STATE_{status.name}")
+    for status in RequestStatus
+    if status is not RequestStatus.FINISHED
+}
+
+
+class WatchedSteps:
+    """The last steps, noted while they are watched."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.is_on = False
+        """Whether steps are to be noted."""
+        self._monotonic = monotonic
+        self._watched_until = 0.0
+        self._begun_nanos = 0
+        self._open: dict[int, scheduler_pb2.StepActivity] = {}
+        self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
+
+    def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
+        """The steps that were done after this one; 0: all. Further ones are noted for some time."""
+        self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
+        if not self._done or self._done[-1].step < step:
+            step = 0  # of another process
+        return [done for done in self._done if done.step > step or not step]
+
+    def begin(self) -> None:
+        """A step is about to be planned. Ends the watch if steps were not asked for lately."""
+        if self._monotonic() <= self._watched_until:
+            self._begun_nanos = time.time_ns()
+        else:
+            self.is_on = False
+            self._open.clear()
+            self._done.clear()
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        """A step is decided."""
+        if plan.requests:
+            self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
+
+    def done(self, plan: SchedulerOutput) -> None:
+        """The tokens of a step have arrived."""
+        step = self._open.pop(plan.step, None)
+        if step is not None:
+            step.done_unix_nanos = time.time_ns()
+            self._done.append(step)
+
+    def lost(self) -> None:
+        """The outputs of steps in flight are discarded."""
+        self._open.clear()
+
+
+class Activity:
+    """Answers GetActivity, with the map of blocks that the pool gives."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        statistics: Statistics,
+        counts: StepCounts,
+        steps: WatchedSteps,
+        pool_channel: grpc.aio.Channel,
+        pool_id: str,
+    ) -> None:
+        self._engine = engine
+        self._statistics = statistics
+        self._counts = counts
+        self._steps = steps
+        self._pool = kvpool_pb2_grpc.KVPoolStub(pool_channel)
+        self._pool_id = pool_id
+
+    async def message(
+        self, request: scheduler_pb2.GetActivityRequest
+    ) -> scheduler_pb2.GetActivityResponse:
+        """What the replica does now."""
+        blocks = await self._blocks(request.max_cells) if request.max_cells else None
+        reason = self._counts.wait_reasons.current
+        return scheduler_pb2.GetActivityResponse(
+            stats=self._statistics.message(),
+            requests=requests_to_proto(self._engine, reason),
+            steps=self._steps.after(request.after_step),
+            blocks=blocks,
+        )
+
+    async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
+        """None while the pool does not answer, or knows no such pool."""
+        request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
+        try:
+            answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError:
+            return None
+        return answer.blocks
+
+
+def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
+    """A planned step. A request with one token besides its drafts decodes."""
+    num_decode = sum(
+        tokens
+        for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
+        if tokens - len(plan.draft_token_ids.get(request, ())) == 1
+    )
+    reason = plan.wait_reason
+    return scheduler_pb2.StepActivity(
+        step=plan.step,
+        begun_unix_nanos=begun_unix_nanos,
+        num_requests=len(plan.requests),
+        num_prefill_tokens=plan.num_tokens - num_decode,
+        num_decode_tokens=num_decode,
+        keys=[request.key for request in plan.requests[:MAX_REQUESTS_OF_STEP]],
+        num_tokens=plan.num_scheduled_tokens[:MAX_REQUESTS_OF_STEP],
+        num_preemptions=len(plan.preemptions),
+        wait_reason=scheduler_pb2.WAIT_REASON_UNSPECIFIED
+        if reason is None
+        else WAIT_REASONS.to_proto(reason),
+    )
+
+
+def requests_to_proto(
+    engine: EngineCore, reason: WaitReason | None
+) -> Iterator[scheduler_pb2.RequestActivity]:
+    """The first requests that run, and that wait for `reason` or one of their own."""
+    scheduler = engine.scheduler
+    for request in islice(scheduler.running, MAX_REQUESTS):
+        yield _request_to_proto(request, None)
+    waiting = chain(
+        (
+            (request, scheduler.passed_over.get(request, reason))
+            for request in scheduler.queues.queued
+        ),
+        ((request, WaitReason.HELD_BACK) for request in scheduler.queues.held_back),
+    )
+    for request, why in islice(waiting, MAX_REQUESTS):
+        yield _request_to_proto(request, why)
+
+
+def _request_to_proto(request: Request, reason: WaitReason | None) -> scheduler_pb2.RequestActivity:
+    parent = parse_traceparent(request.traceparent)
+    return scheduler_pb2.RequestActivity(
+        key=request.key,
+        request_id=request.request_id,
+        state=_STATES[request.status],
+        wait_reason=scheduler_pb2.WAIT_REASON_UNSPECIFIED
+        if reason is None
+        else WAIT_REASONS.to_proto(reason),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_computed_tokens=min(request.num_computed_tokens, request.num_tokens),
+        num_cached_tokens=request.num_cached_tokens or 0,
+        num_preemptions=request.num_preemptions,
+        queued_unix_nanos=request.queued_unix_nanos,
+        trace_id="" if parent is None else f"{parent.trace_id:032x}",
+    )

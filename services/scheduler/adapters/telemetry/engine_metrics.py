@@ -1,0 +1,141 @@
+"""Prometheus metrics of an engine, read from its counts at each scrape."""
+
+import time
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import (
+    histogram_family,
+    single,
+    summary_family,
+    value_family,
+)
+from services.scheduler.adapters.gateways.client_sessions import ClientSessions
+from services.scheduler.adapters.gateways.queue_watch import QueueWatch
+from services.scheduler.adapters.gateways.sessions import Sessions
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.core.engine.engine_core import EngineCore, EngineState
+from services.scheduler.core.output import WaitReason
+
+_DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOVERY})
+"""vLLM's word for waits that more capacity would not end."""
+
+
+class EngineCollector(Collector):
+    """An engine's queues, steps and losses."""
+
+    def __init__(
+        self,
+        engine: EngineCore,
+        sessions: Sessions,
+        counts: StepCounts,
+        watch: QueueWatch,
+        cache_dtype: str,
+    ) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._counts = counts
+        self._watch = watch
+        self._cache_dtype = cache_dtype
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        engine, scheduler, counts = self._engine, self._engine.scheduler, self._counts
+        num_usable = scheduler.config.num_blocks - 1
+        for name, value in (
+            (names.METRIC_NUM_REQUESTS_RUNNING, len(scheduler.running)),
+            (names.METRIC_NUM_REQUESTS_WAITING, engine.num_waiting),
+            (names.METRIC_KV_CACHE_USAGE, 1 - scheduler.num_free_blocks / num_usable),
+            (names.METRIC_NUM_PREEMPTIONS, scheduler.num_preemptions),
+            (names.METRIC_STEP_LATE_SECONDS, engine.planning.seconds_late),
+            (names.METRIC_LOST_TOKENS, counts.num_lost_tokens),
+            (names.METRIC_CORRUPTED_REQUESTS, self._sessions.num_corrupted),
+            (names.METRIC_QUEUE_ESTIMATE, self._watch.estimated_wait_seconds),
+            (names.METRIC_SESSIONS, len(self._sessions)),
+        ):
+            yield single(name, value)
+        steps = histogram_family(names.METRIC_STEP_SECONDS)
+        counts.step_seconds.add_to(steps)
+        yield steps
+        put_off = summary_family(names.METRIC_STEP_PUT_OFF_SECONDS)
+        put_off.add_metric((), engine.planning.num_planned, engine.planning.seconds_put_off)
+        yield put_off
+        yield self._state()
+        yield self._recoveries()
+        yield self._cache_config()
+        if scheduler.config.max_loras is not None:
+            yield self._adapters(scheduler.config.max_loras)
+        yield from self._wait_reasons(engine.num_waiting)
+
+    def _state(self) -> Metric:
+        states = value_family(names.METRIC_ENGINE_STATE)
+        for state in EngineState:
+            states.add_metric([state.value], self._engine.state is state)
+        return states
+
+    def _recoveries(self) -> Metric:
+        recoveries, losses = value_family(names.METRIC_RECOVERIES), self._engine.losses
+        recoveries.add_metric(["pool"], losses.num_of_pool)
+        recoveries.add_metric(["workers"], losses.num_of_workers)
+        return recoveries
+
+    def _cache_config(self) -> Metric:
+        config, shape = self._engine.scheduler.config, value_family(names.METRIC_CACHE_CONFIG)
+        values = (
+            config.block_size,
+            config.num_blocks,
+            self._cache_dtype,
+            config.enable_prefix_caching,
+        )
+        shape.add_metric([str(value) for value in values], 1)
+        return shape
+
+    def _adapters(self, max_loras: int) -> Metric:
+        scheduler, info = self._engine.scheduler, value_family(names.METRIC_LORA_REQUESTS)
+        running = {one.adapter_name for one in scheduler.running}
+        unfinished = (one for one in self._engine.unfinished if one not in scheduler.running)
+        waiting = {one.adapter_name for one in unfinished}
+        named = (",".join(sorted(of - {""})) for of in (waiting, running))
+        info.add_metric([str(max_loras), *named], time.time())
+        return info
+
+    def _wait_reasons(self, num_waiting: int) -> Iterator[Metric]:
+        reasons = self._counts.wait_reasons
+        ours, steps = (
+            value_family(names.METRIC_WAITING_BY_REASON),
+            value_family(names.METRIC_WAIT_STEPS),
+        )
+        passed_over = reasons.passed_over
+        num_passed_over = min(passed_over.total(), num_waiting)
+        num_others = num_waiting - num_passed_over
+        for reason in WaitReason:
+            num_ours = passed_over[reason] + (num_others if reason is reasons.current else 0)
+            ours.add_metric([reason.value], min(num_ours, num_waiting))
+            steps.add_metric([reason.value], reasons.num_steps[reason])
+        theirs = value_family(names.METRIC_NUM_REQUESTS_WAITING_BY_REASON)
+        num_deferred = num_waiting if reasons.current in _DEFERRED else num_passed_over
+        theirs.add_metric(["capacity"], num_waiting - num_deferred)
+        theirs.add_metric(["deferred"], num_deferred)
+        seconds = value_family(names.METRIC_WAIT_SECONDS)
+        for name, nanos in self._counts.wait_nanos.items():
+            seconds.add_metric([name], nanos / 1e9)
+        yield from (ours, steps, seconds, theirs)
+
+
+class ClientSessionsCollector(Collector):
+    """The sessions of clients."""
+
+    def __init__(self, client_sessions: ClientSessions) -> None:
+        self._client_sessions = client_sessions
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        sessions, num_waiting = self._client_sessions, self._client_sessions.num_between_turns
+        family = value_family(names.METRIC_CLIENT_SESSIONS)
+        family.add_metric(["turn"], len(sessions.open) - num_waiting)
+        family.add_metric(["waiting_for_chunk"], num_waiting)
+        yield family
+        yield single(names.METRIC_CLIENT_SESSIONS_GIVEN_UP, sessions.num_given_up)

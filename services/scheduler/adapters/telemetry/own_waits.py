@@ -1,0 +1,102 @@
+"""When single requests were passed over, and why. Times are nanoseconds since the epoch."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.output import WaitReason, preparation_wait
+from services.scheduler.core.request import Request
+from services.scheduler.core.timelines.phase_parts import ReasonStart
+
+MAX_WAITS = 256
+"""Waits of one request that are remembered, the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWait:
+    """A request was passed over from `begin` on, up to `end`."""
+
+    begin: int
+    end: int
+    reason: WaitReason
+
+
+class OwnWaits:
+    """Notes after each step which requests were passed over in it. A step in which none was, nor in
+    the one before it, costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[Request, WaitReason] = {}
+        """Requests that were passed over in the last step, and why."""
+        self._begins: dict[Request, int] = {}
+        self._waits: dict[Request, deque[OwnWait]] = {}
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any request was passed over in the last step."""
+        return bool(self._last)
+
+    def arrived(self, request: Request, now: int) -> None:
+        """Notes why a request waits that came before a step could look at it."""
+        if request.grammar is GrammarStatus.COMPILING:
+            self._last[request] = preparation_wait(request)
+            self._begins[request] = now
+
+    def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
+        """Notes which requests were passed over in a step. The others wait for what the queue waits
+        for.
+        """
+        if passed_over == self._last:
+            return
+        for request, reason in self._last.items():
+            if passed_over.get(request) is not reason:
+                self._close(request, reason, now)
+        for request, reason in passed_over.items():
+            if self._last.get(request) is not reason:
+                self._begins[request] = now
+        self._last = dict(passed_over)
+
+    def interrupted(self, now: int) -> None:
+        """No step is planned for a while: all wait for the same."""
+        self.planned({}, now)
+
+    def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
+        """The waits of a request that waits no longer, in order."""
+        reason = self._last.get(request)
+        if reason is not None and request in self._begins:
+            self._close(request, reason, now)
+        return self._waits.pop(request, ())
+
+    def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
+        """The waits of a request that may go on to wait, in order."""
+        waits = tuple(self._waits.get(request, ()))
+        reason, begin = self._last.get(request), self._begins.get(request)
+        if reason is None or begin is None:
+            return waits
+        return (*waits, OwnWait(begin, now, reason))
+
+    def _close(self, request: Request, reason: WaitReason, now: int) -> None:
+        begin = self._begins.pop(request, None)
+        if begin is not None:
+            waits = self._waits.setdefault(request, deque(maxlen=MAX_WAITS))
+            waits.append(OwnWait(begin, now, reason))
+
+
+def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
+    """Why a request waited, each reason with its beginning: what the queue waited for (`starts`, in
+    order), and in its place its own reasons for as long as they lasted.
+    """
+    if not own:
+        return starts
+    changes = [
+        (0, one) for one in starts if not any(wait.begin <= one.start < wait.end for wait in own)
+    ]
+    for wait in own:
+        of_queue = [one for one in starts if one.start <= wait.end]
+        if of_queue:
+            changes.append((0, of_queue[-1]._replace(start=wait.end)))
+        changes.append((1, ReasonStart(wait.begin, wait.reason.value)))
+    changes.sort(key=lambda change: (change[1].start, change[0]))
+    return [change for _, change in changes]

@@ -1,0 +1,200 @@
+"""The step log: a JSON object in each line, of the scheduler's calls and its decisions.
+
+    {"schema": "stepwell.step_log", "version": 4, "config": {...}, "pool": {...}, ...}
+    {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
+    {"call": "schedule", "step": 0, "keys": [1], "num_scheduled_tokens": [64], ...}
+    {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}
+    {"call": "end"}
+
+It holds prompts and answers as tokens, so only the owner of the file may read it.
+`services.scheduler.core.step_log.log_entry` has their form, `stepwell replay` reads them.
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from services.common.errors import InvalidArgument
+from services.scheduler.adapters.replica import ReplicaShape
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.ports import KVPool
+from services.scheduler.core.step_log.log_entry import (
+    SCHEMA,
+    VERSION,
+    Entry,
+    config_entry,
+    group_entry,
+)
+from services.scheduler.core.step_log.recorder import RecordingScheduler
+from services.scheduler.core.transfers.kv_connector import KVConnector
+
+logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 0.5
+MAX_WAITING_BYTES = 64 * 2**20
+"""Most bytes that wait to be written; if there are more, the log ends."""
+
+
+class StepLog:
+    """A file that a thread writes every `FLUSH_SECONDS`. `write` is for one thread to call.
+
+    `write` never waits for the disk. If the disk fails, or is so slow that too many bytes wait, the
+    log ends with a warning; what was written before can be replayed.
+    """
+
+    def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._file = file
+        self._max_waiting_bytes = max_waiting_bytes
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._num_waiting_bytes = 0
+        self._has_ended = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write_all, name="step-log", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: Entry) -> None:
+        """Adds a line."""
+        if self._has_ended:
+            return
+        line = json.dumps(entry, separators=(",", ":")) + "\n"
+        with self._lock:
+            if self._num_waiting_bytes + len(line) <= self._max_waiting_bytes:
+                self._lines.append(line)
+                self._num_waiting_bytes += len(line)
+                return
+        self._give_up(f"{self._max_waiting_bytes} bytes wait to be written")
+
+    def close(self) -> None:
+        """Writes the remaining lines, and a last one that marks the log as complete."""
+        self.write({"call": "end"})
+        self._closing.set()
+        self._thread.join()
+
+    def _write_all(self) -> None:
+        try:
+            with self._file:
+                while not self._closing.wait(FLUSH_SECONDS):
+                    self._write_waiting()
+                self._write_waiting()
+        except OSError as error:
+            self._give_up(error.strerror or str(error))
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            lines, self._lines, self._num_waiting_bytes = self._lines, [], 0
+        if lines:
+            self._file.write("".join(lines).encode())
+            self._file.flush()
+
+    def _give_up(self, why: str) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            logger.warning("the step log ends here: %s", why)
+
+
+@contextmanager
+def scheduler_with_log(
+    path: Path | None,
+    config: SchedulerConfig,
+    pool: KVPool,
+    shape: ReplicaShape,
+    connector: KVConnector | None = None,
+) -> Iterator[Scheduler]:
+    """A scheduler, with a log of its steps if there is a path for it.
+
+    Raises InvalidArgument if no file can be created there.
+    """
+    if path is None:
+        yield Scheduler(config, pool, connector)
+        return
+    log = StepLog(create_log_file(path))
+    try:
+        log.write(header(config, shape, time.time_ns()))
+        yield RecordingScheduler(config, pool, log.write, connector)
+    finally:
+        log.close()
+
+
+def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int) -> Entry:
+    """The first line: what a replay needs besides the calls."""
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model_name": shape.description.model_name,
+        "started_unix_nanos": started_unix_nanos,
+        "fingerprint": config.fingerprint.hex(),
+        "config": config_entry(config),
+        "pool": {
+            "num_blocks": config.num_blocks,
+            "groups": [group_entry(group) for group in shape.groups],
+        },
+    }
+
+
+def create_log_file(path: Path) -> BinaryIO:
+    """A new file. An existing file, perhaps from before a crash, is not changed: the file gets the
+    first name of PATH, NAME.2.jsonl, NAME.3.jsonl, ... that does not exist.
+    """
+    compress = _compressor() if path.suffix == ".zst" else None
+    stem, dot, suffix = path.name.partition(".")
+    number, candidate = 1, path
+    while True:
+        try:
+            descriptor = os.open(candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{stem}.{number}{dot}{suffix}")
+        except OSError as error:
+            raise InvalidArgument(
+                f"--step-log {path}: {error.strerror}", field="step_log"
+            ) from error
+        else:
+            break
+    logger.info("writing the step log to %s", candidate)
+    file = os.fdopen(descriptor, "wb")
+    return compress(file) if compress else file
+
+
+class _CompressedFile:
+    """A file in which each write is one complete frame with a checksum.
+
+    All frames can be read while the file grows, and after the process that wrote it was killed.
+    """
+
+    def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:
+        self._file = file
+        self._compress = compress
+
+    def __enter__(self) -> "_CompressedFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> int:
+        """Appends a frame."""
+        self._file.write(self._compress(content))
+        return len(content)
+
+    def flush(self) -> None:
+        """Flushes the file's buffer to the operating system."""
+        self._file.flush()
+
+
+def _compressor() -> Callable[[BinaryIO], BinaryIO]:
+    try:
+        import zstandard  # noqa: PLC0415 - an optional dependency
+    except ImportError:
+        raise InvalidArgument(
+            "--step-log *.zst needs zstandard: pip install 'stepwell[zstd]'", field="step_log"
+        ) from None
+    compress = zstandard.ZstdCompressor(write_checksum=True).compress
+    return lambda file: cast(BinaryIO, _CompressedFile(file, compress))

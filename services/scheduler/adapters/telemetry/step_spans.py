@@ -1,0 +1,82 @@
+"""Steps as spans: each step is a trace of its own, linked to the sampled requests in it."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from opentelemetry.trace import Link, SpanContext
+
+from services.common.telemetry import names
+from services.common.telemetry.tracing import MAX_LINKS, Tracing
+from services.scheduler.core.output import SchedulerOutput
+
+MAX_REMEMBERED = 8192
+"""Sampled steps that requests can still link to when they end, the newest ones."""
+
+Attributes = dict[str, str | int | float | bool | Sequence[str]]
+
+
+class StepSpan:
+    """A step that is sampled, until its tokens have arrived."""
+
+    def __init__(self, context: SpanContext, begun: int) -> None:
+        self.context = context
+        self._begun = begun
+        self._attributes: Attributes = {}
+        self._links: list[Link] = []
+
+    def planned(self, plan: SchedulerOutput, links: list[Link]) -> None:
+        """Notes the plan, with links to the sampled requests in it."""
+        self._links = links[:MAX_LINKS]
+        self._attributes = {
+            names.ATTR_STEP: plan.step,
+            names.ATTR_NUM_REQUESTS: len(plan.requests),
+            names.ATTR_NUM_SCHEDULED_TOKENS: plan.num_tokens,
+            names.ATTR_NUM_PREEMPTIONS: len(plan.preemptions),
+            names.ATTR_WAIT_REASON: plan.wait_reason.value if plan.wait_reason else "",
+        }
+        if plan.kv_connector_metadata is not None:
+            metadata = plan.kv_connector_metadata
+            self._attributes |= {
+                names.ATTR_NUM_STORED_BLOCKS: len(metadata.stores),
+                names.ATTR_NUM_LOADED_BLOCKS: sum(len(load.blocks) for load in metadata.loads),
+            }
+        if len(links) > MAX_LINKS:
+            self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Notes how many drafts the step verified, and how many of them stand."""
+        self._attributes |= {
+            names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
+            names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,
+        }
+
+    def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
+        """Records the step. A lost one has no tokens."""
+        if lost:
+            self._attributes[names.ATTR_IS_CUT] = True
+        tracing.record(
+            names.SPAN_STEP,
+            self.context,
+            None,
+            self._begun,
+            end,
+            attributes=self._attributes,
+            links=self._links,
+        )
+
+
+class SampledSteps:
+    """Links to the last sampled steps, by the number of the step."""
+
+    def __init__(self) -> None:
+        self._links: OrderedDict[int, Link] = OrderedDict()
+
+    def add(self, step: int, context: SpanContext) -> None:
+        """Notes a sampled step."""
+        self._links[step] = Link(context)
+        if len(self._links) > MAX_REMEMBERED:
+            self._links.popitem(last=False)
+
+    def link(self, step: int) -> Link | None:
+        """The link to a step; None if it was not sampled or is not remembered."""
+        return self._links.get(step)

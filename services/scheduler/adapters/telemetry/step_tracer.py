@@ -1,0 +1,232 @@
+"""Counts and traces steps and requests, from the calls of the engine to its observer.
+
+Every request has a timeline, which becomes spans when a sampled request ends; see
+`request_timelines` and `request_spans`. A step may be sampled if a sampled request runs in it, or
+is about to be admitted, and otherwise by the ratio of traces; of all these the ratio of steps is.
+
+Most steps only decode: of these the times are collected, and counted for several at once, before
+anything else that comes after them. Counts lag by as many steps at most.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from services.common.telemetry.trace_context import sampled_parent, traceparent_text
+from services.common.telemetry.tracing import Tracing
+from services.scheduler.adapters.telemetry.request_timelines import RequestTimelines, StepRecord
+from services.scheduler.adapters.telemetry.request_traces import RequestTraces
+from services.scheduler.adapters.telemetry.statistics import StepCounts
+from services.scheduler.adapters.telemetry.step_spans import SampledSteps, StepSpan
+from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause, SchedulerOutput
+from services.scheduler.core.ports import PoolLost, WorkersLost
+from services.scheduler.core.request import Request, TurnEnd
+
+STEP_SERVICE = "engine-steps"
+"""The service by whose name traces of steps are found, apart from traces of requests."""
+MAX_UNCOUNTED_STEPS = 32
+MAX_UNCOUNTED_NANOS = 100_000_000
+"""From the first of the steps that are not counted yet to the last."""
+
+
+class StepTracer:
+    """A `StepObserver` that counts and times everything, and traces what is sampled.
+
+    `candidates` gives the waiting requests that the next step may admit; `end_execution` records
+    the workers' part of a step if that was not done, and why it has no answer.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        counts: StepCounts,
+        candidates: Callable[[], Iterable[Request]],
+        end_execution: Callable[[int, str | None], None],
+        unix_nanos: Callable[[], int] = time.time_ns,
+        step_sample_ratio: float = 1.0,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._tracing = tracing.of(STEP_SERVICE)
+        self._step_sample_ratio = step_sample_ratio
+        self._draw = draw
+        self._counts = counts
+        self._candidates = candidates
+        self._end_execution = end_execution
+        self._unix_nanos = unix_nanos
+        self._timelines = RequestTimelines(counts.wait_reasons, counts.wait_nanos)
+        self._sampled_steps = SampledSteps()
+        self._traces = RequestTraces(tracing, self._sampled_steps.link)
+        self._begun: StepRecord | None = None
+        self._steps: dict[int, StepRecord] = {}
+        self._uncounted: list[StepRecord] = []
+        """Steps that only decoded and ended no request, and are not counted yet."""
+
+    def arrived(self, requests: Sequence[Request]) -> None:
+        now = self._unix_nanos()
+        for request in requests:
+            self._timelines.arrived(request, now)
+            self._traces.arrived(request)
+
+    def begin(self) -> str:
+        now, context = self._unix_nanos(), None
+        if self._tracing.enabled and self._draw() < self._step_sample_ratio:
+            is_sampled = self._traces.has_any_of(self._candidates)
+            context = self._tracing.draw_root(is_sampled=is_sampled)
+        self._begun = StepRecord(now, None if context is None else StepSpan(context, now))
+        return "" if context is None else traceparent_text(context.trace_id, context.span_id)
+
+    def planned(self, plan: SchedulerOutput) -> None:
+        step, self._begun = self._begun, None
+        if step is None:
+            raise AssertionError("a step was planned that had not begun")
+        now = self._unix_nanos()
+        step.number, step.num_requests = plan.step, len(plan.requests)
+        step.num_tokens = plan.num_tokens
+        step.only_decodes = step.span is None and self._timelines.only_decodes(plan)
+        if not step.only_decodes:
+            self._count_done_steps()
+            self._timelines.planned(plan, step, now)
+            self._count_admissions(plan)
+        counts = self._counts
+        counts.num_steps += 1
+        counts.num_scheduled_tokens += step.num_tokens
+        counts.wait_reasons.planned(plan, now)
+        if plan.passed_over or counts.wait_reasons.passed_over:
+            counts.wait_reasons.passed_over = Counter(plan.passed_over.values())
+        if step.span is not None:
+            step.span.planned(plan, self._traces.links(plan.requests))
+            if plan.requests:
+                self._sampled_steps.add(plan.step, step.span.context)
+        if plan.is_sent:
+            self._steps[plan.step] = step
+        elif step.span is not None:
+            step.span.record(self._tracing, now)
+
+    def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
+        step, now = self._steps.pop(plan.step, None), self._unix_nanos()
+        if step is None:
+            return  # it only brought news of transfers
+        if step.only_decodes and not (update.ended or update.turns):
+            step.done, step.compute_nanos = now, update.execute_nanos
+            uncounted = self._uncounted
+            uncounted.append(step)
+            num_nanos = now - uncounted[0].done
+            if len(uncounted) >= MAX_UNCOUNTED_STEPS or num_nanos >= MAX_UNCOUNTED_NANOS:
+                self._count_done_steps()
+            return
+        self._count_done_steps()
+        ended = self._timelines.done(plan, step, update, now)
+        self._count_done(step)
+        for tracked in ended:
+            self._traces.ended(tracked.request, tracked.timeline)
+        if update.turns:
+            self._end_turns(update.turns, now)
+        if step.span is not None:
+            self._end_execution(plan.step, None)
+            if update.num_draft_tokens:
+                step.span.verified(sum(update.num_draft_tokens), sum(update.num_accepted))
+            step.span.record(self._tracing, self._unix_nanos())
+
+    def _end_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
+        """Each turn of a session has a timeline and spans of its own."""
+        for session, end in turns.items():
+            self._traces.end_turn(session, end.turn)
+            tracked = self._timelines.end_turn(session, end.turn, now)
+            if tracked is not None:
+                self._traces.ended(end.turn, tracked.timeline)
+
+    def ended(self, requests: Iterable[Request]) -> None:
+        now = self._unix_nanos()
+        self._count_done_steps()
+        for request in requests:
+            tracked = self._timelines.end(request, now)
+            if tracked is not None:
+                self._traces.ended(request, tracked.timeline)
+
+    def paused(self) -> None:
+        now = self._unix_nanos()
+        self._counts.wait_reasons.paused(now)
+        self._timelines.paused(now)
+
+    def resumed(self) -> None:
+        self._count_done_steps()
+        self._timelines.resumed(self._unix_nanos(), stood_still=not self._steps)
+        self._counts.wait_reasons.resumed()
+
+    def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
+        self._count_done_steps()
+        self._timelines.preempted(requests, cause, self._unix_nanos())
+
+    def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
+        now = self._unix_nanos()
+        self._count_done_steps()
+        self._drop_steps()
+        self._counts.wait_reasons.lost(now)
+        of_pool = isinstance(lost, PoolLost)
+        cause = PreemptionCause.POOL_LOST if of_pool else PreemptionCause.WORKERS_LOST
+        self._timelines.preempted(preempted, cause, now, lost.message)
+
+    def recovered(self) -> None:
+        self._counts.wait_reasons.recovered(self._unix_nanos())
+
+    def stopped(self) -> None:
+        self._drop_steps()
+        self.ended(self._timelines.requests)
+
+    def keep(self, request_id: str, traceparent: str, tracestate: str = "") -> None:
+        """Has the spans of a request recorded that was not sampled when it came. Does nothing if
+        its timeline is no longer kept.
+        """
+        parent = sampled_parent(traceparent, tracestate)
+        if parent is not None:
+            self._traces.keep(request_id, parent, self._timelines.requests)
+
+    def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
+        """Has the spans of a request recorded that has not ended, with another tracing and under
+        the span that `traceparent` names. Does nothing if there is no such request, or span.
+        """
+        parent = sampled_parent(traceparent)
+        if parent is None:
+            return
+        self._count_done_steps()
+        now = self._unix_nanos()
+        for request in self._timelines.requests:
+            if request.request_id == request_id:
+                timeline = self._timelines.so_far(request, now)
+                if timeline is not None:
+                    self._traces.so_far(request, timeline, parent, tracing)
+                return
+
+    def _drop_steps(self) -> None:
+        for number, step in self._steps.items():
+            if step.span is not None:
+                self._end_execution(number, "the step was given up")
+        for step in (*self._steps.values(), *filter(None, [self._begun])):
+            if step.span is not None:
+                step.span.record(self._tracing, self._unix_nanos(), lost=True)
+        self._steps.clear()
+        self._begun = None
+
+    def _count_done_steps(self) -> None:
+        """Counts the steps that were collected."""
+        if self._uncounted:
+            uncounted, self._uncounted = self._uncounted, []
+            self._timelines.decoded(uncounted)
+            for step in uncounted:
+                self._count_done(step)
+
+    def _count_done(self, step: StepRecord) -> None:
+        counts, seconds = self._counts, step.nanos / 1e9
+        counts.step_nanos.append(step.nanos)
+        counts.step_seconds.observe(seconds)
+        counts.step_costs.observe(step.num_requests, step.num_tokens, seconds)
+
+    def _count_admissions(self, plan: SchedulerOutput) -> None:
+        counts = self._counts
+        for preemption in plan.preemptions:
+            counts.num_lost_tokens += preemption.num_lost_tokens
+        for request in plan.new:
+            cached = request.num_cached_tokens or 0  # also of the output that it arrived with
+            num_prompt = request.num_prompt_tokens
+            counts.admitted(num_prompt, min(cached, num_prompt))

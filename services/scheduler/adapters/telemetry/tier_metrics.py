@@ -1,0 +1,41 @@
+"""Prometheus metrics of the tier of offloaded blocks, read at each scrape; zeros without one."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry import names
+from services.common.telemetry.metric_specs import single, value_family
+from services.scheduler.core.transfers.offloading_connector import OffloadingConnector
+
+
+class TierCollector(Collector):
+    """What the connector to the tier has counted."""
+
+    def __init__(self, connector: OffloadingConnector | None) -> None:
+        self._connector = connector
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each metric."""
+        if self._connector is None:
+            queries = hits = blocks = held = stored = loaded = evicted = invalid = 0
+        else:
+            stats, index = self._connector.stats, self._connector.index
+            queries, hits = stats.num_query_tokens, stats.num_hit_tokens
+            blocks, held, evicted = index.num_blocks, len(index), index.num_evictions
+            stored, loaded = stats.num_stored_blocks, stats.num_loaded_blocks
+            invalid = stats.num_invalid_blocks
+        yield single(names.METRIC_EXTERNAL_PREFIX_CACHE_QUERIES, queries)
+        yield single(names.METRIC_EXTERNAL_PREFIX_CACHE_HITS, hits)
+        yield single(names.METRIC_TIER_BLOCKS, blocks)
+        yield single(names.METRIC_TIER_BLOCKS_HELD, held)
+        transfers = value_family(names.METRIC_TIER_TRANSFERS)
+        for kind, count in (
+            ("stored", stored),
+            ("loaded", loaded),
+            ("evicted", evicted),
+            ("invalid", invalid),
+        ):
+            transfers.add_metric([kind], count)
+        yield transfers

@@ -1,0 +1,89 @@
+"""A timer for work of other processes. It allows for time in which they could not run."""
+
+import asyncio
+from collections.abc import Callable
+
+from services.common.process.watchdog.silence import CONFIRM_SECONDS, Reading, Silence
+
+_LATE_SECONDS = 0.2
+_GRACE_SECONDS = 1.0
+_SHORTEST_SECONDS = 0.02
+
+
+class Alarm:
+    """Calls `ring` once the time that was set last is over, unless it is stopped before. With
+    `read`, which makes readings of the processes that do the work, the time is counted as `Silence`
+    counts it.
+
+    If the event loop calls the timer late, it did not run in between, and an answer may have
+    arrived that was not read: then the timer runs for another second. Work that is done in time
+    costs no timer of the loop: one that was begun for earlier work runs on, and is begun anew when
+    it ends before the time that is set. It costs no reading either.
+    """
+
+    __slots__ = (
+        *("_allowed", "_began", "_due", "_loop", "_read", "_ring", "_silence", "_timer"),
+        *("_timer_due", "excused_seconds"),
+    )
+
+    def __init__(
+        self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
+    ) -> None:
+        self.excused_seconds = 0.0
+        """Time since it was set last in which the work could not be done, as far as it was read."""
+        self._ring = ring
+        self._read = read
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._due: float | None = None
+        self._began = self._allowed = 0.0
+        self._silence: Silence | None = None
+
+    def set(self, seconds: float) -> None:
+        """Lets the alarm ring in `seconds`, and not at the time that was set before."""
+        loop = self._loop = self._loop or asyncio.get_running_loop()
+        began = self._began = loop.time()
+        self._allowed = seconds
+        due = self._due = began + seconds
+        self._silence = None
+        self.excused_seconds = 0.0
+        if self._timer is None:
+            self._begin(loop, due)
+        elif due < self._timer_due:
+            self._timer.cancel()
+            self._begin(loop, due)
+
+    def stop(self) -> None:
+        """The alarm does not ring."""
+        self._due = None
+
+    def _begin(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        self._timer_due = due
+        self._timer = loop.call_at(due, self._ended, loop)
+
+    def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The timer ended: work may be late, done, or other work with more time."""
+        self._timer = None
+        now, due = loop.time(), self._due
+        if due is None:
+            return
+        if now - due > _LATE_SECONDS:
+            due = self._due = now + _GRACE_SECONDS
+        elif now >= due and self._read is not None:
+            due = self._due = now + self._more_seconds(self._read(now))
+        if now < due:
+            self._begin(loop, due)
+        else:
+            self._due = None
+            self._ring()
+
+    def _more_seconds(self, reading: Reading) -> float:
+        """How long the work may go on until the next look; 0 if its time is over."""
+        if self._silence is None:
+            self._silence = Silence(self._began)
+        counted = self._silence.look(reading)
+        self.excused_seconds = reading.now - self._began - counted
+        if counted >= self._allowed:
+            return 0.0
+        return min(max(self._allowed - counted, _SHORTEST_SECONDS), CONFIRM_SECONDS)

@@ -1,0 +1,215 @@
+"""Steps that were sent to the ranks and are not done, each with a deadline."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from stepwell.worker.v1 import worker_pb2
+
+from services.common.process.watchdog.proc import watch_addresses
+from services.scheduler.adapters.workers.alarm import Alarm
+from services.scheduler.adapters.workers.answer_check import (
+    LONGEST_NANOS,
+    ExpectedAnswer,
+    ModelFacts,
+    RequestsWithLogprobs,
+    WrongAnswer,
+)
+from services.scheduler.adapters.workers.converters import model_runner_output_from_proto
+from services.scheduler.adapters.workers.tier_loads import EndedLoads
+from services.scheduler.core.engine.deadlines import Deadlines
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.ports import WorkersLost
+
+
+class SentStep:
+    """A step that was sent. `output` resolves when every rank has answered, with the answer of the
+    last one in rank order: it is of the last pipeline stage, and those of the others there are
+    equal. It fails if a rank is lost or late, or answers something else.
+    """
+
+    __slots__ = (
+        *("_expected", "_generation", "_missing", "_other_nanos", "_response", "_slack_nanos"),
+        *("_steps", "_tokens", "allowed_seconds", "number", "output", "size"),
+    )
+
+    def __init__(
+        self,
+        steps: "StepsInFlight",
+        generation: int,
+        number: int,
+        size: int,
+        allowed_seconds: float,
+        expected: ExpectedAnswer,
+    ) -> None:
+        self.number = number
+        self.size = size
+        self._generation = generation
+        self._expected = expected
+        self.allowed_seconds = allowed_seconds
+        self.output: asyncio.Future[ModelRunnerOutput] = steps.loop.create_future()
+        self._steps = steps
+        self._missing = set(steps.ranks)
+        self._response: worker_pb2.ExecuteResponse | None = None
+        self._other_nanos = 0
+        """Time in which the other ranks than the last one computed, together."""
+        self._slack_nanos: int | None = None
+        """The least of other ranks."""
+        self._tokens: tuple[bytes, bytes] | None = None
+        """What another rank of the last stage sampled."""
+
+    def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        """Notes the answer of a rank. Raises WrongAnswer if it is of another step, or contradicts
+        this one.
+        """
+        try:
+            self._take(rank, response)
+        except ValueError as error:
+            raise WrongAnswer(f"its answer to step {self.number} is wrong: {error}") from error
+
+    def _take(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        answered = response.generation, response.step
+        if answered != (self._generation, self.number):
+            generation, step = answered
+            raise WrongAnswer(f"it is of step {step} in generation {generation}")
+        slack = response.slack_nanos
+        if not -LONGEST_NANOS < slack < LONGEST_NANOS or (
+            response.queue_nanos + response.execute_nanos > LONGEST_NANOS
+        ):
+            raise WrongAnswer("times of more than a day")
+        if len(self._steps.ranks) > 1:
+            self._compare(rank, response)
+        self._missing.discard(rank)
+        if rank == self._steps.ranks[-1]:
+            self._response = response
+        else:
+            self._other_nanos += response.execute_nanos
+            self._note_slack(response)
+        if response.ended_tier_loads:
+            self._steps.ended_loads.note(rank, response)
+        if not self._missing:
+            self._steps.done(self)
+            if self._response is not None and not self.output.done():  # it may be cancelled
+                self._resolve(self._response)
+
+    def late_ranks(self) -> list[str]:
+        """The ranks that have not answered, in order."""
+        return [address for address in self._steps.ranks if address in self._missing]
+
+    def overdue(self) -> None:
+        """Fails the step because its time is over."""
+        late = ", ".join(self.late_ranks())
+        self.fail(
+            f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
+            f"by the worker at {late}"
+        )
+
+    def fail(self, message: str, reason: str | None = None) -> None:
+        """Fails the step, if it is not done."""
+        self._steps.forget(self)
+        if not self.output.done():
+            self.output.set_exception(WorkersLost(message, reason=reason))
+            self.output.exception()  # asyncio logs exceptions that are not retrieved
+
+    def _note_slack(self, response: worker_pb2.ExecuteResponse) -> None:
+        if response.HasField("slack_nanos"):
+            least = self._slack_nanos
+            slack = response.slack_nanos
+            self._slack_nanos = slack if least is None else min(least, slack)
+
+    def _resolve(self, response: worker_pb2.ExecuteResponse) -> None:
+        if self._slack_nanos is not None:
+            response.slack_nanos = min(self._slack_nanos, response.slack_nanos)
+        if (num_stages := self._steps.num_stages) > 1:
+            whole, num_ranks = response.execute_nanos + self._other_nanos, len(self._steps.ranks)
+            response.execute_nanos = whole * num_stages // num_ranks
+        transfers = self._steps.ended_loads.take()
+        num_speculative = self._steps.num_speculative_tokens
+        self.output.set_result(
+            model_runner_output_from_proto(response, transfers, num_speculative, self._expected)
+        )
+
+    def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
+        """Raises WrongAnswer unless all ranks that sample have sampled the same tokens, and no
+        other one has any.
+        """
+        ranks = self._steps.ranks
+        tokens = response.num_tokens, response.token_ids
+        if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:
+            if response.token_ids:
+                raise WrongAnswer("token_ids: tokens of a stage that does not sample")
+        elif self._tokens is None:
+            self._tokens = tokens
+        elif self._tokens != tokens:
+            raise WrongAnswer("token_ids: not what another rank sampled")
+
+
+class StepsInFlight:
+    """The steps of all ranks, oldest first. They run one after the other: the time of a step
+    begins when the step before it is done. `num_stages`: pipeline stages, whose times add up to
+    that of a step. `num_speculative_tokens`: drafts that the workers propose of a request, at most.
+    """
+
+    def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
+        self.ranks = tuple(ranks)
+        self.num_stages = 1
+        self.num_speculative_tokens = 0
+        self.model = ModelFacts()
+        self.ended_loads = EndedLoads(len(self.ranks))
+        self._with_logprobs = RequestsWithLogprobs()
+        self._deadlines = deadlines
+        self._steps: deque[SentStep] = deque()
+        self._alarm = Alarm(self._overdue, watch_addresses(self._late_ranks))
+        self._began = 0.0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop in which steps are sent and answered."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return self._loop
+
+    def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
+        """Adds a step, which is about to be sent."""
+        expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
+        if plan.kv_connector_metadata is not None:
+            self.ended_loads.begin(plan.kv_connector_metadata)
+        step = SentStep(self, generation, plan.step, plan.num_tokens, allowed_seconds, expected)
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._begin_oldest(self.loop.time())
+        return step
+
+    def done(self, step: SentStep) -> None:
+        """Notes how long a step took that every rank has answered."""
+        if self._steps and self._steps[0] is step:
+            now = self.loop.time()
+            self._deadlines.took(step.size, now - self._began - self._alarm.excused_seconds)
+            self._steps.popleft()
+            self._begin_oldest(now)
+        else:
+            self.forget(step)
+
+    def forget(self, step: SentStep) -> None:
+        """Removes a step; the time of the one behind it begins."""
+        if step not in self._steps:
+            return
+        was_oldest = self._steps[0] is step
+        self._steps.remove(step)
+        if was_oldest:
+            self._begin_oldest(self.loop.time())
+
+    def _begin_oldest(self, now: float) -> None:
+        """The time of the oldest step begins, if there is one."""
+        if self._steps:
+            self._began = now
+            self._alarm.set(self._steps[0].allowed_seconds)
+        else:
+            self._alarm.stop()
+
+    def _late_ranks(self) -> list[str]:
+        return self._steps[0].late_ranks() if self._steps else []
+
+    def _overdue(self) -> None:
+        self._steps[0].overdue()

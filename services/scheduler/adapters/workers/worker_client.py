@@ -1,0 +1,318 @@
+"""The workers over gRPC: one stream to each rank, and the same bytes on all of them."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import grpc
+from stepwell.common.v1 import common_pb2
+from stepwell.worker.v1 import worker_pb2, worker_pb2_grpc
+
+from services.common.errors import StepwellError, Unavailable
+from services.common.process.watchdog.ended import was_ended
+from services.common.process.watchdog.proc import listener_pid, watch_addresses
+from services.common.process.watchdog.silence import Silence
+from services.common.request.adapter import Adapter
+from services.common.request.adapter_proto import adapter_to_proto
+from services.common.request.pooling_proto import pooler_from_proto
+from services.common.request.structured_outputs import StructuredOutputs
+from services.common.request.structured_outputs_proto import structured_outputs_to_proto
+from services.common.rpc.protocol import own_release, require_same_protocol
+from services.common.rpc.status import from_peer
+from services.scheduler.adapters.workers.answer_check import ModelFacts, WrongAnswer
+from services.scheduler.adapters.workers.converters import (
+    last_token_ids,
+    num_stages,
+    scheduler_output_to_proto,
+)
+from services.scheduler.adapters.workers.prepared_grammars import PreparedGrammars
+from services.scheduler.adapters.workers.steps_in_flight import SentStep, StepsInFlight
+from services.scheduler.core.engine.deadlines import IDLE_CHECK_SECONDS, Deadlines
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.ports import WorkersLost
+
+_ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+DESCRIBE_TIMEOUT_SECONDS = 5.0
+GRAMMAR_TIMEOUT_SECONDS = 10.0
+ADAPTER_TIMEOUT_SECONDS = 60.0
+REASON_SECONDS = 1.0
+"""For how long the reason is waited for why a stream cannot be written to."""
+_SILENT_CHECKS = 2
+_TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
+"""Why a worker ends its stream, if it or another rank was told to stop."""
+STEP_FLOOR_SECONDS = 2.0
+"""The least time that a step is allowed, however short steps are: the machine may be busy."""
+
+
+class Rank:
+    """One worker and its stream of steps. If the stream ends, the steps without an answer fail.
+
+    A worker that has no steps is asked now and then whether it answers. After two questions in a
+    row without an answer its stream is ended: this process may have stood still in the first. A
+    question that the worker had no processor to answer does not count.
+    """
+
+    def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
+        self.address = address
+        self.on_lost: Callable[[str], None] = lambda _: None
+        """Called with a message if the stream ends by itself, or the worker hangs without steps."""
+        self._stub = worker_pb2_grpc.WorkerStub(channel)
+        self._read = watch_addresses(lambda: (address,))
+        self._call: _ExecuteCall | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._has_answered = False
+        """Whether a step was answered since this was set to False."""
+        self._unanswered: deque[SentStep] = deque()
+        self._why_lost = f"the worker at {address} went away"
+        self._pid = 0
+        self._was_told_to_stop = False
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether the worker was told to stop, or its supervisor ended it, since `open`."""
+        return self._was_told_to_stop or was_ended(self.address, self._pid)
+
+    async def describe(self) -> worker_pb2.DescribeResponse:
+        """What the worker runs. Raises StepwellError if it is not reached, is still loading, or is
+        of another protocol.
+        """
+        name = f"the worker at {self.address}"
+        try:
+            response: worker_pb2.DescribeResponse = await self._stub.Describe(
+                worker_pb2.DescribeRequest(release=own_release()), timeout=DESCRIBE_TIMEOUT_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_peer(name, error) from error
+        require_same_protocol(name, response.release, "scheduler")
+        return response
+
+    async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
+        """Lets the worker compile it. Raises StepwellError: InvalidArgument if that cannot be
+        done.
+        """
+        message = structured_outputs_to_proto(wanted)
+        try:
+            await self._stub.PrepareGrammar(
+                worker_pb2.PrepareGrammarRequest(structured_outputs=message),
+                timeout=GRAMMAR_TIMEOUT_SECONDS,
+            )
+        except grpc.aio.AioRpcError as error:
+            raise from_peer(f"the worker at {self.address}", error) from error
+
+    async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
+        """Lets the worker load it, and forget those that are not kept. Raises StepwellError."""
+        request = worker_pb2.LoadAdapterRequest(
+            adapter=adapter_to_proto(adapter), kept_digests=kept
+        )
+        try:
+            await self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise from_peer(f"the worker at {self.address}", error) from error
+
+    def open(self) -> None:
+        """Begins a new stream, for which the worker's batch is empty."""
+        self.close()
+        self._pid, self._was_told_to_stop = listener_pid(self.address), False
+        self._call = self._stub.Execute()
+        reading = self._read_answers(self._call)
+        self._reader = asyncio.create_task(reading, name=f"read {self.address}")
+        self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
+
+    def close(self) -> None:
+        """Ends the stream; steps in flight fail."""
+        for task in (self._reader, self._watch):
+            if task is not None:
+                task.cancel()
+        self._reader = self._watch = None
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+        self._fail(f"the stream to the worker at {self.address} was closed")
+
+    async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
+        """Sends a step. Raises WorkersLost when the stream has ended."""
+        if self._call is None:
+            raise WorkersLost(self._why_lost)
+        self._unanswered.append(step)
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            if self._reader is not None:  # it ends with the stream, and has the reason
+                await asyncio.wait({self._reader}, timeout=REASON_SECONDS)
+            raise WorkersLost(self._why_lost) from error
+
+    async def _read_answers(self, call: _ExecuteCall) -> None:
+        why, reason = "it ended the stream", None
+        try:
+            async for response in call:
+                self._has_answered = True
+                self._take(response)
+        except grpc.aio.AioRpcError as error:
+            failure = from_peer("it", error)
+            why, reason = failure.message, failure.error_reason
+            self._was_told_to_stop = reason in _TOLD_TO_STOP
+        except WrongAnswer as error:
+            why = str(error)
+            call.cancel()
+        self._call = None
+        message = self._why_lost = f"the worker at {self.address} was lost: {why}"
+        self._fail(message, reason)
+        self.on_lost(message)
+
+    def _take(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Raises WrongAnswer unless it is the answer to the oldest step."""
+        if not self._unanswered:
+            raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
+        self._unanswered[0].answered(self.address, response)
+        self._unanswered.popleft()
+
+    async def _watch_idle(self) -> None:
+        num_silent = 0
+        while num_silent < _SILENT_CHECKS:
+            self._has_answered = False
+            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            asked = asyncio.get_running_loop().time()
+            if self._is_at_work or await self._answers() or self._is_at_work:
+                num_silent = 0
+            elif not self._was_starved_since(asked):
+                num_silent += 1
+        self._watch = None
+        self.close()
+        self.on_lost(f"the worker at {self.address} was lost: it does not answer")
+
+    def _was_starved_since(self, asked: float) -> bool:
+        """Whether most of the time did not count against the worker."""
+        now = asyncio.get_running_loop().time()
+        return Silence(asked).look(self._read(now)) < (now - asked) / 2
+
+    @property
+    def _is_at_work(self) -> bool:
+        return bool(self._unanswered) or self._has_answered
+
+    async def _answers(self) -> bool:
+        try:
+            await self.describe()
+        except Unavailable:
+            return False
+        except StepwellError:
+            return True
+        return True
+
+    def _fail(self, message: str, reason: str | None = None) -> None:
+        while self._unanswered:
+            self._unanswered.popleft().fail(message, reason)
+
+
+class WorkerGroup:
+    """An `Executor` over all ranks."""
+
+    def __init__(
+        self, ranks: Sequence[Rank], step_timeout_seconds: float, owner: common_pb2.Owner
+    ) -> None:
+        self.on_lost: Callable[[WorkersLost], None] = lambda _: None
+        """Called at a loss, also if no step is in flight."""
+        self._ranks = ranks
+        for rank in ranks:
+            rank.on_lost = self._rank_lost
+        self._owner = owner
+        self._is_open = False
+        self._deadlines = Deadlines(STEP_FLOOR_SECONDS, step_timeout_seconds)
+        self._steps = StepsInFlight([rank.address for rank in ranks], self._deadlines)
+        self._grammars = PreparedGrammars()
+        self._incarnations: list[str] = []
+        self._generation = 0
+
+    async def describe(self) -> list[worker_pb2.DescribeResponse]:
+        """What each rank runs, in rank order. Raises StepwellError if one cannot be reached."""
+        ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
+        self._steps.num_stages = num_stages(ranks[0])
+        self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
+        self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
+        incarnations = [rank.incarnation for rank in ranks]
+        if incarnations != self._incarnations:
+            # A new process may compile or allocate in the first steps of each size.
+            self._deadlines.forget()
+            self._grammars.forget()
+            self._incarnations = incarnations
+        return ranks
+
+    async def open(self, generation: int) -> None:
+        """Begins a new generation on every rank, and returns when each has run an empty step.
+        Raises WorkersLost.
+
+        The empty step finds a worker that hangs in a step, which still answers Describe. It also
+        ends a step that only some ranks were sent: a rank that waits in it for the others learns of
+        its end from them.
+        """
+        self._generation = generation
+        self._is_open = False
+        for rank in self._ranks:
+            rank.open()
+        self._steps.ended_loads.forget()
+        plan = SchedulerOutput(0)
+        request = scheduler_output_to_proto(plan, generation, "")
+        request.owner.CopyFrom(self._owner)
+        await (await self._send(request, plan, self._deadlines.ceiling_seconds))
+        self._is_open = True
+
+    @property
+    def were_ended(self) -> bool:
+        """Whether a rank was told to stop, or its supervisor ended it, since `open`."""
+        return any(rank.was_ended for rank in self._ranks)
+
+    def has_grammar(self, wanted: StructuredOutputs) -> bool:
+        """Whether every rank has compiled it, as far as is known."""
+        return self._grammars.has(wanted)
+
+    async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
+        """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
+        incarnations = self._incarnations
+        await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
+        if incarnations is self._incarnations:
+            self._grammars.add(wanted)
+
+    async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
+        """Lets every rank load it. Raises StepwellError as a rank does, once all are done."""
+        await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
+
+    def close(self) -> None:
+        """Ends every stream."""
+        for rank in self._ranks:
+            rank.close()
+
+    def _rank_lost(self, message: str) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.on_lost(WorkersLost(message))
+
+    async def submit(
+        self, plan: SchedulerOutput, traceparent: str = ""
+    ) -> asyncio.Future[ModelRunnerOutput]:
+        request = scheduler_output_to_proto(plan, self._generation, traceparent)
+        if self._steps.num_stages > 1:
+            request.last_token_ids = last_token_ids(plan)
+        return await self._send(request, plan, self._deadlines.seconds(plan.num_tokens))
+
+    async def _send(
+        self, request: worker_pb2.ExecuteRequest, plan: SchedulerOutput, allowed_seconds: float
+    ) -> asyncio.Future[ModelRunnerOutput]:
+        request.timeout_millis = math.ceil(1000 * allowed_seconds)
+        step = self._steps.add(self._generation, plan, allowed_seconds)
+        for rank in self._ranks:
+            try:
+                await rank.submit(request, step)
+            except WorkersLost as error:
+                step.fail(error.message)
+                raise
+        return step.output
+
+
+async def _gather_calls(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Raises the first failure once all calls are done."""
+    for done in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(done, BaseException):
+            raise done

@@ -1,0 +1,133 @@
+"""The batch queue: steps that were sent to the workers and whose answer was not taken in."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from services.scheduler.core.engine.planning_clock import PlanningClock
+from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.ports import Executor
+
+
+class BatchQueue:
+    """Sends steps, and waits for their answers, oldest first. It is full with `depth` steps.
+
+    `now` gives steady seconds.
+    """
+
+    def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
+        self.awaits_answer = False
+        """Whether the oldest answer is being waited for."""
+        self.planning = PlanningClock()
+        self._executor = executor
+        self._depth = depth
+        self._now = now
+        self._planning_began: float | None = None
+        self._steps: deque[tuple[SchedulerOutput, asyncio.Future[ModelRunnerOutput]]] = deque()
+        self._unsent: SchedulerOutput | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further step may be sent before the oldest is taken in."""
+        return len(self._steps) >= self._depth
+
+    async def until_due(self) -> None:
+        """Waits, while a step runs, until the next one is to be planned, or that step is done. Its
+        planning begins then.
+        """
+        now = self._now()
+        if self._steps and (seconds := self.planning.due - now) > 0:
+            _, answer = self._steps[0]
+            self.awaits_answer = True
+            try:
+                await _until_done(answer, seconds)
+            finally:
+                self.awaits_answer = False
+            now = self._now()
+        self._planning_began = now
+
+    async def send(self, plan: SchedulerOutput, traceparent: str) -> None:
+        """Sends a step. Raises WorkersLost."""
+        self._unsent = plan
+        answer = await self._executor.submit(plan, traceparent)
+        if not self._steps:
+            self.planning.begins(plan.num_tokens, self._now())
+        elif self._planning_began is not None:
+            self.planning.planned(plan.step, self._planning_began)
+        self._steps.append((plan, answer))
+        self._unsent = None
+
+    async def take_answer(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
+        """Waits for the answer of the oldest step, which is in flight no more then. Raises
+        WorkersLost.
+        """
+        plan, answer = self._steps[0]
+        self.awaits_answer = True
+        try:
+            output = await answer
+        finally:
+            self.awaits_answer = False
+        self._steps.popleft()
+        self.planning.answered(plan.step, output.slack_seconds)
+        if self._steps:
+            self.planning.begins(self._steps[0][0].num_tokens, self._now())
+        return plan, output
+
+    async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
+        """Waits for the answer of the oldest step, and returns whether it is there: not if
+        `is_interrupted`, which is called before the wait and each time that `wake` is set.
+        """
+        _, answer = self._steps[0]
+        self.awaits_answer = True
+        try:
+            while not answer.done():
+                wake.clear()
+                if is_interrupted():
+                    return False
+                woken = asyncio.ensure_future(wake.wait())
+                either: set[asyncio.Future[Any]] = {answer, woken}
+                try:
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    woken.cancel()
+        finally:
+            self.awaits_answer = False
+        return True
+
+    def drop(self) -> list[SchedulerOutput]:
+        """Cancels all steps; their outputs are discarded. Returns their plans, that of a step whose
+        sending failed included.
+        """
+        dropped = [plan for plan, _ in self._steps]
+        if self._unsent is not None:
+            dropped.append(self._unsent)
+        for _, answer in self._steps:
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            answer.cancel()
+        self._steps.clear()
+        self.planning.forget()
+        self._unsent = None
+        return dropped
+
+
+async def _until_done(answer: asyncio.Future[Any], seconds: float) -> None:
+    """Waits until the answer is there or `seconds` are over. As `asyncio.wait`, at less cost."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def end(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = loop.call_later(seconds, end)
+    answer.add_done_callback(end)
+    try:
+        await waiter
+    finally:
+        timer.cancel()
+        answer.remove_done_callback(end)

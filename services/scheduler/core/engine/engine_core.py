@@ -1,0 +1,346 @@
+"""The engine loop: plans steps, sends them to the workers, and takes in their tokens."""
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from itertools import chain
+
+from services.common.errors import FailedPrecondition, Unavailable
+from services.common.replica.pause_mode import PauseMode
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.batch_queue import BatchQueue
+from services.scheduler.core.engine.pauses import Pauses
+from services.scheduler.core.engine.pending_changes import PendingChanges
+from services.scheduler.core.engine.planning_clock import PlanningClock
+from services.scheduler.core.engine.recovery import Recovery
+from services.scheduler.core.engine.turns import Turns
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.output import EngineCoreOutputs, PreemptionCause
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.ports import (
+    Delivery,
+    Executor,
+    PoolLost,
+    Readiness,
+    Replica,
+    StepObserver,
+    WorkersLost,
+)
+from services.scheduler.core.request import Request, RequestStatus
+
+logger = logging.getLogger(__name__)
+
+LINGER_SECONDS = 0.01
+"""How long the blocks and rows of the last requests wait to be given back. Where a request arrives
+meanwhile, as from a client that sends one after another, its first step gives them back, and they
+take no step and no transaction of their own.
+"""
+RETRY_SECONDS = 0.001
+"""Wait before requests are looked at again where none was scheduled and no step is in flight: what
+they wait for, such as a connector's answer, comes from outside. As in vLLM.
+"""
+
+
+class EngineState(enum.Enum):
+    """The states of the engine."""
+
+    IDLE = "idle"
+    RUNNING = "running"
+    PAUSED = "paused"
+    RECOVERING = "recovering"
+
+
+class EngineCore:
+    """Drives one scheduler: takes in requests, sends steps to the workers, and delivers tokens.
+
+    The scheduler is changed only in the turns of `run` and in a `standstill` between them. The
+    other methods note what is to be done and may be called at any time from the same event loop.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        replica: Replica,
+        delivery: Delivery,
+        observer: StepObserver,
+        readiness: Readiness,
+        now: Callable[[], float],
+        linger_seconds: float = LINGER_SECONDS,
+    ) -> None:
+        """`now` gives steady seconds."""
+        self.scheduler = scheduler
+        self.state = EngineState.IDLE
+        self.state_reason = ""
+        self._delivery = delivery
+        self._observer = observer
+        self._readiness = readiness
+        self._changes = PendingChanges(scheduler, observer, self._report_ended)
+        self._awaits_sessions = False
+        """Whether the last step had no room for any request, since sessions hold what they need."""
+        self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
+        self._undelivered: EngineCoreOutputs | None = None
+        self._linger_seconds = linger_seconds
+        self._wake = asyncio.Event()
+        self._turns = Turns(self._wake, lambda: bool(self._batch_queue))
+        self._pauses = Pauses(scheduler, self._changes, observer, self._turns, self._wake)
+        self._lost: PoolLost | WorkersLost | None = None
+        self._recovery = Recovery(
+            scheduler, replica, self._changes, observer, self._turns, self._wake
+        )
+        self.losses = self._recovery.losses
+        self._has_stages = scheduler.config.pipeline_parallel_size > 1
+
+    @property
+    def planning(self) -> PlanningClock:
+        """When steps are planned."""
+        return self._batch_queue.planning
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run: not scheduled yet, or preempted."""
+        return self.scheduler.num_waiting + len(self._changes.arrivals)
+
+    def add(self, request: Request) -> None:
+        """Queues a request for the next turn."""
+        self._changes.add(request)
+        self._wake.set()
+
+    def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends requests that run or wait: at once while the loop waits for a step's answer, and
+        otherwise before the next step is planned. A step in flight is not held up. QUEUE_TIMEOUT
+        ends only requests that have not been scheduled by then.
+        """
+        self._changes.abort(requests, reason)
+        if self._batch_queue.awaits_answer:
+            self._changes.apply()
+        else:
+            self._wake.set()
+
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it and how
+        the request is to end for that, before the next step is planned.
+        """
+        self._changes.grammar_compiled(request, error, reason)
+        self._wake.set()
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        """Gives a session its next input before the next step is planned; None ends it after the
+        turn that runs, and at once between two turns. Does nothing if it has ended by then.
+        """
+        self._changes.add_chunk(session, chunk)
+        self._wake.set()
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests that run or wait."""
+        return [*self.scheduler.requests, *self._changes.arrivals]
+
+    def abort_late(self, now: float) -> None:
+        """Ends requests that were not scheduled by their `latest_start`."""
+        late = [
+            request
+            for request in self.unscheduled()
+            if request.latest_start is not None and request.latest_start <= now
+        ]
+        if late:
+            self.abort(late, FinishReason.QUEUE_TIMEOUT)
+
+    def unscheduled(self) -> Iterator[Request]:
+        """Requests that wait and were never scheduled."""
+        waiting = chain(self.scheduler.queues, self._changes.arrivals)
+        return (request for request in waiting if request.num_cached_tokens is None)
+
+    def lost(self, lost: PoolLost | WorkersLost) -> None:
+        """Notes that pool or workers were lost while no step in flight showed it."""
+        self._lost = lost
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Runs steps until cancelled. Recovers from a lost pool or worker; any other error is a
+        defect and ends the loop.
+        """
+        try:
+            while True:
+                try:
+                    await self._until_work()
+                    if not self._has_stages:
+                        await self._batch_queue.until_due()
+                    async with self._turns:
+                        await self._turn()
+                except (PoolLost, WorkersLost) as lost:
+                    await self._recover(lost)
+        finally:
+            self._batch_queue.drop()
+            self._observer.stopped()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops planning; returns when no step is in flight and the blocks of ended requests are
+        free. ABORT ends all requests. WAIT admits no more and lets those that run end; it raises
+        Aborted if the engine is resumed meanwhile.
+        """
+        await self._pauses.begin(mode)
+        if self.state is not EngineState.RECOVERING:
+            self.state = EngineState.PAUSED
+
+    async def resume(self) -> None:
+        """Plans steps again after a pause."""
+        await self._pauses.end()
+
+    async def reset_prefix_cache(
+        self, *, preempt_running: bool, reset_connector: bool = False
+    ) -> None:
+        """Forgets every cached prefix, and, with `reset_connector`, what a connector has stored.
+        Raises FailedPrecondition while requests hold blocks, and Unavailable while pool or workers
+        are away.
+        """
+        async with self.standstill():
+            if self.state is EngineState.RECOVERING:
+                raise Unavailable(self.state_reason)
+            if preempt_running:
+                preempted = self.scheduler.preempt_all()
+                self._observer.preempted(preempted, PreemptionCause.RESET)
+            if not await self.scheduler.reset_prefix_cache():
+                raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+            if reset_connector:
+                self.scheduler.reset_connector()
+
+    def standstill(self) -> AbstractAsyncContextManager[None]:
+        """Holds the loop between turns, with no step in flight. The caller may be cancelled."""
+        return self._turns.standstill()
+
+    async def _turn(self) -> None:
+        """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
+
+        With asynchronous scheduling the oldest is the step before, which runs while this one is
+        planned, shortly before its end: what comes meanwhile is part of this one. In a pause blocks
+        of ended requests are still given back at once.
+        """
+        self._changes.apply()
+        planned = False
+        if self._may_plan() and self.scheduler.has_work:
+            traceparent = self._observer.begin()
+            plan = await self.scheduler.schedule(traceparent)
+            self._observer.planned(plan)
+            planned = bool(plan.requests)
+            if plan.is_sent:
+                await self._batch_queue.send(plan, traceparent)
+            elif not self._batch_queue:
+                self._awaits_sessions = self.scheduler.is_held_up_by_sessions(plan)
+        elif self._pauses.is_on:
+            await self.scheduler.flush()
+        if self._batch_queue and (self._batch_queue.is_full or not planned):
+            must_wait = not self._has_stages or self._batch_queue.is_full
+            if must_wait or await self._batch_queue.is_answered(self._wake, self._has_change):
+                await self._complete()
+        elif failed := self.scheduler.end_failed():
+            self._report_ended(failed)
+        elif not planned and self.scheduler.has_requests:
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _has_change(self) -> bool:
+        """Whether a change waits and steps are planned: it may be a request for which a pipeline
+        stage is free.
+        """
+        return bool(self._changes) and not (self._pauses.is_on or self._turns.is_held)
+
+    async def _complete(self) -> None:
+        """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
+        that their computation is not delayed.
+        """
+        plan, output = await self._batch_queue.take_answer()
+        self._changes.apply()
+        self._deliver()
+        update = self._undelivered = self.scheduler.update_from_output(plan, output)
+        if self.losses.is_in_a_row:
+            self._recovery.step_done(plan)
+        asyncio.get_running_loop().call_soon(self._deliver)
+        self._observer.done(plan, update)
+        if update.turns:
+            self._report_begun(update.turns)
+
+    def _deliver(self) -> None:
+        """Delivers the outputs that were not delivered yet. If that raises they are kept, and the
+        engine loop raises the same error at its next attempt.
+        """
+        if self._undelivered is not None:
+            self._delivery.deliver(self._undelivered)
+            self._undelivered = None
+
+    def _report_begun(self, sessions: Iterable[Request]) -> None:
+        """Reports sessions whose next turn begins at once, with input that came before."""
+        begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
+        if begun:
+            self._observer.arrived(begun)
+
+    def _report_ended(self, ended: Sequence[Request]) -> None:
+        """Reports requests that ended between steps."""
+        self._observer.ended(ended)
+        self._deliver()
+        self._delivery.deliver_ends(ended)
+
+    async def _until_work(self) -> None:
+        while not (self._changes or self._batch_queue) and (
+            self._pauses.is_on
+            or self._turns.is_held
+            or self._awaits_sessions
+            or not (self.scheduler.has_work or self.scheduler.queues.admitted_only)
+        ):
+            self.state = EngineState.PAUSED if self._pauses.is_on else EngineState.IDLE
+            self._deliver()
+            if self._lost is not None:
+                raise self._lost
+            self._wake.clear()
+            await self._wake.wait()
+            self._awaits_sessions = False
+        self._awaits_sessions = False
+        self.state = EngineState.RUNNING
+        if not (self.scheduler.running or self._batch_queue or self._changes):
+            await self._linger()
+
+    async def _linger(self) -> None:
+        """Waits a short time for a request, if the next step would only free what others held."""
+        if self.scheduler.only_frees:
+            self._wake.clear()
+            timer = asyncio.get_running_loop().call_later(self._linger_seconds, self._wake.set)
+            try:
+                await self._wake.wait()
+            finally:
+                timer.cancel()
+
+    async def _recover(self, lost: PoolLost | WorkersLost) -> None:
+        """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests
+        keep their tokens; meanwhile requests are added and ended as usual.
+        """
+        logger.warning("%s; recovering", lost.message)
+        self.state, self.state_reason = EngineState.RECOVERING, lost.message
+        self._readiness.not_ready(lost.message)
+        async with self._turns:
+            failed = self._batch_queue.drop()
+            if isinstance(lost, PoolLost):
+                failed = [self._recovery.plan_of(lost.suspects)]
+            preempted = self.scheduler.forget_pool()
+            self._observer.lost(preempted, lost)
+            self.losses.note(lost)
+            self._recovery.steps_failed(failed)
+            self._recovery.begin_trial()
+        self._lost, self._awaits_sessions = None, False
+        await self._recovery.reopen()
+        self._observer.recovered()
+        self.state_reason = ""
+        self._readiness.ready()
+        logger.info("recovered; %d requests are computed again", len(preempted))
+
+    def _may_plan(self) -> bool:
+        """Whether a step may be planned. If the search for a fault wants other requests to run, the
+        steps in flight are completed first.
+        """
+        if self._recovery.is_trial_due:
+            if self._batch_queue:
+                return False
+            self._recovery.change_trial()
+        return not (self._pauses.is_on or self._turns.is_held)

@@ -1,0 +1,73 @@
+"""Pauses of the engine, which operators ask for."""
+
+import asyncio
+from contextlib import suppress
+
+from services.common.errors import Aborted
+from services.common.replica.pause_mode import PauseMode
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.pending_changes import PendingChanges
+from services.scheduler.core.engine.turns import Turns
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.ports import PoolLost, StepObserver
+
+
+class Pauses:
+    """Begins and ends pauses between two turns: in a step whose planning has begun some requests
+    would be looked at before it, and others in it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        changes: PendingChanges,
+        observer: StepObserver,
+        turns: Turns,
+        wake: asyncio.Event,
+    ) -> None:
+        self._scheduler = scheduler
+        self._changes = changes
+        self._observer = observer
+        self._turns = turns
+        self._wake = wake
+
+    @property
+    def is_on(self) -> bool:
+        """Whether an operator wants no step; a pause that waits wants steps while requests run."""
+        mode = self._scheduler.pause_mode
+        return mode is not None and not (mode is PauseMode.WAIT and self._scheduler.running)
+
+    async def begin(self, mode: PauseMode) -> None:
+        """See `EngineCore.pause`."""
+        if mode is PauseMode.WAIT:
+            await self._finish_running()
+        else:
+            async with self._turns:
+                self._scheduler.pause(mode)
+        self._observer.paused()
+        async with self._turns.standstill():
+            self._changes.apply()
+            if mode is PauseMode.ABORT:
+                self._changes.end(dict.fromkeys(self._scheduler.requests, FinishReason.ABORT))
+            with suppress(PoolLost):  # the next step finds out, and recovers
+                await self._scheduler.flush()
+
+    async def _finish_running(self) -> None:
+        """Waits until no request runs."""
+
+        def is_over() -> bool:
+            return self._scheduler.pause_mode is not PauseMode.WAIT or not self._scheduler.running
+
+        async with self._turns:
+            self._scheduler.pause(PauseMode.WAIT)
+            self._wake.set()
+            await self._turns.until(is_over)
+        if self._scheduler.pause_mode is None:
+            raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
+
+    async def end(self) -> None:
+        """Plans steps again."""
+        async with self._turns:
+            self._scheduler.resume()
+        self._observer.resumed()
+        self._wake.set()

@@ -1,0 +1,94 @@
+"""Changes that are applied between two steps: requests that arrived, go on, or are to end."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.ports import StepObserver
+from services.scheduler.core.request import Request, RequestStatus
+
+
+class PendingChanges:
+    """Changes that were asked for while a step may have been planned, until they are applied.
+
+    `report_ended` is called with requests that end between steps.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        observer: StepObserver,
+        report_ended: Callable[[Sequence[Request]], None],
+    ) -> None:
+        self.arrivals: list[Request] = []
+        self._scheduler = scheduler
+        self._observer = observer
+        self._report_ended = report_ended
+        self._compiled: dict[Request, tuple[str, FinishReason]] = {}
+        self._chunks: list[tuple[Request, InputChunk | None]] = []
+        self._ends: dict[Request, FinishReason] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.arrivals or self._compiled or self._chunks or self._ends)
+
+    def add(self, request: Request) -> None:
+        """A request arrived."""
+        self.arrivals.append(request)
+
+    def abort(self, requests: Iterable[Request], reason: FinishReason) -> None:
+        """Requests are to end. QUEUE_TIMEOUT ends only those that were never scheduled by then."""
+        self._ends |= dict.fromkeys(requests, reason)
+
+    def grammar_compiled(self, request: Request, error: str, reason: FinishReason) -> None:
+        """The workers have the grammar of a request, or cannot have it, for which it ends."""
+        self._compiled[request] = error, reason
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        """A session has its next input, or is to end."""
+        self._chunks.append((session, chunk))
+
+    def apply(self) -> None:
+        """Adds the requests that arrived, notes whose grammar is compiled, gives sessions their
+        input, then ends those that are to end.
+        """
+        if self.arrivals:
+            arrivals, self.arrivals = self.arrivals, []
+            for request in arrivals:
+                self._scheduler.add(request)
+            self._observer.arrived(arrivals)
+        if self._compiled:
+            compiled, self._compiled = self._compiled, {}
+            for request, (error, reason) in compiled.items():
+                self._scheduler.grammar_compiled(request, error, reason)
+        if self._chunks:
+            self._apply_chunks()
+        if self._ends:
+            ends, self._ends = self._ends, {}
+            self.end(ends)
+
+    def end(self, ends: Mapping[Request, FinishReason]) -> None:
+        """Ends requests now, those that have not ended."""
+        ended = [request for request, reason in ends.items() if _can_end(request, reason)]
+        for request in ended:
+            self._scheduler.abort(request, ends[request])
+        if ended:
+            self._report_ended(ended)
+
+    def _apply_chunks(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        for session, chunk in chunks:
+            if session.is_finished:
+                continue
+            begins = session.status is RequestStatus.WAITING_FOR_CHUNK
+            self._scheduler.add_chunk(session, chunk)
+            if session.is_finished:
+                self._report_ended([session])
+            elif begins:
+                self._observer.arrived([session])
+
+
+def _can_end(request: Request, reason: FinishReason) -> bool:
+    if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
+        return False  # it has been scheduled since
+    return not request.is_finished

@@ -1,0 +1,110 @@
+"""Recovery from a loss of pool or workers: both are opened again, and a request whose steps always
+fail is looked for.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+
+from services.common.pool.ids import RequestKey
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.engine.fault_search import FaultSearch
+from services.scheduler.core.engine.losses import Losses
+from services.scheduler.core.engine.pending_changes import PendingChanges
+from services.scheduler.core.engine.turns import Turns
+from services.scheduler.core.output import PreemptionCause, SchedulerOutput
+from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.ports import Replica, StepObserver
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Counts losses, and has the scheduler run the requests that the search for a fault wants.
+
+    `turns` and `wake` are those of the engine loop: changes are applied under the first while it
+    recovers, and the second is set when there are any.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        replica: Replica,
+        changes: PendingChanges,
+        observer: StepObserver,
+        turns: Turns,
+        wake: asyncio.Event,
+    ) -> None:
+        self.losses = Losses()
+        self._search = FaultSearch()
+        self._scheduler = scheduler
+        self._replica = replica
+        self._changes = changes
+        self._observer = observer
+        self._turns = turns
+        self._wake = wake
+
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether the search for a fault wants other requests to run than those that may."""
+        return self._search.trial() != self._scheduler.queues.admitted_only
+
+    def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
+        """Stands for a step that failed while it was planned, with the requests that the pool was
+        sent then: the next token of each.
+        """
+        requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
+        computed = [request.num_computed_tokens for request in requests]
+        return SchedulerOutput(-1, requests, [1] * len(requests), computed)
+
+    def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
+        """Suspects the requests of steps that were lost with pool or workers, and ends the one
+        whose steps always fail, if it was found. Workers that were ended from outside show nothing.
+        """
+        if self._replica.workers_were_ended or not any(plan.requests for plan in plans):
+            return
+        culprit = self._search.steps_failed(plans)
+        if culprit is not None:
+            logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
+            self.losses.made_progress()
+            self._changes.end({culprit: FinishReason.STEP_FAILED})
+
+    def step_done(self, plan: SchedulerOutput) -> None:
+        """A step was done after a loss: the losses in a row are over once nothing is suspected."""
+        if self._search.is_active:
+            self._search.step_done(plan)
+        else:
+            self.losses.made_progress()
+
+    def begin_trial(self) -> None:
+        """Has the scheduler admit the requests that the search for a fault wants to run. None may
+        run now.
+        """
+        if (trial := self._search.trial()) != self._scheduler.queues.admitted_only:
+            self._scheduler.admit_only(trial)
+
+    def change_trial(self) -> None:
+        """Preempts all requests and begins the trial that is due."""
+        preempted = self._scheduler.preempt_all()
+        self._observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
+        self.begin_trial()
+
+    async def reopen(self) -> None:
+        """Waits until pool and workers are opened, and meanwhile adds and ends requests."""
+
+        async def open_again() -> None:
+            await asyncio.sleep(self.losses.backoff_seconds)
+            await self._replica.open()
+
+        reopening = asyncio.create_task(open_again(), name="reopen")
+        reopening.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not reopening.done():
+                self._wake.clear()
+                async with self._turns:
+                    self._changes.apply()
+                await self._wake.wait()
+            reopening.result()
+        finally:
+            reopening.cancel()
+        self.losses.recovered()

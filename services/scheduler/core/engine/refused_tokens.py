@@ -1,0 +1,22 @@
+"""Requests whose grammar refuses a token: they end with an error that names the field."""
+
+from services.common.request.finish_reason import FinishReason
+from services.common.request.structured_outputs import FIELD
+from services.scheduler.core.output import ModelRunnerOutput
+from services.scheduler.core.request import Request
+
+
+def end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
+    """Ends the request at `index` of a step, one of `refused_tokens`, unless it ended before the
+    refused token. `num_kept` tokens of the step were appended to it.
+    """
+    first = output.refused_tokens[index]
+    if first > num_kept or (first == num_kept and request.finish_reason is not None):
+        return
+    after = f"after {request.num_output_tokens - num_kept + first} tokens of this answer"
+    error = output.grammar_errors.get(index)
+    if error is None:
+        request.fail(f"{FIELD}: no token conforms {after}", FinishReason.NO_CONFORMING_TOKEN)
+    else:
+        why = f"cannot be followed {after}: {error}"
+        request.fail(f"{FIELD}: {why}", FinishReason.GRAMMAR_ERROR)

@@ -1,0 +1,82 @@
+"""The requests of a replica, and what they hold."""
+
+from services.common.pool.operations import BlockCopy
+from services.common.replica.pause_mode import PauseMode
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.batch_rows import BatchRows
+from services.scheduler.core.engine.planned_steps import PlannedSteps
+from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
+from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
+from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.planning.waiting_requests import WaitingRequests
+from services.scheduler.core.policies import find_policy
+from services.scheduler.core.ports import KVPool
+from services.scheduler.core.request import Request
+from services.scheduler.core.transfers.kv_connector import KVConnector
+from services.scheduler.core.transfers.kv_transfers import KVTransfers
+
+
+class ReplicaState:
+    """The state that the parts of the scheduler share. It decides nothing."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None
+    ) -> None:
+        self.config = config
+        self.policy = find_policy(config.policy)
+        self.queues = WaitingRequests(self.policy)
+        self.running = RunningRequests()
+        self.steps = PlannedSteps()
+        self.rows = BatchRows(config.max_num_seqs)
+        self.kv_cache_manager = KVCacheManager(config, pool)
+        self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
+        self.transfers: KVTransfers | None = None
+        if connector is not None:
+            self.transfers = KVTransfers(config, connector, self.kv_cache_manager)
+        self.pause_mode: PauseMode | None = None
+        self.failed: dict[Request, str] = {}
+        """Waiting requests that steps looked at and that can never run, and why."""
+
+    @property
+    def num_free_places(self) -> int:
+        """How many more requests may run. A session between two turns keeps its place."""
+        num_taken = len(self.running) + len(self.queues.between_turns)
+        return max(0, self.config.max_running - num_taken)
+
+    async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
+        """The copies that the workers make before the step that is planned. Their blocks can be
+        reused from then on, but not for a load that is not ordered with the steps, as in vLLM.
+        """
+        copies = self.kv_cache_manager.take_copies()
+        if self.transfers is not None and self.config.fences_frees:
+            self.transfers.deferred_frees.add_copies(copies, step)
+        else:
+            await self.kv_cache_manager.release_copies(len(copies), traceparent)
+        return copies
+
+    def take_out(self, request: Request) -> None:
+        """Takes a request out of those that run or wait."""
+        if request.row is None:
+            self.queues.remove(request)
+            self.queues.put_in_order()
+        else:
+            self.running.remove(request)
+
+    def free(self, request: Request) -> None:
+        """Frees the row of a request and, with the next transaction, its blocks."""
+        if self.transfers is not None and request.is_finished:
+            self.transfers.ended(request, self.steps.in_flight)
+        else:
+            self.kv_cache_manager.release(request)
+        if self.transfers is not None:
+            self.transfers.preempted(request)
+        self.encoder_cache.free(request)
+        self.rows.free(request)
+        request.forget_blocks()
+
+    def remove(self, request: Request) -> None:
+        """Takes out a request that has ended, and frees what it held. It may have ended in the
+        queue: by a token that was in flight when it was preempted.
+        """
+        self.take_out(request)
+        self.free(request)

@@ -1,0 +1,212 @@
+"""What the output of a step changes: tokens are appended, requests and turns of sessions end."""
+
+from collections.abc import Sequence
+
+from services.common.request.finish_reason import CLIENT_ERRORS, FinishReason
+from services.scheduler.core.engine.refused_tokens import end_if_refused
+from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from services.scheduler.core.request import Request, TurnEnd
+from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
+
+_FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
+"""Reasons for which a session ends with its turn."""
+
+
+class StepUpdate:
+    """Takes in the outputs of steps, in their order."""
+
+    def __init__(self, state: ReplicaState) -> None:
+        self._state = state
+        self._config = state.config
+        self._running = state.running
+
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
+        """See `Scheduler.update_from_output`."""
+        state = self._state
+        state.steps.updated(plan)
+        failed = [] if state.transfers is None else self._failed_loads(plan, output)
+        if state.pause_mode is not None or output.nan_requests or output.refused_tokens:
+            self._take_off_fast_path(plan, output)
+        for request in plan.dropped:
+            self._running.leave_fast_path(request)
+        computed = self._computed_inputs(plan) if state.encoder_cache.used_inputs else {}
+        taken: list[Sequence[int] | None] = list(output.token_ids)
+        num_tokens, ended, turns = self._append(plan, output, taken)
+        for request, num_computed_tokens in computed.items():
+            state.encoder_cache.free_computed(request, num_computed_tokens)
+            if request in ended:
+                state.encoder_cache.free(request)
+        for request in ended:
+            state.remove(request)
+        for request in failed:
+            request.finish(FinishReason.KV_LOAD_FAILED)
+            state.remove(request)
+        if state.transfers is not None:
+            state.transfers.finished(output.kv_transfers, state.steps.in_flight)
+        unable = self.end_failed() if state.failed else []
+        return EngineCoreOutputs(
+            plan,
+            taken,
+            output.logprobs,
+            [*ended, *failed, *unable],
+            num_tokens,
+            turns,
+            output.execute_nanos,
+            output.pooled,
+            unable,
+            output.num_draft_tokens,
+        )
+
+    def _append(
+        self,
+        plan: SchedulerOutput,
+        output: ModelRunnerOutput,
+        taken: list[Sequence[int] | None],
+    ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
+        """Appends tokens, and leaves in `taken` those that were; None for a request that had ended.
+        Returns how many were, the requests that end, and the sessions with a turn that ends.
+        """
+        ended: list[Request] = []
+        turns: dict[Request, TurnEnd] = {}
+        num_tokens = len(taken)  # as if all were on the fast path
+        indexes = range(len(taken))
+        for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
+            if tokens and request.is_on_fast_path:
+                token_id = tokens[0]
+                if token_id not in request.ending_token_ids:
+                    request.token_ids.append(token_id)
+                    continue
+            kept = taken[index] = self._kept(plan, output, index)
+            num_tokens += len(kept or ()) - 1
+            if kept is not None and request.finish_reason is not None:
+                if not request.resumable or request.finish_reason in _FAILURES:
+                    ended.append(request)
+                elif request.chunks and request.chunks[0] is None:
+                    request.forget_ahead()
+                    ended.append(request)
+                else:
+                    turns[request] = self._end_turn(request)
+        return num_tokens, ended, turns
+
+    def _kept(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
+    ) -> Sequence[int] | None:
+        """Appends the tokens of a request that may end, or is not on the fast path. Returns those
+        that were appended; None if it had ended, or its tokens are dropped. Its drafts are kept
+        even then, as in vLLM: those that workers propose follow the tokens that it has.
+        """
+        request, tokens = plan.requests[index], output.token_ids[index]
+        if request.finish_reason is not None:
+            return None
+        if request in plan.dropped:
+            if output.draft_token_ids:
+                self._take_drafts(request, output, index)
+            return None
+        if index in output.nan_requests:
+            request.finish(FinishReason.NAN_IN_LOGITS)
+            return ()
+        if tokens or index in output.refused_tokens:
+            return self._update_request_with_output(plan, output, index)
+        if index in output.pooled:
+            request.finish(FinishReason.STOP)
+        return tokens
+
+    def end_failed(self) -> list[Request]:
+        """Ends the waiting requests that steps looked at and that can never run. Returns them in
+        the order of their arrival.
+        """
+        failures, self._state.failed = self._state.failed, {}
+        failed = [request for request in failures if not request.is_finished]
+        failed.sort(key=lambda request: request.key)
+        for request in failed:
+            request.fail(failures[request], request.error_reason)
+            self._state.remove(request)
+        return failed
+
+    def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
+        """Drops what the step computed from keys and values that were not loaded, and what steps in
+        flight go on to compute from that. Returns the requests that end for that, in the order in
+        which they arrived.
+        """
+        transfers, steps = self._state.transfers, self._state.steps
+        if transfers is None:
+            raise AssertionError("there is no connector")
+        transfers.processed(plan, output.kv_transfers)
+        affected = transfers.take_failures(
+            output.kv_transfers,
+            [plan, *steps.in_flight],
+            self._state.queues.kv_waiting,
+            self._running,
+        )
+        plan.dropped |= affected
+        steps.drop(affected)
+        if self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE:
+            return []
+        return sorted(affected, key=lambda request: request.key)
+
+    def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
+        """Takes requests off the fast path whose tokens are not just appended; in a pause also
+        those whose steps on it are over, which planning does otherwise.
+        """
+        if self._state.pause_mode is not None:
+            self._running.take_due_off_fast_path()
+        for index in (*output.nan_requests, *output.refused_tokens):
+            self._running.leave_fast_path(plan.requests[index])
+
+    def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
+        """The tokens that are computed, and that no draft refused can take back, of each request of
+        a step that uses items; pooling models sample none. One whose output is dropped keeps its
+        items.
+        """
+        used_inputs = self._state.encoder_cache.used_inputs
+        samples_ahead = self._config.async_scheduling and not self._config.pooling
+        return {
+            request: request.num_computed_tokens - samples_ahead * request.num_output_placeholders
+            for request in plan.requests
+            if request in used_inputs and request not in plan.dropped
+        }
+
+    def _update_request_with_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
+    ) -> Sequence[int]:
+        """Appends the tokens of a request; returns those up to its end, if it ended."""
+        request = plan.requests[index]
+        kept = request.append_output_token_ids(output.token_ids[index])
+        if index in output.refused_tokens:
+            end_if_refused(request, output, index, len(kept))
+        if plan.draft_token_ids and request.num_computed_tokens:
+            # Drafts that were rejected, or came after the end, were never computed.
+            drafts = plan.draft_token_ids.get(request, ())
+            request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
+        if output.draft_token_ids:
+            self._take_drafts(request, output, index)
+        if request.row is not None:
+            self._state.kv_cache_manager.publish_known(request)
+        return kept
+
+    def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
+        """Notes the drafts that the next step verifies, unless they were noted with its plan."""
+        if not self._config.async_scheduling:
+            num_drafts = self._config.num_drafts(len(self._running))
+            request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
+
+    def _end_turn(self, session: Request) -> TurnEnd:
+        """Lets a session begin its next turn, or wait for its input. What steps in flight sample of
+        it comes after the end of the turn, and is dropped. Where layers keep a state, these steps
+        overwrite it with what follows the token that is dropped, and drafts leave it where only the
+        workers know: then the session gives its blocks back, and goes on from what is cached.
+        """
+        state = self._state
+        is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)
+        state.steps.drop([session])
+        state.take_out(session)
+        end = session.end_turn(self._config.hash_block_size)
+        is_lost = is_in_flight or self._config.num_speculative_tokens
+        if is_lost and self._config.holds_states:
+            state.free(session)
+        state.rows.free(session)
+        if session.chunks and (chunk := session.chunks.popleft()) is not None:
+            session.begin_turn(chunk, self._config.max_model_len)
+        state.queues.add(session)
+        return end

@@ -1,0 +1,336 @@
+"""The scheduler's side of the pool: which operations it sends when, and what it keeps of answers.
+Every method makes at most one transaction.
+"""
+
+from collections.abc import Collection, Sequence
+
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.operations import (
+    Admission,
+    Admit,
+    BeginStep,
+    BlockCopy,
+    Commit,
+    Grow,
+    Lookup,
+    Operation,
+    Outcome,
+    ReleaseCopies,
+    ResetPrefixCache,
+    Stop,
+)
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.planned_steps import PlannedSteps
+from services.scheduler.core.kv.pending_operations import PendingOperations
+from services.scheduler.core.planning.computed_tokens import (
+    num_computed_tokens_of,
+    with_num_computed_tokens,
+)
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.ports import KVPool, PoolLost
+from services.scheduler.core.request import Request
+
+_Filling = tuple[int, int, Request]
+"""Admission number, known tokens that are computed after the step, and the request."""
+
+
+class KVCacheManager:
+    """Allocates blocks for requests, publishes full ones, and looks up cached prefixes. The
+    scheduler keeps the length of each block table, and how much of it is published.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
+        self.num_free_blocks = config.num_blocks - 1
+        self._config = config
+        self._pool = pool
+        self.pending = PendingOperations()
+        """Operations that the next transaction begins with."""
+        self.block_ids_to_zero: list[BlockId] = []
+        """Blocks that were allocated since the last step, and must be cleared before their use."""
+        self.copies: list[BlockCopy] = []
+        """Copies that transactions of this step made, whose blocks are held."""
+        self._hash_block_size = config.hash_block_size
+        self._only_grows = config.only_grows
+        self.needs_steps = config.aligns_states and config.enable_prefix_caching
+        """Whether the operations of each step begin with BeginStep."""
+        self._step_begins = False
+        """Whether BeginStep of the step that is planned has yet to be sent."""
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._longest = config.max_model_len
+        self._with_divergent_hits = config.hits_may_diverge
+
+    def num_slots(self, num_tokens: int) -> int:
+        """Slots that a running request needs for its first `num_tokens` to be computed."""
+        return min(num_tokens + self._num_lookahead_tokens, self._longest)
+
+    def needs_slots(self, request: Request, num_tokens: int) -> bool:
+        """Whether a running request lacks slots for its first `num_tokens` to be computed. Where
+        groups give blocks back, every request that is looked at is sent to the pool.
+        """
+        num_slots = request.num_slots
+        if not self._only_grows:
+            return True
+        return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
+
+    def begin_step(self) -> None:
+        """Lets the operations of the step that is about to be planned begin with BeginStep."""
+        self._step_begins = True
+
+    async def grow(
+        self,
+        builder: StepBuilder,
+        growing: Sequence[Request],
+        leaving: Collection[Request],
+        looked_up: Sequence[Request],
+        steps: PlannedSteps,
+        traceparent: str,
+    ) -> Stop | None:
+        """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
+        step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
+        operations.
+
+        A block is filled by a request off the fast path, or by one of `leaving`, for which this
+        step is the last on it. Publishing comes after all growth, so that no victim is published.
+        Returns where the pool stopped: it names one of `growing`; those before it have grown, and
+        nothing was published or looked up. `steps` are those before.
+        """
+        operations: list[Operation] = []
+        growth = self._grow(builder, growing, steps) if growing else None
+        if growth is not None:
+            operations.append(growth)
+        filling = self._filling(builder, leaving)
+        if filling:
+            operations.append(self._commit(filling))
+        if looked_up:
+            operations += self._look_up(builder, looked_up)
+        if self._step_begins:
+            operations = self._in_step(operations)
+        if self.pending:
+            operations = self.pending.take() + operations
+        if not operations:
+            return None
+        outcome = self._keep(await self._pool.transact(operations, traceparent))
+        if growth is not None:
+            self._note_growth(builder, growing, growth, outcome)
+        if outcome.stop is None:
+            for _, end, request in filling:
+                num_full = end // self._hash_block_size
+                request.num_committed_blocks = num_full
+                request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+            if looked_up:
+                self._note_hits(builder, looked_up, outcome)
+        return outcome.stop
+
+    async def look_up(
+        self, builder: StepBuilder, looked_up: Sequence[Request], traceparent: str
+    ) -> None:
+        """Looks up how much of each request's tokens is cached."""
+        operations = [*self.pending.take(), *self._in_step(self._look_up(builder, looked_up))]
+        outcome = await self._transact(operations, traceparent)
+        self._note_hits(builder, looked_up, outcome)
+
+    def hash_continuation(self, request: Request) -> None:
+        """Computes the hashes of a request that holds blocks, before its admission."""
+        if self._config.enable_prefix_caching:
+            request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
+
+    async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
+        """Allocates the blocks of waiting requests, up to the first that does not fit."""
+        operations: list[Operation] = [Admit(admissions)] if admissions else []
+        operations = [*self.pending.take(), *self._in_step(operations)]
+        return await self._transact(operations, traceparent)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies that the workers make before the step. Their blocks are still held."""
+        copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
+        return copies
+
+    async def release_copies(self, num_copies: int, traceparent: str) -> None:
+        """Gives back the blocks of the first copies that hold some, if nothing else holds them."""
+        await self._transact([ReleaseCopies(num_copies)], traceparent)
+
+    async def flush(self) -> None:
+        """Sends the pending operations now."""
+        await self._transact(self.pending.take(), "")
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
+        outcome = await self._transact([*self.pending.take(), ResetPrefixCache()], "")
+        return outcome.reset_done
+
+    def take_block_ids_to_zero(self) -> list[BlockId]:
+        """The blocks that the workers clear before the step."""
+        block_ids, self.block_ids_to_zero = self.block_ids_to_zero, []
+        return block_ids
+
+    def publish_known(self, request: Request) -> None:
+        """Publishes blocks that a step filled with tokens that were not known when it was planned.
+        The last token is known, but not computed.
+        """
+        self._publish(request, len(request.token_ids) - 1)
+
+    def publish_computed(self, request: Request) -> None:
+        """Publishes the blocks of a victim that was scheduled in this step, as far as earlier steps
+        fill them with tokens that are known.
+        """
+        self._publish(request, min(request.num_computed_tokens, len(request.token_ids)))
+
+    def _publish(self, request: Request, end: int) -> None:
+        num_full = end // self._hash_block_size
+        if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
+            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
+            request.num_committed_blocks = num_full
+            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+
+    def publish_loaded(self, request: Request) -> None:
+        """Publishes the blocks of a request that waited until they were loaded. Where layers keep
+        states, a prompt that was loaded in full has the state before its last token, which is
+        computed again: only then is there a state of the whole prompt.
+        """
+        end = request.num_computed_tokens
+        if self._config.holds_states:
+            end = min(end, request.num_tokens - 1)
+        if self._config.enable_prefix_caching:
+            num_full = end // self._hash_block_size
+            self.pending.commit(request.key, end, self._unsent_hashes(request, num_full))
+            request.num_committed_blocks = num_full
+            request.num_hashes_sent = max(request.num_hashes_sent, num_full)
+
+    def release(self, request: Request) -> None:
+        """Gives back the blocks of a request, if it has any, with the next transaction."""
+        if request.known_to_pool:
+            self.pending.release(request.key)
+
+    def forget(self) -> None:
+        """Starts over with an empty pool: no request holds blocks, no operation is pending."""
+        self.pending.clear()
+        self.block_ids_to_zero.clear()
+        self.copies.clear()
+        self.num_free_blocks = self._config.num_blocks - 1
+
+    def _in_step(self, operations: list[Operation]) -> list[Operation]:
+        """Operations of the step that is planned, after BeginStep if they are its first."""
+        if operations and self._step_begins:
+            self._step_begins = False
+            return [BeginStep(), *operations]
+        return operations
+
+    def _grow(
+        self,
+        builder: StepBuilder,
+        growing: Sequence[Request],
+        steps: PlannedSteps,
+    ) -> Grow:
+        """Windows move on to the tokens that are certainly computed, which steps in flight do not
+        change any more: they may read what lies before, and drafts of theirs may be rejected.
+        """
+        starts = num_computed_tokens_of(growing)
+        keys = [request.key for request in growing]
+        ends = [builder.off_fast_path[request] for request in growing]
+        slots = list(map(self.num_slots, ends))
+        if self._only_grows:
+            return Grow(keys, starts, slots)
+        num_in_flight = steps.num_tokens()
+        stored = [
+            max(0, start - num_in_flight(request))
+            for start, request in zip(starts, growing, strict=True)
+        ]
+        for request, num_tokens in zip(growing, stored, strict=True):
+            request.num_tokens_left_behind = max(request.num_tokens_left_behind, num_tokens)
+        return Grow(keys, stored, slots, ends if self._num_lookahead_tokens else ())
+
+    def _note_growth(
+        self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
+    ) -> None:
+        """Takes in the new blocks of requests, as far as they fitted. Raises PoolLost if they are
+        not as many as were asked for.
+        """
+        size, appended = self._config.block_size, builder.plan.appended_blocks
+        if not self._only_grows:
+            for request, blocks in zip(growing, outcome.grown, strict=False):
+                request.num_slots += len(blocks[0]) * size
+                if any(blocks):
+                    appended[request] = blocks
+            return
+        for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
+            num_slots = request.num_slots + len(blocks[0]) * size
+            if not needed <= num_slots < needed + size:
+                raise PoolLost(
+                    f"the kvpool was lost: it gave a request {num_slots} slots, not {needed}",
+                    suspects=[request.key],
+                )
+            request.num_slots = num_slots
+            appended[request] = blocks
+
+    def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
+        """Requests of which the step fills blocks, in the order of admission."""
+        if not self._config.enable_prefix_caching:
+            return []
+        size = self._hash_block_size
+        filling: list[_Filling] = []
+        for request, start in with_num_computed_tokens(leaving):
+            end = start + 1
+            if end % size == 0 and end <= len(request.token_ids):
+                filling.append((request.admission_number, end, request))
+        for request, end in builder.off_fast_path.items():
+            full, known = (request.num_committed_blocks + 1) * size, len(request.token_ids)
+            if end >= full and known >= full:
+                filling.append((request.admission_number, min(end, known), request))
+        filling.sort()
+        return filling
+
+    def _commit(self, filling: Sequence[_Filling]) -> Commit:
+        keys: list[RequestKey] = []
+        ends: list[int] = []
+        new_hashes: list[list[BlockHash]] = []
+        for _, end, request in filling:
+            keys.append(request.key)
+            ends.append(end)
+            new_hashes.append(self._unsent_hashes(request, end // self._hash_block_size))
+        return Commit(keys, ends, new_hashes)
+
+    def _look_up(self, builder: StepBuilder, looked_up: Sequence[Request]) -> list[Operation]:
+        if not self._config.enable_prefix_caching:
+            for request in looked_up:
+                builder.prefixes.note_hit(request, 0, 0)
+            return []
+        if not looked_up:
+            return []
+        return [
+            Lookup(
+                [request.key for request in looked_up],
+                [request.max_hit_tokens for request in looked_up],
+                [self._unsent_hashes(request) for request in looked_up],
+                self._with_divergent_hits,
+            )
+        ]
+
+    def _note_hits(
+        self, builder: StepBuilder, looked_up: Sequence[Request], outcome: Outcome
+    ) -> None:
+        for request, hit in zip(looked_up, outcome.hits, strict=False):
+            builder.prefixes.note_hit(request, *hit)
+            request.num_hashes_sent = len(request.block_hashes)
+            request.known_to_pool = True
+        builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
+
+    def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
+        """The hashes that the pool lacks of all full blocks, or of the first `num_blocks`. A Commit
+        has only those that it publishes: the last token of a session may yet be taken back.
+        """
+        request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
+        return request.block_hashes[request.num_hashes_sent : num_blocks]
+
+    async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
+        """One transaction, or none if there are no operations."""
+        if not operations:
+            return Outcome(self.num_free_blocks)
+        return self._keep(await self._pool.transact(operations, traceparent))
+
+    def _keep(self, outcome: Outcome) -> Outcome:
+        """Keeps the part of an outcome that concerns the pool as a whole."""
+        self.num_free_blocks = outcome.num_free_blocks
+        self.block_ids_to_zero += outcome.block_ids_to_zero
+        self.copies += outcome.copies
+        return outcome

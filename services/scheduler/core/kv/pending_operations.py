@@ -1,0 +1,81 @@
+"""Operations of the pool that are kept until the next transaction. All of them always fit."""
+
+from collections.abc import Sequence
+
+from services.common.pool.block_hash import BlockHash
+from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.operations import (
+    Commit,
+    EvictBlocks,
+    Operation,
+    Release,
+    RemoveSkippedBlocks,
+)
+
+
+class PendingOperations:
+    """Collects them, and joins those of one kind into one operation.
+
+    Blocks are published before others are given back, so that a request that ends leaves its last
+    full block findable.
+    """
+
+    def __init__(self) -> None:
+        self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
+        """Tokens that are stored and further hashes, by request."""
+        self.evictions: list[BlockId] = []
+        """Blocks whose hash is removed."""
+        self._releases: list[RequestKey] = []
+        """Requests whose blocks are given back."""
+        self._early_releases: list[Operation] = []
+        """Operations that give blocks back before those of `_releases` do."""
+
+    def __bool__(self) -> bool:
+        return bool(self.commits or self._releases or self.evictions or self._early_releases)
+
+    def commit(self, key: RequestKey, num_tokens: int, new_hashes: list[BlockHash]) -> None:
+        """Publishes the full blocks of a request's first `num_tokens`. `new_hashes` are those that
+        follow the hashes of earlier commits.
+        """
+        _, earlier = self.commits.get(key, (0, []))
+        self.commits[key] = num_tokens, earlier + new_hashes
+
+    def release(self, key: RequestKey) -> None:
+        """Gives back all blocks of a request."""
+        self._releases.append(key)
+
+    def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
+        """Gives back the blocks that no query from `num_computed_tokens` on sees."""
+        self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
+
+    def give_back_in_order(self, operation: Operation) -> None:
+        """Gives blocks back by an operation, after the releases so far and before later ones."""
+        if self._releases:
+            self._early_releases.append(Release(tuple(self._releases)))
+            self._releases = []
+        self._early_releases.append(operation)
+
+    def evict(self, blocks: Sequence[BlockId]) -> None:
+        """Removes the hashes of blocks."""
+        self.evictions += blocks
+
+    def take(self) -> list[Operation]:
+        """Removes and returns the operations, in the order in which the pool applies them. They
+        count as done from here on.
+        """
+        operations: list[Operation] = []
+        if self.commits:
+            num_tokens, new_hashes = zip(*self.commits.values(), strict=True)
+            operations.append(Commit(list(self.commits), num_tokens, new_hashes))
+        if self.evictions:
+            operations.append(EvictBlocks(tuple(self.evictions)))
+        operations += self._early_releases
+        if self._releases:
+            operations.append(Release(tuple(self._releases)))
+        self.clear()
+        return operations
+
+    def clear(self) -> None:
+        """Drops all operations."""
+        self.commits, self.evictions = {}, []
+        self._releases, self._early_releases = [], []

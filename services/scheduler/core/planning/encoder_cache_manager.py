@@ -1,0 +1,137 @@
+"""The cache of encoder outputs on the workers, as the scheduler accounts for it.
+
+Ideas and names are those of vLLM's EncoderCacheManager: sizes count embeddings, an output is shared
+by all requests with the same item, and stays when none uses it any more, until its room is needed.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from services.common.request.encoder_input import EncoderInput
+from services.scheduler.core.request import Request
+
+
+class EncoderCacheManager:
+    """Which items have an output in the cache, and which requests use it."""
+
+    def __init__(self, cache_size: int) -> None:
+        self._size = cache_size
+        self.evicted: list[str] = []
+        """Items that were evicted since the last call of `take_evicted`."""
+        self._empty()
+
+    def _empty(self) -> None:
+        self.num_free = self._size
+        """Embeddings for which there is room."""
+        self._users: dict[str, set[Request]] = {}
+        """Requests that use an output, by item."""
+        self._num_embeds: dict[str, int] = {}
+        self._unused: dict[str, int] = {}
+        """Embeddings of items that no request uses, the one that is longest unused first."""
+        self.used_inputs: dict[Request, set[int]] = {}
+        """The indexes of the items that a request uses, by request."""
+
+    @property
+    def num_freeable(self) -> int:
+        """Embeddings for which there is room, or will be once unused items are evicted."""
+        return self.num_free + sum(self._unused.values())
+
+    @property
+    def unused(self) -> Sequence[str]:
+        """Items that no request uses, in the order in which they are evicted."""
+        return list(self._unused)
+
+    @property
+    def used(self) -> Mapping[str, set[Request]]:
+        """Items that requests use, and which do."""
+        return {identifier: users for identifier, users in self._users.items() if users}
+
+    def copy(self) -> "EncoderCacheManager":
+        """The same state, to try out on."""
+        copy = EncoderCacheManager(self._size)
+        copy.restore(self)
+        return copy
+
+    def restore(self, earlier: "EncoderCacheManager") -> None:
+        """Takes over the state of a copy."""
+        self.num_free = earlier.num_free
+        self._users = {name: set(users) for name, users in earlier._users.items()}
+        self._num_embeds = dict(earlier._num_embeds)
+        self._unused = dict(earlier._unused)
+        self.used_inputs = {request: set(used) for request, used in earlier.used_inputs.items()}
+        self.evicted = list(earlier.evicted)
+
+    def reset(self) -> None:
+        """Forgets all outputs, also those in use, without telling the workers one by one."""
+        self.evicted = []
+        self._empty()
+
+    def num_cached_embeds(self, identifier: str) -> int | None:
+        """The size of a cached output; None if it is not cached."""
+        return self._num_embeds.get(identifier)
+
+    def use_cached(self, request: Request, index: int) -> bool:
+        """Lets a request use the output of one of its items, if it is cached; returns whether it
+        is.
+        """
+        identifier = request.encoder_inputs[index].identifier
+        users = self._users.get(identifier)
+        if users is None:
+            return False
+        self._unused.pop(identifier, None)
+        users.add(request)
+        self.used_inputs.setdefault(request, set()).add(index)
+        return True
+
+    def make_room(self, num_embeds: int) -> bool:
+        """Evicts unused outputs until there is room; evicts none and returns False if there would
+        not be.
+        """
+        if num_embeds > self.num_freeable:
+            return False
+        while num_embeds > self.num_free:
+            identifier = next(iter(self._unused))
+            self.num_free += self._unused.pop(identifier)
+            del self._users[identifier], self._num_embeds[identifier]
+            self.evicted.append(identifier)
+        return True
+
+    def allocate(self, request: Request, index: int) -> None:
+        """Takes room for the output of an item, for which `make_room` has made some."""
+        item = request.encoder_inputs[index]
+        self.num_free -= item.num_embeds
+        if self.num_free < 0:
+            raise AssertionError("the encoder cache is overfull")
+        self._users[item.identifier] = {request}
+        self._num_embeds[item.identifier] = item.num_embeds
+        self.used_inputs.setdefault(request, set()).add(index)
+
+    def free_computed(self, request: Request, num_tokens: int) -> None:
+        """Lets a request give up the items that end within its first `num_tokens`."""
+        for index in sorted(self.used_inputs.get(request, ())):
+            if request.encoder_inputs[index].end <= num_tokens:
+                self._free_input(request, index)
+
+    def free(self, request: Request) -> None:
+        """Lets a request give up all items."""
+        for index in sorted(self.used_inputs.get(request, ())):
+            self._free_input(request, index)
+
+    def take_evicted(self) -> list[str]:
+        """Items that were evicted since the last call and are not cached again."""
+        evicted, self.evicted = self.evicted, []
+        return [identifier for identifier in evicted if identifier not in self._users]
+
+    def _free_input(self, request: Request, index: int) -> None:
+        """An item that a prompt has twice is used until the last of both is computed."""
+        inputs = self.used_inputs[request]
+        inputs.remove(index)
+        items: Sequence[EncoderInput] = request.encoder_inputs
+        identifier = items[index].identifier
+        if not inputs:
+            del self.used_inputs[request]
+        elif any(items[other].identifier == identifier for other in inputs):
+            return
+        users = self._users[identifier]
+        users.discard(request)
+        if not users:
+            self._unused[identifier] = self._num_embeds[identifier]

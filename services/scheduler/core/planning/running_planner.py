@@ -1,0 +1,210 @@
+"""Plans the tokens of running requests in a step: arithmetic, no transaction."""
+
+from collections.abc import Collection, Mapping
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.planned_steps import PlannedSteps
+from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
+from services.scheduler.core.kv.window_clock import WindowClock
+from services.scheduler.core.planning.chunks import aligned_chunk
+from services.scheduler.core.planning.computed_tokens import (
+    set_off_fast_path,
+    with_num_computed_tokens,
+)
+from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_encoder import mismatch_error
+from services.scheduler.core.request import Request
+
+
+class RunningPlanner:
+    """Divides the token budget of a step among the running requests, and knows for how many steps a
+    request needs no decision.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, running: RunningRequests, kv_cache_manager: KVCacheManager
+    ) -> None:
+        self._config = config
+        self._running = running
+        self._kv_cache_manager = kv_cache_manager
+        self._aligns_states = config.aligns_states
+        self._window_clock = None if config.only_grows else WindowClock(config)
+        self._filled_block_size = config.hash_block_size if config.enable_prefix_caching else None
+        self._num_lookahead_tokens = config.num_lookahead_tokens
+        self._has_drafts = config.num_speculative_tokens > 0
+        self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
+        self._max_prompt_len = config.max_prompt_len
+        self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
+        """Whether the token after one in flight can be planned, because workers know it first."""
+
+    def plan(
+        self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
+    ) -> list[Request]:
+        """Schedules the running requests from index `begin` on, as far as the budget goes. Returns
+        those whose tokens need further blocks.
+
+        Only requests off the fast path are looked at. What lies between them is a run: requests
+        that get one token each, scheduled together. A request that is looked at and needs just one
+        token, while the budget is enough for all that follow, is left in its run.
+
+        `num_decided` is set after a preemption: the tokens that the request at `begin` was to get
+        before. As in vLLM it gets no more, and what the victim gives back of the budget goes to the
+        requests behind it.
+        """
+        running = self._running
+        growing: list[Request] = []
+        if self._may_drop_drafts and self._config.num_drafts(len(running)):
+            for request in running.between(0, len(running)):
+                running.leave_fast_path(request)
+        run_begin, is_enough = begin, builder.token_budget >= len(running) - begin
+        for request, num_computed in with_num_computed_tokens(running.off_fast_path(begin)):
+            aligns = self._aligns_states
+            if num_decided is not None:
+                num_new, num_decided, aligns = num_decided, None, False
+            elif builder.defers_prefills and request.is_prefill_chunk:
+                num_new = 0
+            else:
+                num_new = self._num_new_tokens(builder, request, num_computed)
+            has_items = request.encoder_inputs and num_computed < request.num_encoded_tokens
+            if num_new == 1 and is_enough and not has_items:
+                builder.off_fast_path[request] = num_computed + 1
+            else:
+                index = running.index(request)
+                self._schedule_run(builder, run_begin, index)
+                run_begin = index + 1
+                num_new = self._schedule_one(builder, request, num_computed, num_new, aligns=aligns)
+                if num_new == 0:
+                    continue
+                is_enough = builder.token_budget >= len(running) - run_begin
+            if self._kv_cache_manager.needs_slots(request, num_computed + num_new):
+                growing.append(request)
+        self._schedule_run(builder, run_begin, len(running))
+        return growing
+
+    def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
+        """Counts the tokens of a planned step as computed, so that the next step can be planned
+        while this one runs, and puts requests on the fast path. `steps` are those before.
+        """
+        self._running.advance()
+        if not builder.off_fast_path:
+            return
+        moving: Collection[Request] = ()
+        num_drafts = self._config.num_drafts(len(self._running)) if self._has_drafts else 0
+        if self._window_clock is not None or (self._may_drop_drafts and not num_drafts):
+            moving = _moving(builder.off_fast_path, steps)
+        set_off_fast_path(builder.off_fast_path)
+        entering: dict[Request, int] = {}
+        prefill_chunks: list[Request] = []
+        for request, num_computed in builder.off_fast_path.items():
+            is_prefill_chunk = num_computed < len(request.token_ids)
+            request.is_prefill_chunk = is_prefill_chunk
+            if is_prefill_chunk:
+                prefill_chunks.append(request)
+            if self._has_drafts:
+                request.draft_token_ids = self._placeholder_drafts(request, num_drafts)
+            if num_drafts:
+                continue
+            if self._feeds_forward and not is_prefill_chunk and request not in moving:
+                num_steps = self._fast_path_end(request) - num_computed
+                if num_steps > 0:
+                    entering[request] = num_steps
+        if prefill_chunks:
+            builder.plan.prefill_chunks = frozenset(prefill_chunks)
+        if entering:
+            self._running.enter_fast_path(entering)
+
+    def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
+        """Schedules one token of each running request from index `begin` up to `end`. Requests that
+        the budget does not reach leave the fast path: this step computes nothing of them.
+        """
+        if begin < end:
+            last = min(end, begin + builder.token_budget)
+            builder.schedule_one_token_each(self._running.between(begin, last))
+            for request in self._running.between(last, end):
+                self._running.leave_fast_path(request)
+
+    def _schedule_one(
+        self,
+        builder: StepBuilder,
+        request: Request,
+        num_computed: int,
+        num_new: int,
+        *,
+        aligns: bool,
+    ) -> int:
+        """Schedules up to `num_new` tokens of a request; returns how many the budget allows.
+
+        `aligns`: they may be fewer, so that the step ends where a state can be cached.
+        """
+        num_new = min(num_new, builder.token_budget)
+        if aligns:
+            num_new = aligned_chunk(self._config, request, num_computed, num_new)
+        if num_new > 0 and num_computed < request.num_encoded_tokens:
+            num_new = self._schedule_items(builder, request, num_computed, num_new)
+        if num_new <= 0:
+            return 0
+        builder.schedule(request, num_new)
+        return num_new
+
+    def _schedule_items(
+        self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
+    ) -> int:
+        """Has the encoder compute the items that tokens of a request touch; returns how many of the
+        tokens can be computed then.
+        """
+        decision = builder.encoder.schedule(request, num_computed, num_new)
+        if decision.inputs and decision.num_tokens:
+            builder.plan.encoder_inputs[request] = decision.inputs
+        if decision.mismatch:
+            builder.failed[request] = mismatch_error(decision.mismatch)
+        return decision.num_tokens
+
+    def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
+        """Tokens that a running request lacks and may get in one step."""
+        num_tokens = len(request.token_ids)
+        num_new = num_tokens - num_computed
+        if num_new <= 0:
+            # The next token is in flight. It may be the last, even if every draft is rejected.
+            if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
+                return 0
+            num_new = 1
+        if request.draft_token_ids:
+            num_new += len(request.draft_token_ids)
+        longest = self._max_prompt_len - num_computed
+        return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
+
+    def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
+        """Drafts that the workers make in the step in flight; only they know the tokens."""
+        if not self._config.async_scheduling or request.is_prefill_chunk:
+            return []
+        return [-1] * num_drafts
+
+    def _fast_path_end(self, request: Request) -> int:
+        """The first number of computed tokens at which a decoding request must be looked at: it
+        needs a block, reaches its greatest length, or has filled a block. 0: always.
+        """
+        if request.sampling.repetition_detection is not None:
+            return 0
+        longest = request.max_num_tokens - 2
+        if self._window_clock is None:
+            end = request.num_slots - self._num_lookahead_tokens
+        else:
+            end = self._window_clock.next_change(request.num_computed_tokens)
+        if self._filled_block_size is not None:
+            filled = (request.num_committed_blocks + 1) * self._filled_block_size
+            end = end if end < filled else filled
+        return end if end < longest else longest
+
+
+def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
+    """The requests with more than one token in this step, or more than one in flight:
+    their windows move by more than a token in each of the next steps, and drafts may be rejected.
+    `scheduled` maps each request of the step to its number of computed tokens after it.
+    """
+    num_in_flight = steps.num_tokens()
+    return {
+        request
+        for request, end in scheduled.items()
+        if end - request.num_computed_tokens != 1 or num_in_flight(request) > 1
+    }

@@ -1,0 +1,110 @@
+"""The requests that run, and which of them the next step must look at."""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import count
+from operator import attrgetter
+
+from services.scheduler.core.planning.computed_tokens import (
+    StepClock,
+    enter_fast_path,
+    leave_fast_path,
+)
+from services.scheduler.core.request import Request
+
+_admission_number = attrgetter("admission_number")
+
+
+class RunningRequests:
+    """The requests that run, in the order of their admission.
+
+    Most of them decode: each step computes one more token of them, and nothing else changes for a
+    number of steps that is known in advance. During these they are on the fast path: a step
+    schedules them without looking at them. A calendar holds, by step, the requests that leave the
+    fast path before it: a timing wheel (Varghese and Lauck, 1987).
+    """
+
+    def __init__(self) -> None:
+        self._clock = StepClock()
+        self._requests: list[Request] = []
+        self._admission_numbers: list[int] = []
+        self._next_admission_number = count()
+        self._off_fast_path: set[Request] = set()
+        self._calendar: defaultdict[int, set[Request]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
+
+    def between(self, begin: int, end: int) -> Sequence[Request]:
+        """The requests from index `begin` up to index `end`."""
+        return self._requests[begin:end]
+
+    def index(self, request: Request) -> int:
+        """The index of a request in the order of admission."""
+        return bisect_left(self._admission_numbers, request.admission_number)
+
+    def append(self, request: Request) -> None:
+        """Adds a request behind the others, off the fast path."""
+        request.admission_number = next(self._next_admission_number)
+        self._requests.append(request)
+        self._admission_numbers.append(request.admission_number)
+        self._off_fast_path.add(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out; it is off the fast path then."""
+        self.leave_fast_path(request)
+        self._off_fast_path.remove(request)
+        index = self.index(request)
+        del self._requests[index], self._admission_numbers[index]
+
+    def off_fast_path(self, begin: int) -> list[Request]:
+        """The requests that the next step must look at, in order, from index `begin` on. Takes
+        those off the fast path whose steps on it are over.
+        """
+        self.take_due_off_fast_path()
+        requests = sorted(self._off_fast_path, key=_admission_number)
+        if begin == 0:
+            return requests
+        return [request for request in requests if self.index(request) >= begin]
+
+    def take_due_off_fast_path(self) -> None:
+        """Takes those off the fast path whose steps on it are over."""
+        if due := self._calendar.pop(self._clock.now, None):
+            leave_fast_path(due)
+            self._off_fast_path |= due
+
+    def leaving_fast_path(self) -> Collection[Request]:
+        """The requests for which the next step is the last on the fast path, in no order."""
+        return self._calendar.get(self._clock.now + 1, ())
+
+    def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
+        """Puts requests on the fast path, each for its number of steps, one or more."""
+        enter_fast_path(requests, self._clock)
+        now, calendar = self._clock.now, self._calendar
+        for request, num_steps in requests.items():
+            request.fast_path_end = end = now + num_steps
+            calendar[end].add(request)
+        self._off_fast_path.difference_update(requests)
+
+    def leave_fast_path(self, request: Request) -> None:
+        """Takes a request off the fast path before its steps are over, if it is on it: the step
+        that is planned may leave it out, or its last one failed.
+        """
+        if request.is_on_fast_path:
+            leaving = self._calendar[request.fast_path_end]
+            leaving.remove(request)
+            if not leaving:
+                del self._calendar[request.fast_path_end]
+            leave_fast_path((request,))
+            self._off_fast_path.add(request)
+
+    def advance(self) -> None:
+        """Counts a step that was planned: one more token of all requests on the fast path."""
+        self._clock.now += 1

@@ -1,0 +1,360 @@
+"""The scheduler: what each engine step computes, of which requests."""
+
+from collections.abc import Collection, Iterable, Mapping
+
+from services.common.replica.pause_mode import PauseMode
+from services.common.request.finish_reason import FinishReason
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.engine.step_update import StepUpdate
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.output import (
+    EngineCoreOutputs,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    WaitReason,
+)
+from services.scheduler.core.planning.passing_over import PassingOver
+from services.scheduler.core.planning.prefill_pacing import PrefillPacing
+from services.scheduler.core.planning.running_scheduler import RunningScheduler
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.planning.step_encoder import StepEncoder
+from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
+from services.scheduler.core.policies.policy import RequestQueue
+from services.scheduler.core.ports import KVPool
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.transfers.kv_connector import KVConnector
+
+
+class Scheduler:
+    """Requests of one replica: those that run, those that wait, and the plan of each step.
+
+    Decisions are those of vLLM V1's scheduler; blocks are allocated in transactions with the pool.
+    Not safe for concurrent calls: one engine loop drives it.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None = None
+    ) -> None:
+        """`connector` is given if the configuration has a `kv_role`."""
+        if (connector is None) != (config.kv_role is None):
+            raise ValueError("a connector and its kv_role go together")
+        self.config = config
+        self._state = ReplicaState(config, pool, connector)
+        self.queues = self._state.queues
+        self.running = self._state.running
+        self.encoder_cache = self._state.encoder_cache
+        self.transfers = self._state.transfers
+        self._kv_cache_manager = self._state.kv_cache_manager
+        self._waiting_scheduler = WaitingScheduler(self._state)
+        self._running_scheduler = RunningScheduler(self._state, self._waiting_scheduler)
+        self._running_planner = self._running_scheduler.planner
+        self._update = StepUpdate(self._state)
+        self._pacing = PrefillPacing(config.prefill_schedule_interval)
+        self._token_budget = config.token_budget
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """How steps are paused; None if they are not."""
+        return self._state.pause_mode
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions since the start."""
+        return self._running_scheduler.num_preemptions
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, if only send operations to pool or workers."""
+        if self.running and self._state.pause_mode is None:
+            return True
+        has_operations = bool(self._kv_cache_manager.pending or self._state.rows.removed)
+        return has_operations or self.has_requests or self.has_transfers
+
+    @property
+    def only_frees(self) -> bool:
+        """Whether a step would do nothing but free what ended requests held: none runs or waits, no
+        block is to be published, and no transfer is under way.
+        """
+        has_commits = bool(self._kv_cache_manager.pending.commits)
+        return not (self.running or self.num_waiting or has_commits or self.has_transfers)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a transfer of keys and values is under way: steps go on to hear of its end."""
+        return self.transfers is not None and self.transfers.is_busy
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether requests run, or could be admitted before something else has happened."""
+        if self._state.pause_mode is None:
+            return bool(self.running) or self.queues.has_admissible
+        if self._state.pause_mode is PauseMode.WAIT:
+            return bool(self.running) or self.queues.has_admissible_with_blocks
+        return False
+
+    @property
+    def waiting(self) -> RequestQueue:
+        """Requests that wait without blocks, and are not held back."""
+        return self.queues.waiting
+
+    @property
+    def kv_waiting(self) -> RequestQueue:
+        """Requests that wait with blocks."""
+        return self.queues.kv_waiting
+
+    @property
+    def passed_over(self) -> Mapping[Request, WaitReason]:
+        """Requests that were passed over since they began to wait, and why the last time."""
+        return self.queues.passed_over
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run, those that are held back included."""
+        return len(self.queues)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests that have not ended."""
+        return [*self.running, *self.queues]
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no request held after the last transaction."""
+        return self._kv_cache_manager.num_free_blocks
+
+    @property
+    def next_candidates(self) -> Iterable[Request]:
+        """Waiting requests whose admission the next step may try."""
+        return self._waiting_scheduler.next_candidates()
+
+    def add(self, request: Request) -> None:
+        """Queues a request that arrived."""
+        if self.config.pooling:
+            request.max_num_tokens = request.num_prompt_tokens
+        else:
+            request.limit_length(self.config.max_model_len)
+        self.queues.add(request)
+
+    def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
+        """Gives a session that has not ended its next input; None ends it after the turn that runs
+        or waits, and at once between two turns.
+        """
+        if session.status is not RequestStatus.WAITING_FOR_CHUNK:
+            session.chunks.append(chunk)
+        elif chunk is None:
+            self._end(session, FinishReason.ABORT)
+        else:
+            self.queues.begin_turn(session, chunk, self.config.max_model_len)
+
+    def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
+        """Whether a step without requests would be planned again and again: requests wait for
+        places or blocks that sessions hold which do not run, and no operation is left that could
+        free any.
+        """
+        return (
+            bool(self.queues.between_turns or self.kv_waiting)
+            and not (plan.requests or self.running or self.transfers)
+            and plan.wait_reason in (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
+            and not self._kv_cache_manager.pending
+        )
+
+    def grammar_compiled(
+        self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
+    ) -> None:
+        """Notes that the workers have the grammar of a request, or why they cannot have it and how
+        the request is to end for that. Does nothing if it has ended.
+        """
+        if request.is_finished:
+            return
+        request.grammar = GrammarStatus.READY
+        if error:
+            request.grammar = GrammarStatus.FAILED
+            request.error, request.error_reason = error, reason
+
+    def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request, whether it runs or waits. Does nothing if it has ended."""
+        if not request.is_finished:
+            self._end(request, reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        request.finish(reason)
+        self._state.remove(request)
+
+    def admit_only(self, requests: Collection[Request] | None) -> None:
+        """Holds back all requests but these, also those that arrive later; None lets all be
+        admitted again. No request may run. They are queued in the order in which they arrived,
+        and those that wait with blocks lose them, unless a load fills them.
+        """
+        if self.running:
+            raise AssertionError("requests run that are to be held back")
+        loading = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._release(one for one in self.kv_waiting if one.status is not loading)
+        self.queues.admit_only(requests)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Notes that the caller plans no step until `resume`. With ABORT it ends all requests; with
+        WAIT it plans steps, which admit no request, while requests run.
+        """
+        self._state.pause_mode = mode
+
+    def resume(self) -> None:
+        """Notes that steps are planned again."""
+        self._state.pause_mode = None
+
+    async def schedule(
+        self, traceparent: str = "", *, throttle_prefills: bool = False
+    ) -> SchedulerOutput:
+        """Plans one step and reserves its memory.
+
+        There is no prefill and no decode. Each request has tokens, and a count of those that are
+        computed; a step hands out a budget of tokens so that the count catches up:
+
+        1. Running requests, in the order of admission. The blocks that they need are allocated in
+           one transaction with the pool. If they do not fit, the policy chooses a running request
+           to preempt, and the rest is planned again.
+        2. Then, if none was preempted, waiting requests from the head of the queue, each with
+           the cached part of its prompt, until budget, rows or blocks are used up. If the head
+           cannot be admitted, those behind it are not either, unless the reason is its own: then
+           it is passed over, and keeps its place.
+
+        `throttle_prefills` lets prompts wait, if requests decode: see `PrefillPacing`. In a pause
+        that keeps or ended all requests nothing is computed.
+        """
+        builder, pause_mode = self._new_builder(), self._state.pause_mode
+        if pause_mode is not None and pause_mode is not PauseMode.WAIT:
+            reason = WaitReason.PAUSED if self.num_waiting else None
+            return self._finish_step(builder, reason, computes=False)
+        if throttle_prefills or self._pacing.is_on:
+            builder.defers_prefills = self._pacing.defers_prefills(
+                self.running, throttled=throttle_prefills
+            )
+        if self._kv_cache_manager.needs_steps:
+            self._kv_cache_manager.begin_step()
+        if self.transfers is not None:
+            self.transfers.begin_step()
+        await self._running_scheduler.schedule(builder, traceparent)
+        wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
+        if not builder.plan.preemptions:
+            wait_reason = await self._waiting_scheduler.schedule(builder, traceparent)
+            if not builder.defers_prefills:
+                self._pacing.left_waiting = (
+                    wait_reason is not None and self._waiting_scheduler.left_waiting()
+                )
+            if wait_reason is WaitReason.NO_BLOCKS and not self.running:
+                self._running_scheduler.preempt_waiting(builder)
+        if self._pacing.is_on:
+            self._pacing.planned(builder)
+        if self._kv_cache_manager.copies:
+            builder.plan.copies = await self._state.take_copies(builder.plan.step, traceparent)
+        return self._finish_step(builder, wait_reason)
+
+    def update_from_output(
+        self, plan: SchedulerOutput, output: ModelRunnerOutput
+    ) -> EngineCoreOutputs:
+        """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
+        and ends requests that are done, among them those whose prompt was pooled. Tokens of
+        requests that ended while it ran, or that are in `plan.dropped`, are discarded. A session
+        begins its next turn, or waits for it.
+        """
+        return self._update.update(plan, output)
+
+    def end_failed(self) -> list[Request]:
+        """Ends the waiting requests that steps looked at and that can never run, where no step is
+        in flight whose update would. Returns them in the order of their arrival.
+        """
+        return self._update.end_failed()
+
+    def preempt_all(self) -> list[Request]:
+        """Preempts every running request, in an order that keeps theirs in the queue. Their tokens
+        in flight are dropped.
+        """
+        self._state.steps.drop(list(self.running))
+        return self._running_scheduler.preempt_all()
+
+    def forget_pool(self) -> list[Request]:
+        """Starts over with an empty pool and empty workers. Returns the requests that ran."""
+        victims = self._running_scheduler.preempt_all()
+        if self.transfers is not None:
+            self.transfers.forget()
+        self._release(self.kv_waiting)
+        for request in self.waiting:
+            request.forget_blocks()
+        self._kv_cache_manager.forget()
+        self.encoder_cache.reset()
+        self._state.rows.take_removed()
+        self._state.steps.forget()
+        return victims
+
+    async def flush(self) -> None:
+        """Sends the pool now the operations that would otherwise go with the next step."""
+        await self._kv_cache_manager.flush()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
+        return await self._kv_cache_manager.reset_prefix_cache()
+
+    def reset_connector(self) -> None:
+        """Forgets what a connector has stored. No request may hold blocks."""
+        if self.transfers is not None:
+            self.transfers.connector.reset_cache()
+
+    def reset_encoder_cache(self) -> None:
+        """Forgets the embeddings of all items, as for other weights; sends the workers nothing."""
+        self.encoder_cache.reset()
+
+    def _release(self, waiting: Iterable[Request]) -> None:
+        """Frees the blocks of requests that wait with them; they are computed again."""
+        released = list(waiting)
+        self.queues.release(released)
+        for request in reversed(released):
+            self._state.free(request)
+
+    def _new_builder(self) -> StepBuilder:
+        return StepBuilder(
+            SchedulerOutput(self._state.steps.next_number),
+            self._token_budget,
+            self._long_prefill_token_threshold() if self.config.long_prefill_token_threshold else 0,
+            self._make_passing_over,
+            self._make_encoder,
+        )
+
+    def _long_prefill_token_threshold(self) -> int:
+        """Most tokens of one request in the step that is planned, if others share it; else 0."""
+        config, queues = self.config, self.queues
+        num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
+        if num_requests <= 1:
+            return 0
+        threshold = config.long_prefill_token_threshold
+        if config.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, config.max_num_batched_tokens // num_requests)
+        return threshold
+
+    def _make_passing_over(self) -> PassingOver:
+        return PassingOver(self.config.max_loras, self.running, self._state.steps.last_updated)
+
+    def _make_encoder(self) -> StepEncoder:
+        return StepEncoder(self.config, self.encoder_cache, self.config.encoder_compute_budget)
+
+    def _finish_step(
+        self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
+    ) -> SchedulerOutput:
+        """The planned step; from here on its tokens count as computed, if it `computes` any."""
+        plan, state = builder.plan, self._state
+        plan.wait_reason = wait_reason
+        plan.num_tokens = self._token_budget - builder.token_budget
+        if state.rows.removed:
+            plan.removed_rows = state.rows.take_removed()
+        if self._kv_cache_manager.block_ids_to_zero:
+            plan.block_ids_to_zero = self._kv_cache_manager.take_block_ids_to_zero()
+        if self.encoder_cache.evicted:
+            plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
+        if builder.failed:
+            state.failed |= builder.failed
+        if computes:
+            self._running_planner.update_after_schedule(builder, self._state.steps)
+        state.steps.add(plan)
+        if self.transfers is not None:
+            self.transfers.planned(plan)
+        return plan

@@ -1,0 +1,122 @@
+"""A step while it is planned: the budget left, what was scheduled, and what can be taken back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.planning.computed_tokens import num_computed_tokens_of
+from services.scheduler.core.planning.passing_over import PassingOver
+from services.scheduler.core.planning.step_encoder import StepEncoder
+from services.scheduler.core.planning.waiting_prefixes import WaitingPrefixes
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True)
+class StepBuilder:
+    """The decisions of a step so far: its `plan`, and the state that later decisions read."""
+
+    plan: SchedulerOutput
+    token_budget: int
+    """Tokens left."""
+    long_prefill_token_threshold: int
+    """Most tokens of one request in this step; 0: no such limit."""
+    make_passing_over: Callable[[], PassingOver]
+    make_encoder: Callable[[], StepEncoder]
+    defers_prefills: bool = False
+    """Whether prompts wait for a later step."""
+    off_fast_path: dict[Request, int] = field(default_factory=dict)
+    """Of the scheduled requests that are not on the fast path, how many tokens of each are computed
+    after the step.
+    """
+    failed: dict[Request, str] = field(default_factory=dict)
+    """Requests that were looked at and can never run, and why."""
+
+    _prefixes: WaitingPrefixes | None = None
+    _passing_over: PassingOver | None = None
+    _encoder: StepEncoder | None = None
+
+    @property
+    def prefixes(self) -> WaitingPrefixes:
+        """Prefix hits of waiting requests."""
+        if self._prefixes is None:
+            self._prefixes = WaitingPrefixes()
+        return self._prefixes
+
+    @property
+    def passing_over(self) -> PassingOver:
+        """Which waiting requests are passed over, as of the admissions so far."""
+        if self._passing_over is None:
+            self._passing_over = self.make_passing_over()
+        return self._passing_over
+
+    @property
+    def encoder(self) -> StepEncoder:
+        """The encoder's budget in this step."""
+        if self._encoder is None:
+            self._encoder = self.make_encoder()
+        return self._encoder
+
+    @property
+    def has_running_requests(self) -> bool:
+        """Whether a request that ran before this step is scheduled."""
+        return len(self.plan.requests) > len(self.plan.block_tables)
+
+    @property
+    def has_prefill_chunks(self) -> bool:
+        """Whether a request that ran before this step computes a further chunk of its prompt."""
+        return any(request.is_prefill_chunk for request in self.off_fast_path)
+
+    def cap(self, num_tokens: int) -> int:
+        """How many of `num_tokens` tokens the threshold lets one request have."""
+        threshold = self.long_prefill_token_threshold
+        return threshold if 0 < threshold < num_tokens else num_tokens
+
+    def schedule_one_token_each(self, requests: Sequence[Request]) -> None:
+        """Schedules one token of each of these requests."""
+        plan = self.plan
+        plan.requests += requests
+        plan.num_scheduled_tokens += [1] * len(requests)
+        plan.num_computed_tokens += num_computed_tokens_of(requests)
+        self.token_budget -= len(requests)
+
+    def schedule(self, request: Request, num_tokens: int) -> None:
+        """Schedules tokens of a request off the fast path; its drafts are the last of them."""
+        plan, num_computed_tokens = self.plan, request.num_computed_tokens
+        plan.requests.append(request)
+        plan.num_scheduled_tokens.append(num_tokens)
+        plan.num_computed_tokens.append(num_computed_tokens)
+        self.off_fast_path[request] = num_computed_tokens + num_tokens
+        self.token_budget -= num_tokens
+        if request.draft_token_ids:
+            known = len(request.token_ids) + request.num_output_placeholders
+            num_drafts = num_computed_tokens + num_tokens - known
+            if num_drafts > 0:
+                plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
+
+    def unschedule_from(self, request: Request) -> int:
+        """Takes back the tokens of a request and of all that were scheduled after it. Returns the
+        tokens that were scheduled of the request.
+        """
+        index = self.plan.requests.index(request)
+        num_tokens = self.plan.num_scheduled_tokens[index]
+        self._unschedule(slice(index, None))
+        return num_tokens
+
+    def unschedule(self, request: Request) -> None:
+        """Takes back the tokens of a request, if any were scheduled."""
+        if request in self.plan.requests:
+            index = self.plan.requests.index(request)
+            self.plan.appended_blocks.pop(request, None)
+            if inputs := self.plan.encoder_inputs.get(request):
+                self.encoder.give_back(request, inputs)
+            self._unschedule(slice(index, index + 1))
+
+    def _unschedule(self, indexes: slice) -> None:
+        plan = self.plan
+        self.token_budget += sum(plan.num_scheduled_tokens[indexes])
+        for request in plan.requests[indexes]:
+            plan.draft_token_ids.pop(request, None)
+            plan.encoder_inputs.pop(request, None)
+            self.off_fast_path.pop(request, None)
+        del plan.requests[indexes], plan.num_scheduled_tokens[indexes]
+        del plan.num_computed_tokens[indexes]

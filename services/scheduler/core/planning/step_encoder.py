@@ -1,0 +1,145 @@
+"""Which items of prompts the encoder computes in a step, and where chunks end because of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.planning.encoder_cache_manager import EncoderCacheManager
+from services.scheduler.core.request import Request
+
+
+@dataclass(slots=True)
+class EncoderDecision:
+    """The tokens and items of a request that a step computes."""
+
+    num_tokens: int
+    """Tokens that the step computes: `num_asked`, or those up to the first item that the encoder
+    cannot compute in this step.
+    """
+    budget: int
+    """The encoder's budget once the items are computed."""
+    num_asked: int
+    """Tokens that would be computed without the encoder's bounds."""
+    inputs: list[int] = field(default_factory=list)
+    """Items to compute, by index."""
+    repeated: list[int] = field(default_factory=list)
+    """Items that equal one of these."""
+    mismatch: str = ""
+    """An item with a cached output of another size; empty if there is none. With it, no tokens."""
+
+
+@dataclass(slots=True)
+class StepEncoder:
+    """The budget of the encoder that is left in a step, and its cache."""
+
+    config: SchedulerConfig
+    cache: EncoderCacheManager
+    budget: int
+    """Embeddings that the encoder can still compute."""
+    decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
+    """Decisions for running requests with items, in the order in which they were planned."""
+    kept: dict[Request, EncoderDecision] = field(default_factory=dict)
+    """Decisions for running requests for which others were preempted; they are not made again."""
+    _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
+    """Budget and cache before each running request that was looked at, in that order."""
+
+    def copy(self) -> "StepEncoder":
+        """The same state, to plan admissions on that may not come about."""
+        return StepEncoder(self.config, self.cache.copy(), self.budget)
+
+    def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
+        """Which items must be computed so that `num_tokens` tokens from `start` on can be: those
+        that the tokens touch. An item is computed as a whole. Cached outputs of such items are in
+        use from here on; where room was needed, unused outputs are evicted.
+        """
+        decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
+        sizes: dict[str, int] = {}
+        for index, item in enumerate(request.encoder_inputs):
+            if item.end <= start:
+                continue
+            if item.offset >= end:
+                break
+            if self._would_split(item.offset, item.end, start, start + decision.num_tokens):
+                decision.num_tokens = max(0, item.offset - start)
+                break
+            size = sizes.get(item.identifier, self.cache.num_cached_embeds(item.identifier))
+            if size is not None and size != item.num_embeds:
+                return EncoderDecision(0, self.budget, num_tokens, mismatch=item.identifier)
+            if item.identifier in sizes:
+                decision.repeated.append(index)
+                continue
+            if self.cache.use_cached(request, index):
+                continue
+            if item.num_embeds > decision.budget or not self.cache.make_room(
+                sum(sizes.values()) + item.num_embeds
+            ):
+                decision.num_tokens = min(decision.num_tokens, max(0, item.offset - start))
+                break
+            if item.has_embeds_between(start, end):
+                decision.inputs.append(index)
+                decision.budget -= item.num_embeds
+                sizes[item.identifier] = item.num_embeds
+        return decision
+
+    def allocate(self, request: Request, decision: EncoderDecision) -> None:
+        """Takes budget and room for the items of a decision."""
+        if decision.inputs:
+            self.budget = decision.budget
+        for index in decision.inputs:
+            self.cache.allocate(request, index)
+        for index in decision.repeated:
+            self.cache.use_cached(request, index)
+
+    def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
+        """Decides a running request, and takes budget and room for its items if it gets tokens."""
+        decision = self.kept.get(request)
+        if decision is None:
+            self._mark(request)
+            decision = self.decide(request, num_computed, num_tokens)
+        self.decisions[request] = decision
+        if decision.num_tokens:
+            self.allocate(request, decision)
+        return decision
+
+    def take_back_from(self, request: Request) -> None:
+        """Takes back what was done for this running request, which lacks blocks, and for those
+        after it. Outputs that were evicted for the request itself stay evicted.
+        """
+        number = request.admission_number
+        later = [mark for mark in self._marks if mark[0].admission_number >= number]
+        if later:
+            _, self.budget, earlier = later[0]
+            self.cache.restore(earlier)
+            del self._marks[len(self._marks) - len(later) :]
+        if request in self.decisions and request not in self.kept:
+            num_asked = self.decisions[request].num_asked
+            self.decide(request, request.num_computed_tokens, num_asked)
+
+    def keep(self, request: Request) -> None:
+        """Keeps the decision of a request for which another one was preempted."""
+        if request in self.decisions:
+            self.kept[request] = self.decisions[request]
+            self._mark(request)
+
+    def refuse(self, request: Request, start: int, num_tokens: int) -> None:
+        """Tests the items of a waiting request that then lacks blocks. It uses none of
+        them; outputs that were evicted for it stay evicted.
+        """
+        if start < request.num_encoded_tokens:
+            self.decide(request, start, num_tokens)
+            self.cache.free(request)
+
+    def give_back(self, request: Request, inputs: Sequence[int]) -> None:
+        """Returns the budget of items of a request that was preempted after it was scheduled."""
+        self.budget += sum(request.encoder_inputs[index].num_embeds for index in inputs)
+
+    def _mark(self, request: Request) -> None:
+        self._marks.append((request, self.budget, self.cache.copy()))
+
+    def _would_split(self, offset: int, item_end: int, start: int, end: int) -> bool:
+        return self.config.disable_chunked_mm_input and start <= offset and end < item_end
+
+
+def mismatch_error(identifier: str) -> str:
+    """The error of a request with an item that has another size than the cached one of its name."""
+    return f"the item {identifier!r} has another size than the one cached under this identifier"

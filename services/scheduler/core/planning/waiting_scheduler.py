@@ -1,0 +1,206 @@
+"""Step 2 of scheduling: which waiting requests are admitted."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from services.common.pool.operations import BlockTables, StopReason
+from services.common.replica.pause_mode import PauseMode
+from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.planning.admission import (
+    AdmissionPlan,
+    AdmissionPlanner,
+    PassedOver,
+    PlannedAdmission,
+)
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.transfers.connector_admission import ConnectorAdmission
+
+LOOKUP_BATCH = 32
+"""Waiting requests whose prefix is looked up in one transaction."""
+
+
+class WaitingScheduler:
+    """Admits waiting requests to a step, with the cached part of their prompts."""
+
+    def __init__(self, state: ReplicaState) -> None:
+        self._state = state
+        self._config = state.config
+        self._queues = state.queues
+        self._kv_cache_manager = state.kv_cache_manager
+        self._planner = AdmissionPlanner(state.config)
+        self._connector_admission: ConnectorAdmission | None = None
+        if state.transfers is not None:
+            self._connector_admission = ConnectorAdmission(state, state.transfers, self._admit)
+
+    async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
+        """Admits from the head of the queue; returns why it stopped before the queue was empty."""
+        if self._connector_admission is not None:
+            pause_mode = self._state.pause_mode
+            return await self._connector_admission.schedule(builder, pause_mode, traceparent)
+        if not self._queues.has_queued:
+            return WaitReason.HELD_BACK if self._queues.held_back else None
+        while candidates := self._candidates(builder):
+            if unknown := self._not_looked_up(builder, candidates):
+                await self._kv_cache_manager.look_up(builder, unknown, traceparent)
+            planned = self._planner.plan(
+                builder,
+                candidates,
+                num_running=len(self._state.running),
+                num_free_places=self._state.num_free_places,
+                num_free_blocks=self._kv_cache_manager.num_free_blocks,
+            )
+            terms = [admission.terms for admission in planned.admissions]
+            outcome = await self._kv_cache_manager.admit(terms, traceparent)
+            self._admit_planned(builder, planned, outcome.admitted)
+            if outcome.stop is not None:
+                if outcome.stop.reason is StopReason.NO_BLOCKS:
+                    self._refuse(builder, planned.admissions[len(outcome.admitted)])
+                    return WaitReason.NO_BLOCKS
+                changed = planned.admissions[len(outcome.admitted)].request
+                stop = outcome.stop
+                builder.prefixes.note_hit(changed, stop.num_hit_tokens, stop.shared_prefix_boundary)
+            elif planned.has_old_hits:
+                builder.prefixes.forget_hits()
+            elif planned.wait_reason is not None and not planned.admissions:
+                self._refuse(builder, planned.refused)
+                return planned.wait_reason
+        return self._why_others_wait(builder)
+
+    def next_candidates(self) -> Iterable[Request]:
+        """Waiting requests whose admission the next step may try."""
+        passed_over = self._queues.passed_over
+        ready = (request for request in self._queues.queued if request not in passed_over)
+        return islice(ready, min(self._state.num_free_places, LOOKUP_BATCH))
+
+    def not_looked_up(self, builder: StepBuilder) -> list[Request]:
+        """The requests at the head of the queue whose prefix must be looked up."""
+        return self._not_looked_up(builder, self._candidates(builder))
+
+    def left_waiting(self) -> bool:
+        """Whether a request waits for what others have."""
+        passed_over = self._queues.passed_over
+        return any(request not in passed_over for request in self._queues.queued)
+
+    def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
+        """Why those wait that were no candidates for admission."""
+        first = next(self._queues.queued, None)
+        if first is None:
+            return WaitReason.HELD_BACK if self._queues.held_back else None
+        if self._state.pause_mode is PauseMode.WAIT:
+            return WaitReason.PAUSED
+        if builder.token_budget == 0:
+            return WaitReason.BUDGET
+        if not self._state.num_free_places:
+            return WaitReason.MAX_SEQS
+        return builder.plan.passed_over[first]
+
+    @property
+    def _looked_at(self) -> Iterable[Request]:
+        """Requests that may be admitted; in a pause only those that hold blocks."""
+        return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
+
+    def _candidates(self, builder: StepBuilder) -> list[Request]:
+        """The head of the queue, as far as rows and budget could reach, without those that were
+        passed over in this step. Those that will be take no row.
+        """
+        candidates: list[Request] = []
+        if not self._queues.has_queued:
+            return candidates
+        num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
+        passed_over, passing_over = builder.plan.passed_over, builder.passing_over
+        for request in self._looked_at:
+            if num_ready <= 0:
+                break
+            if request not in passed_over:
+                candidates.append(request)
+                num_ready -= passing_over.reason(request) is None
+        return candidates
+
+    def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
+        """The candidates whose prefix must be looked up: those that may be admitted. Of those that
+        hold blocks the stored tokens are known.
+        """
+        passing_over = builder.passing_over
+        not_looked_up: list[Request] = []
+        for request in candidates:
+            if request in builder.prefixes.hits or passing_over.reason(request) is not None:
+                continue
+            if request.holds_blocks:
+                builder.prefixes.go_on(request, self._state.steps)
+                self._kv_cache_manager.hash_continuation(request)
+            else:
+                not_looked_up.append(request)
+        return not_looked_up
+
+    def _admit_planned(
+        self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
+    ) -> None:
+        """Admits those that the pool has blocks for, and passes over those planned before and
+        between them.
+        """
+        if not planned.passed_over:
+            for admission, blocks in zip(planned.admissions, admitted, strict=False):
+                self._admit(builder, admission, blocks)
+            return
+        passed_over = deque(planned.passed_over)
+        for number in range(len(admitted) + 1):
+            while passed_over and passed_over[0].num_admissions == number:
+                self._pass_over(builder, passed_over.popleft())
+            if number < len(admitted):
+                self._admit(builder, planned.admissions[number], admitted[number])
+
+    def _pass_over(self, builder: StepBuilder, passed: PassedOver) -> None:
+        request, reason = passed.request, passed.reason
+        builder.plan.passed_over[request] = self._queues.passed_over[request] = reason
+        if passed.num_asked:
+            builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
+        if request.grammar is GrammarStatus.FAILED:
+            self._state.failed[request] = request.error
+        elif passed.error:
+            self._state.failed[request] = passed.error
+
+    def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
+        """Tests the items of a request that lacks blocks, as vLLM does before it asks for them."""
+        if refused is not None:
+            start = refused.terms.num_computed_tokens
+            builder.encoder.refuse(refused.request, start, refused.num_asked)
+
+    def _admit(
+        self, builder: StepBuilder, admission: PlannedAdmission, blocks: BlockTables
+    ) -> None:
+        request, terms, state = admission.request, admission.terms, self._state
+        self._queues.remove(request)
+        state.running.append(request)
+        state.rows.take(request)
+        builder.passing_over.admit(request)
+        size = self._config.hash_block_size
+        request.status = RequestStatus.RUNNING
+        request.take_blocks(terms, blocks, self._config.block_size, size)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = terms.num_computed_tokens
+        if state.transfers is not None:
+            num_new_tokens, num_external = admission.num_new_tokens, terms.num_external_tokens
+            state.transfers.admitted(request, blocks, num_new_tokens, num_external)
+        request.draft_token_ids = [-1] * admission.num_drafts
+        self._admit_items(builder, admission)
+        builder.schedule(request, admission.num_tokens)
+        builder.plan.block_tables[request] = blocks
+        if self._config.foretells_hits:
+            begin = terms.num_hit_tokens // size
+            builder.prefixes.published.update(
+                request.block_hashes[begin : request.num_committed_blocks]
+            )
+        (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
+
+    def _admit_items(self, builder: StepBuilder, admission: PlannedAdmission) -> None:
+        """Takes room for the items of an admitted request that the encoder computes."""
+        start, request = admission.terms.num_computed_tokens, admission.request
+        if start < request.num_encoded_tokens:
+            decision = builder.encoder.decide(request, start, admission.num_asked)
+            builder.encoder.allocate(request, decision)
+            if decision.inputs:
+                builder.plan.encoder_inputs[request] = decision.inputs

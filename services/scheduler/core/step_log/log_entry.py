@@ -1,0 +1,161 @@
+"""The entries of the step log: the calls of a scheduler and its decisions.
+
+An entry is a JSON object: `call` is the method that was called, the rest are its arguments and its
+results. A scheduler is a deterministic function of its calls, so a log that holds all of them, in
+order, can be replayed.
+
+    add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
+                         max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
+                         and shortest pattern, count), min_tokens, priority, arrival_time,
+                         cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
+                         hexadecimal) and grammar (compiling, ready or failed) if it has one;
+                         encoder_inputs, if it has any (identifier, offset, length, embeds or
+                         null); resumable, if it is a session
+    grammar_compiled     key, error (why it cannot be compiled; empty if it is) and, with an error,
+                         reason (how the request ends; error without it)
+    add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
+                         ends, as in `add`; without these, the end of the session
+    pause                mode: keep or abort the requests, and no step until resume, or wait
+    resume
+    abort                key, reason
+    schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
+                         num_computed_tokens before the step, new, resumed, preemptions (victim,
+                         cause, tokens lost), block_tables and appended_blocks and draft_token_ids
+                         by key, copies (group, source, target), wait_reason (why no waiting
+                         request was admitted),
+                         passed_over (reasons of single requests by key, if there are any),
+                         loads (key, tokens, whether between steps; if any begin),
+                         encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
+                         throttle_prefills, if the caller let prompts wait,
+                         removed_rows; then num_running, num_waiting and num_free_blocks
+    update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
+                         and not_taken (what was appended instead; null: nothing) by index;
+                         refused_tokens (the first token that the grammar refuses, by index) and
+                         grammar_errors (why one failed, by index), if there are any;
+                         ended (key, reason, stop token); turns, if any of sessions ended,
+                         likewise; pooled, if there are any: indexes of the requests whose
+                         prompt was pooled; kv_transfers, if there are any: finished_recving,
+                         finished_sending and failed_recving (keys), invalid_block_ids
+    preempt_all          preempted
+    forget_pool          preempted
+    end_failed           ended (as above), where no step was in flight
+    admit_only           keys: all other requests are held back; null: none
+    flush                num_free_blocks
+    reset_prefix_cache   done
+    reset_encoder_cache
+    end                  the last entry; a log without it was cut short
+
+An entry of a call in which a connector was called has its answers, in order, as `connector`: the
+tokens that can be loaded of a request, and whether between steps (null: not known yet), whether
+blocks of one that ended are still read, whether blocks will be free when transfers end.
+
+Requests are given by their key, a block table as a list of block ids for each group. Those of the
+aborts and the flush that a pause makes follow its entry. A reset that preempts is preempt_all and
+reset_prefix_cache. VERSION grows with every change after which an older log cannot be read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from enum import Enum
+from typing import Any
+
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.operations import BlockTables
+from services.common.request.encoder_input import EncoderInput
+from services.common.request.repetition import RepetitionDetection
+from services.common.request.sampling import SamplingParams
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.output import SchedulerOutput, WaitReason
+from services.scheduler.core.request import Request, TurnEnd
+from services.scheduler.core.transfers.kv_connector import KVTransferResults
+
+SCHEMA = "stepwell.step_log"
+VERSION = 4
+
+Entry = dict[str, Any]
+"""A dictionary of JSON's types, equal to itself after it was written as JSON and read again."""
+
+
+def config_entry(config: SchedulerConfig) -> Entry:
+    """A configuration without its fingerprint and its groups, which the header holds beside it."""
+    values = {name.name: getattr(config, name.name) for name in fields(config)}
+    del values["fingerprint"], values["groups"]
+    return {
+        name: value.value if isinstance(value, Enum) else value for name, value in values.items()
+    }
+
+
+def group_entry(group: KVCacheGroup) -> Entry:
+    """A group of layers, as the header lists them."""
+    return {
+        name: value.value if isinstance(value, Enum) else value
+        for name, value in asdict(group).items()
+    }
+
+
+def sampling_entry(sampling: SamplingParams) -> Entry:
+    return {
+        "max_tokens": sampling.max_tokens,
+        "eos_token_ids": sorted(set(sampling.eos_token_ids)),
+        "stop_token_ids": sorted(set(sampling.stop_token_ids)),
+        "repetition_detection": _repetition(sampling.repetition_detection),
+        "min_tokens": sampling.min_tokens,
+    }
+
+
+def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
+    if repetition is None:
+        return None
+    return [repetition.max_pattern_size, repetition.min_pattern_size, repetition.min_count]
+
+
+def without_empty(entry: Entry) -> Entry:
+    """An entry without what is empty: fields that most requests and steps do not have."""
+    return {name: value for name, value in entry.items() if value}
+
+
+def by_key(lists: dict[Request, list[int]]) -> dict[str, list[int]]:
+    return {str(request.key): list(values) for request, values in lists.items()}
+
+
+def item_entry(item: EncoderInput) -> list[str | int | list[int] | None]:
+    embeds = None if item.embeds is None else list(item.embeds)
+    return [item.identifier, item.offset, item.length, embeds]
+
+
+def grammar_entry(request: Request) -> str | None:
+    return request.grammar and request.grammar.value
+
+
+def reasons_entry(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:
+    return {str(request.key): reason.value for request, reason in passed_over.items()}
+
+
+def loads_entry(plan: SchedulerOutput) -> list[list[int | bool]]:
+    return [[load.request.key, load.num_tokens, load.is_async] for load in plan.loads]
+
+
+def transfers_entry(results: KVTransferResults) -> Entry:
+    return without_empty(
+        {
+            "finished_recving": list(results.finished_recving),
+            "finished_sending": list(results.finished_sending),
+            "failed_recving": sorted(results.failed_recving),
+            "invalid_block_ids": sorted(results.invalid_block_ids),
+        }
+    )
+
+
+def keys_of(requests: Sequence[Request]) -> list[int]:
+    return [request.key for request in requests]
+
+
+def tables_entry(tables: dict[Request, BlockTables]) -> dict[str, list[list[int]]]:
+    return {
+        str(request.key): [list(blocks) for blocks in groups] for request, groups in tables.items()
+    }
+
+
+def end_entry(request: Request, end: Request | TurnEnd) -> list[int | str | None]:
+    reason = end.finish_reason
+    return [request.key, reason and reason.value, end.stop_token_id]

@@ -1,0 +1,229 @@
+"""Admission where a connector may know more of a request than the pool does."""
+
+from collections.abc import Callable
+from itertools import chain, islice
+
+from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
+from services.common.pool.operations import Admission, BlockTables
+from services.common.replica.pause_mode import PauseMode
+from services.scheduler.core.engine.replica_state import ReplicaState
+from services.scheduler.core.grammar import GrammarStatus
+from services.scheduler.core.output import WaitReason
+from services.scheduler.core.planning.admission import AdmissionPlanner, PlannedAdmission
+from services.scheduler.core.planning.step_builder import StepBuilder
+from services.scheduler.core.request import Request, RequestStatus
+from services.scheduler.core.transfers.kv_connector import ExternalMatch
+from services.scheduler.core.transfers.kv_transfers import KVTransfers
+
+LOOKUP_BATCH = 8
+"""Waiting requests whose prefix is looked up in one transaction. The next admission makes the hits
+of those behind it unknown.
+"""
+
+Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
+
+
+class ConnectorAdmission:
+    """Admits waiting requests one after another, as vLLM does: the tokens that the connector has
+    behind the local hit depend on every admission before.
+
+    They are loaded within the step, or between steps: then the request takes its blocks, and
+    waits in `kv_waiting` without budget or row. It is admitted like others when the load has ended.
+    """
+
+    def __init__(
+        self,
+        state: ReplicaState,
+        transfers: KVTransfers,
+        admit: Admit,
+    ) -> None:
+        self._config = state.config
+        self._queues = state.queues
+        self._running = state.running
+        self._steps = state.steps
+        self._kv_cache_manager = state.kv_cache_manager
+        self._transfers = transfers
+        self._planner = AdmissionPlanner(state.config)
+        self._hit_block_size = hit_block_size(state.config.all_groups)
+        self._has_states_only = all(
+            group.attention_type is AttentionType.STATE_SPACE for group in state.config.all_groups
+        )
+        self._admit = admit
+
+    async def schedule(
+        self, builder: StepBuilder, pause_mode: PauseMode | None, traceparent: str
+    ) -> WaitReason | None:
+        """Admits requests of a step; returns why it stopped before all were looked at."""
+        reason = None
+        for request in self._candidates(pause_mode):
+            if builder.token_budget == 0:
+                reason = WaitReason.BUDGET
+            elif len(self._running) + len(self._queues.between_turns) >= self._config.max_running:
+                reason = WaitReason.MAX_SEQS
+            else:
+                reason = await self._try(builder, request, traceparent)
+            if reason is not None:
+                break
+        self._queues.requeue_without_blocks()
+        await self._kv_cache_manager.flush()
+        if reason is None and self._queues.waiting and pause_mode is PauseMode.WAIT:
+            return WaitReason.PAUSED
+        return reason
+
+    def _candidates(self, pause_mode: PauseMode | None) -> list[Request]:
+        """The waiting requests; in a pause that waits for running ones, those that hold blocks."""
+        if pause_mode is PauseMode.WAIT:
+            return list(self._queues.kv_waiting)
+        return list(chain(self._queues.kv_waiting, self._queues.waiting))
+
+    async def _try(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        """Admits a request, lets it load, or passes it over. Returns why those behind it must wait
+        too.
+        """
+        reason = self._own_reason(builder, request)
+        if reason is not None:
+            self._pass_over(builder, request, reason)
+            return None
+        if request.holds_blocks:
+            builder.prefixes.go_on(request, self._steps)
+            self._kv_cache_manager.hash_continuation(request)
+            builder.prefixes.external[request] = 0
+        else:
+            await self._look_up(builder, request, traceparent)
+            match = self._match(builder, request)
+            if match is None:
+                self._pass_over(builder, request, WaitReason.REMOTE_KV)
+                return None
+            builder.prefixes.external[request] = match.num_tokens
+            if match.is_async and match.num_tokens:
+                return await self._begin_load(builder, request, traceparent)
+        return await self._admit_one(builder, request, traceparent)
+
+    def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
+        """What the connector has behind the local hit, which may be one of full attention alone
+        then; None: ask later.
+
+        As in vLLM the connector is asked for what follows the last whole block of a hit that ends
+        inside a block. If that is longer than the rest of the hit, it is loaded in place of that,
+        and no block is copied; else nothing is loaded. Where all layers keep states, the state
+        before the only token of a prompt is the empty one: there is nothing to load.
+        """
+        if self._has_states_only and request.num_tokens == 1:
+            return ExternalMatch(0, is_async=False)
+        prefixes = builder.prefixes
+        num_local = prefixes.divergent_hits.get(request, prefixes.hits[request])
+        num_tail = num_local % self._hit_block_size
+        match = self._transfers.connector.get_num_new_matched_tokens(request, num_local - num_tail)
+        if match is None and request.reads_prefix_cache:
+            return None
+        if match is None or match.num_tokens <= num_tail or not request.reads_prefix_cache:
+            return ExternalMatch(0, is_async=False)
+        if num_local > prefixes.hits[request]:
+            prefixes.note_hit(request, num_local, 0)
+            prefixes.diverging.add(request)
+        if num_tail:
+            prefixes.cut_hit(request, num_local - num_tail)
+        return match
+
+    def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
+        """Why a request is to be passed over. One whose load has ended goes on."""
+        is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_loading and self._transfers.promote(request):
+            builder.prefixes.forget_hits()
+            if not request.holds_blocks:
+                self._queues.note_lost_blocks(request)
+        if self._queues.is_held_back(request):
+            return WaitReason.HELD_BACK
+        return builder.passing_over.reason(request)
+
+    def _pass_over(self, builder: StepBuilder, request: Request, reason: WaitReason) -> None:
+        builder.plan.passed_over[request] = reason
+        self._queues.pass_over(request, reason)
+        if request.grammar is GrammarStatus.FAILED:
+            builder.failed[request] = request.error
+
+    async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
+        """Looks up a request and others that wait, unless it was since the last admission."""
+        if request not in builder.prefixes.hits:
+            others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
+            unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
+            await self._kv_cache_manager.look_up(builder, unknown, traceparent)
+
+    async def _begin_load(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        terms = self._load_terms(builder, request)
+        outcome = await self._kv_cache_manager.admit([terms], traceparent)
+        if not outcome.admitted:
+            return WaitReason.NO_BLOCKS
+        (blocks,) = outcome.admitted
+        self._queues.hold(request)
+        request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
+        prefixes = builder.prefixes
+        request.num_computed_tokens = prefixes.hits[request] + prefixes.external[request]
+        self._transfers.begin_load(request, blocks, prefixes.external[request])
+        prefixes.forget_hits()
+        return None
+
+    async def _admit_one(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        plan = self._planner.plan(
+            builder,
+            [request],
+            num_running=len(self._running),
+            num_free_places=1,
+            num_free_blocks=self._kv_cache_manager.num_free_blocks,
+        )
+        for passed in plan.passed_over:
+            builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
+            self._pass_over(builder, request, passed.reason)
+            if passed.error:
+                builder.failed[request] = passed.error
+        if plan.refused is not None:
+            start = plan.refused.terms.num_computed_tokens
+            builder.encoder.refuse(request, start, plan.refused.num_asked)
+        if not plan.admissions:
+            return plan.wait_reason
+        (planned,) = plan.admissions
+        outcome = await self._kv_cache_manager.admit([planned.terms], traceparent)
+        if outcome.stop is not None:
+            builder.encoder.refuse(request, planned.terms.num_computed_tokens, planned.num_asked)
+            return WaitReason.NO_BLOCKS
+        self._admit(builder, planned, outcome.admitted[0])
+        builder.prefixes.forget_hits()
+        return None
+
+    def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
+        """A load takes blocks for what is loaded, none for what is computed then, and publishes
+        nothing. Of a prompt that is loaded in full the last token is computed again: windows hold
+        what that sees, where vLLM gives back what only earlier ones see.
+        """
+        prefixes = builder.prefixes
+        hit, num_external = prefixes.hits[request], prefixes.external[request]
+        num_reserved = self._transfers.num_reserved_blocks(
+            builder.plan.appended_blocks,
+            is_alone=not (self._running or self._transfers.is_moving),
+        )
+        config, end = self._config, hit + num_external
+        is_whole = end == request.num_tokens
+        return Admission(
+            request=request.key,
+            max_hit_tokens=prefixes.max_hit_tokens(request),
+            num_hit_tokens=hit,
+            num_slots=end,
+            num_commit_tokens=0,
+            num_reserve_slots=config.num_reserve_slots(request.num_tokens),
+            num_watermark_blocks=config.num_watermark_blocks if len(self._running) else 0,
+            traceparent=request.traceparent,
+            resumed=request.status is RequestStatus.PREEMPTED,
+            num_external_tokens=num_external,
+            num_blocks_kept_free=num_reserved,
+            num_prompt_tokens=request.num_prompt_tokens,
+            shared_prefix_boundary=request.shared_prefix_boundary,
+            diverges=request in prefixes.diverging,
+            num_tokens=end - 1 if is_whole else None,
+            num_stored_tokens=end - 1 if is_whole else None,
+        )

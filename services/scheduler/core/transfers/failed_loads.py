@@ -1,0 +1,54 @@
+"""Undoes failed loads: requests are set back to before the first invalid block."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+
+from services.common.pool.ids import BlockId
+from services.common.pool.kv_cache_groups import KVCacheGroup
+from services.common.pool.operations import BlockTables
+from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.request import Request
+
+
+def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
+    """The tokens of each request in these steps."""
+    scheduled: Counter[Request] = Counter()
+    for plan in plans:
+        scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
+    return scheduled
+
+
+def set_back(
+    requests: Iterable[Request],
+    block_tables: Mapping[Request, BlockTables],
+    group: KVCacheGroup,
+    invalid: Collection[BlockId],
+    scheduled: Mapping[Request, int],
+) -> tuple[set[Request], list[BlockId]]:
+    """Sets requests with one group of layers back to before their first invalid block; of several
+    that share one, only the first computes it again, and the others count it as computed, as in
+    vLLM. `scheduled` are tokens that count as computed and are not. Returns the requests that have
+    an invalid block, and the blocks from there on. What is no longer seen of a table may be another
+    request's by now.
+    """
+    affected: set[Request] = set()
+    recomputed: set[BlockId] = set()
+    stale: list[BlockId] = []
+    for request in requests:
+        (blocks,) = block_tables[request]
+        num_computed = request.num_computed_tokens - scheduled.get(request, 0)
+        own = blocks[: -(-num_computed // group.block_size)]
+        seen = range(group.first_seen_block(num_computed), len(own))
+        bad = [index for index in seen if own[index] in invalid]
+        if not bad:
+            continue
+        affected.add(request)
+        request.draft_token_ids = []
+        first = next((index for index in bad if own[index] not in recomputed), None)
+        recomputed.update(own[index] for index in bad)
+        if first is None:
+            request.num_computed_tokens = num_computed
+        else:
+            request.num_computed_tokens = first * group.block_size
+            stale += blocks[first:]
+    return affected, stale

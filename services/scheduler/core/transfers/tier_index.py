@@ -1,0 +1,105 @@
+"""Which block of the workers' tier holds what: the least recently used is replaced first."""
+
+from collections import OrderedDict
+from typing import NewType
+
+from services.common.pool.block_hash import BlockHash
+
+TierBlockId = NewType("TierBlockId", int)
+"""Number of a block of the tier, from 0."""
+
+
+def tier_key(block_hash: BlockHash, group: int) -> bytes:
+    """The key of a block of the tier: the hash of its tokens, and the KV-cache group, since
+    each group has other layers. As in vLLM's offloading.
+    """
+    return block_hash + group.to_bytes(4, "big")
+
+
+class TierIndex:
+    """Blocks of a tier by their keys, in the order of their last use.
+
+    A block from which a load is under way is pinned: it is not replaced. All ranks have the same
+    blocks in the same places, so one index is enough.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self._blocks: OrderedDict[bytes, TierBlockId] = OrderedDict()
+        self._pins: dict[TierBlockId, int] = {}
+        self._orphans: set[TierBlockId] = set()
+        """Pinned blocks that no key names any more."""
+        self._free: list[TierBlockId] = []
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._blocks
+
+    def touch(self, key: bytes) -> None:
+        """Notes a use."""
+        self._blocks.move_to_end(key)
+
+    def put(self, key: bytes) -> TierBlockId | None:
+        """A block for a new key; None if all are pinned."""
+        if not self._free and not self._evict():
+            return None
+        block = self._blocks[key] = self._free.pop()
+        return block
+
+    def pin(self, key: bytes) -> TierBlockId:
+        """The block of a key, from which a load begins; a use."""
+        block = self._blocks[key]
+        self._pins[block] = self._pins.get(block, 0) + 1
+        self.touch(key)
+        return block
+
+    def unpin(self, block: TierBlockId) -> None:
+        """A load from a block has ended."""
+        self._pins[block] -= 1
+        if not self._pins[block]:
+            del self._pins[block]
+            if block in self._orphans:
+                self._orphans.remove(block)
+                self._free.append(block)
+
+    def discard(self, key: bytes, block: TierBlockId) -> None:
+        """Forgets a key, if it still names this block."""
+        if self._blocks.get(key) == block:
+            del self._blocks[key]
+            if block in self._pins:
+                self._orphans.add(block)
+            else:
+                self._free.append(block)
+
+    def unpin_all(self) -> None:
+        """No load is under way."""
+        self._pins.clear()
+        self._free += self._orphans
+        self._orphans.clear()
+
+    def clear(self) -> None:
+        """Forgets all keys and loads."""
+        self._blocks.clear()
+        self._pins.clear()
+        self._orphans.clear()
+        self._free = [TierBlockId(number) for number in reversed(range(self.num_blocks))]
+
+    def _evict(self) -> bool:
+        for key, block in self._blocks.items():
+            if block not in self._pins:
+                del self._blocks[key]
+                self._free.append(block)
+                self.num_evictions += 1
+                return True
+        return False
+
+    def check(self) -> None:
+        """Each block is free, named by one key, or an orphan. Raises AssertionError."""
+        named = list(self._blocks.values())
+        every = sorted([*named, *self._free, *self._orphans])
+        assert every == list(range(self.num_blocks)), "a block is missing or counted twice"
+        assert self._orphans <= self._pins.keys(), "an orphan is not pinned"

@@ -1,0 +1,118 @@
+"""Sampled tokens that stay on the device, so that the host does not wait for them between steps.
+
+A step samples on the device, keeps the token of each row there, and starts a download. The next
+step copies its inputs from there: it is planned, laid out and queued while this one runs. Tokens
+that are sampled on the host, because their logits are edited or drafts are verified, are known to
+the host at once.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.worker.backends.device import Device, Download
+from services.worker.backends.row_sampler import UNUSABLE
+from services.worker.core.batch.layout import StepTokens
+from services.worker.core.errors import InvalidStep
+from services.worker.core.step import Int32Array, StepInput, no_ints
+from services.worker.sampling.arrays import Int64Array
+from services.worker.sampling.device_logprobs import PendingLogprobs, logprobs_on_device
+from services.worker.sampling.device_sampler import sample_on_device
+from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Tokens that the device may still be sampling, one of each row.
+
+    `logprobs`: by row; None if no row asks for them.
+    """
+
+    token_ids: Download
+    logprobs: PendingLogprobs | None
+
+    def wait(self) -> SamplerOutput:
+        """Waits for the device. May be called from any thread, and repeatedly."""
+        token_ids = self.token_ids.wait()
+        is_usable = token_ids != UNUSABLE
+        found = {} if self.logprobs is None else self.logprobs.wait()
+        return SamplerOutput(
+            np.where(is_usable, token_ids, 0).astype(np.int32),
+            {row: rows for row, rows in found.items() if is_usable[row]},
+            nan_rows=np.flatnonzero(~is_usable).astype(np.int32),
+            refused_rows=no_ints(),
+        )
+
+
+class DeviceTokens:
+    """The last token of each row of the batch that was sampled on the device.
+
+    `by_row`: rows are sampled, and their log-probabilities computed, one after the other, since on
+    a GPU the order in which a row is summed depends on the number of rows.
+    """
+
+    def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
+        self._device = device
+        self._by_row = by_row
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device.torch_device)
+        self._is_held = np.zeros(max_num_seqs, np.bool_)
+
+    def reset(self) -> None:
+        """Forgets every row."""
+        self._is_held[:] = False
+
+    def release(self, rows: np.ndarray) -> None:
+        """Forgets the tokens of these rows: the host knows their last tokens."""
+        self._is_held[rows] = False
+
+    def fill_in(
+        self, token_ids: torch.Tensor, step: StepInput, tokens: StepTokens, num_tokens: Int32Array
+    ) -> None:
+        """Writes last tokens that are on the device alone into a step's token ids, in place.
+
+        `num_tokens`: tokens of each request, in the order of the layout. Raises InvalidStep for a
+        request that computes tokens before its last one, since the host does not know them.
+        """
+        held = np.flatnonzero(self._is_held[tokens.rows])
+        if not len(held):
+            return
+        behind = held[(tokens.num_computed_tokens != num_tokens - 1)[held]]
+        if len(behind):
+            raise InvalidStep(
+                f"step {step.step}: num_computed_tokens: row {tokens.rows[behind[0]]} computes "
+                "tokens again that it has sampled",
+                field="num_computed_tokens",
+            )
+        rows = self._device.upload(tokens.rows[held].astype(np.int64))
+        indexes = self._device.upload(tokens.first_tokens[held].astype(np.int64))
+        token_ids.index_copy_(0, indexes, self._last_tokens.index_select(0, rows))
+
+    def sample(
+        self,
+        rows: Int64Array,
+        logits: torch.Tensor,
+        metadata: SamplingMetadata,
+        num_logprobs: dict[int, int],
+    ) -> PendingTokens:
+        """Samples one token for each of these rows of the batch, from that row of the logits.
+
+        `num_logprobs`: the number of most probable tokens to report, by row of the logits, of those
+        that ask for log-probabilities.
+        """
+        token_ids = self._sampled(logits, metadata)
+        self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))
+        self._is_held[rows] = True
+        logprobs = None
+        if num_logprobs:
+            logprobs = logprobs_on_device(
+                logits, token_ids, num_logprobs, self._device, by_row=self._by_row
+            )
+        return PendingTokens(self._device.download(token_ids), logprobs)
+
+    def _sampled(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        if not self._by_row or not metadata.temperatures.any():
+            return sample_on_device(logits, metadata, self._device)
+        rows = [slice(row, row + 1) for row in range(len(logits))]
+        sampled = [sample_on_device(logits[row], metadata.of(row), self._device) for row in rows]
+        return torch.cat(sampled)

@@ -1,0 +1,93 @@
+"""Prompts that are given as embeddings, in place of the embeddings of their tokens."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.common.request.prompt_embeds import PromptEmbeds
+from services.worker.core.batch.layout import StepTokens
+from services.worker.core.errors import InvalidStep
+from services.worker.core.step import StepInput
+from services.worker.models.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class _Embeds:
+    """The embeddings of the tokens [begin, end) of a row, [end - begin, hidden_size]."""
+
+    begin: int
+    end: int
+    matrix: torch.Tensor
+
+
+class EmbeddedPrompts:
+    """The embeddings of each row whose prompt has them: those of its first tokens. Without a model,
+    as in a later pipeline stage, they are ignored.
+    """
+
+    def __init__(self, model: Model | None) -> None:
+        self._model = model
+        self._embeds: dict[int, _Embeds] = {}
+
+    def clear(self) -> None:
+        """Drops the embeddings of every row."""
+        self._embeds.clear()
+
+    def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
+        """The embeddings of new requests, by row, in the model's data type and on its device.
+
+        Raises InvalidArgument for embeddings of another width than the model's, or of other tokens
+        than those of the prompt that are not computed.
+        """
+        found: dict[int, _Embeds] = {}
+        if not step.new_requests or self._model is None:
+            return found
+        computed = dict(zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=False))
+        for request in step.new_requests:
+            embeds, end = request.prompt_embeds, request.num_placeholders
+            begin = end if embeds is None else end - embeds.num_tokens
+            if not 0 <= begin <= computed.get(request.row, begin) or (
+                end > request.num_prompt_tokens
+            ):
+                name = "new_requests.prompt_embeds"
+                raise InvalidStep(
+                    f"step {step.step}: {name}: tokens {begin} to {end} are not what row "
+                    f"{request.row} lacks",
+                    field=name,
+                )
+            if embeds is not None:
+                matrix = _to_tensor(embeds, self._model, device)
+                found[request.row] = _Embeds(begin, end, matrix)
+        return found
+
+    def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
+        """Drops the embeddings of rows that the step removes, and adds those that enter."""
+        for row in step.removed_rows.tolist():
+            self._embeds.pop(row, None)
+        self._embeds |= entering
+
+    def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
+        """Embeddings [num_tokens, hidden_size] of a step; None if all are those of token ids."""
+        embedded: torch.Tensor | None = None
+        if not self._embeds or self._model is None:
+            return embedded
+        columns = (tokens.rows, tokens.first_tokens, tokens.num_computed_tokens, tokens.seq_lens)
+        for row, first, computed, end in zip(*(x.tolist() for x in columns), strict=True):
+            given = self._embeds.get(row)
+            if given is None or computed >= given.end:
+                continue
+            if embedded is None:
+                embedded = self._model.embed(token_ids)
+            count, begin = min(end, given.end) - computed, computed - given.begin
+            embedded[first : first + count] = given.matrix[begin : begin + count]
+        return embedded
+
+
+def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
+    """The embeddings, in the model's data type. Raises InvalidArgument for another width."""
+    like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
+    embeds.check(like.shape[1])
+    numbers = np.frombuffer(embeds.data, np.uint8).copy()
+    matrix = torch.from_numpy(numbers).view(getattr(torch, embeds.dtype.name.lower()))
+    return matrix.view(embeds.num_tokens, -1).to(like)

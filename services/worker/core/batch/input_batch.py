@@ -1,0 +1,196 @@
+"""The input batch: the state of each running request that the worker keeps between steps.
+
+A request is sent once, in full, and takes a row. After that only differences are sent. The worker
+appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
+step ahead of it has run. It is vLLM's persistent batch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.common.request.sampling import SamplingParams
+from services.worker.backends.attention import Int64Array
+from services.worker.core.errors import InvalidStep
+from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.core.step_check import StepCheck
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """Limits of the batch and of its steps."""
+
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    block_size: int
+    """Tokens of the smallest blocks of layers that attend."""
+    num_blocks: int
+    windows: tuple[int | None, ...] = (None,)
+    """By KV-cache group, the number of tokens that its layers see; None: all."""
+    state_block_sizes: tuple[int, ...] = ()
+    """Tokens that a block of each group of recurrent layers stands for; these groups come last."""
+    num_tier_blocks: int = 0
+    """Blocks of the tier of offloaded keys and values."""
+    num_speculative_tokens: int = 0
+    """Drafts that are proposed here for a request and step, at most."""
+    num_speculative_rows: int = 0
+    """Rows that tokens and drafts of decoding requests fill in a step, at most; 0: any number."""
+    block_scales: tuple[int, ...] = ()
+    """By group of layers that attend, how many times `block_size` tokens its blocks hold; empty:
+    once.
+    """
+
+    @property
+    def num_groups(self) -> int:
+        """KV-cache groups, those of recurrent layers included."""
+        return len(self.windows)
+
+    @property
+    def first_state_group(self) -> int:
+        """The number of groups of layers that attend; those of recurrent layers follow."""
+        return len(self.windows) - len(self.state_block_sizes)
+
+    @property
+    def max_sampled_rows(self) -> int:
+        """Most rows of logits of a step, those of drafts included."""
+        if self.num_speculative_rows:
+            return max(self.max_num_seqs, self.num_speculative_rows)
+        return self.max_num_seqs * (1 + self.num_speculative_tokens)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens that a block of each group stands for."""
+        scales = self.block_scales or (1,) * self.first_state_group
+        return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Blocks of a sequence of max_model_len tokens, in the group with the smallest."""
+        return -(-self.max_model_len // self.block_size)
+
+    def room(self, num_blocks: Iterable[int]) -> int:
+        """The number of tokens of one sequence that fit in `num_blocks` of each group."""
+        if not (self.state_block_sizes or self.block_scales):
+            return min(min(num_blocks) * self.block_size, self.max_model_len)
+        sizes = zip(num_blocks, self.block_sizes, strict=True)
+        return min(self.max_model_len, *(count * size for count, size in sizes))
+
+
+class InputBatch:
+    """Rows with their tokens, block tables and sampling parameters.
+
+    `apply` checks a step against the batch and only then changes it. Arrays are indexed by row:
+
+    * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known:
+      the prompt, the output sent with the request, and the tokens sampled here since;
+    * `num_prompt_tokens`;
+    * `counting`: 0, 1, 2, ..., up to max_num_seqs;
+    * `room`: tokens that fit in a request's blocks, in the group with the fewest;
+    * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
+      `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
+      block or an earlier block of the request, and are not read; of those of states, all but the
+      ones of the last token before a step and of the step's last.
+
+    `groups`: of each group its `block_tables` and the tokens that a block stands for.
+    """
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        rows = limits.max_num_seqs
+        self.token_ids = np.zeros((rows, limits.max_model_len + 1), np.int32)
+        self.counting = np.arange(rows + 1, dtype=np.int32)
+        self._tokens_in_a_line = self.token_ids.reshape(-1)
+        self.num_tokens = np.zeros(rows, np.int32)
+        self.num_prompt_tokens = np.zeros(rows, np.int32)
+        self.room = np.zeros(rows, np.int32)
+        num_groups = len(limits.windows)
+        self.block_tables = np.zeros((num_groups, rows, limits.max_blocks_per_seq), np.int32)
+        self.groups = tuple(zip(self.block_tables, limits.block_sizes, strict=True))
+        self.num_blocks = np.zeros((num_groups, rows), np.int32)
+        self.sampling: dict[int, SamplingParams] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows in use."""
+        return sorted(self.sampling)
+
+    def clear(self) -> None:
+        """Removes every request."""
+        self.sampling.clear()
+
+    def apply(self, step: StepInput) -> Int32Array:
+        """Applies the difference in `step`. Raises InvalidStep before anything is changed. Returns
+        the number of tokens of each request that are computed: those that the step counts, but for
+        drafts of the step before that were rejected.
+        """
+        num_computed_tokens = StepCheck(self, step).run()
+        for row in step.removed_rows.tolist():
+            del self.sampling[row]
+        for request in step.new_requests:
+            self._enter(request)
+        for group, appended in enumerate(step.appended_blocks):
+            first = 0
+            for row, count in zip(appended.rows, appended.num_blocks, strict=True):
+                self._grow(group, row, appended.block_ids[first : first + count])
+                first += count
+        return num_computed_tokens
+
+    def place_last_tokens(self, step: StepInput) -> None:
+        """Writes the last of each request's scheduled tokens, where others sample. Raises
+        InvalidStep if the step does not have them.
+        """
+        if len(step.last_token_ids) != len(step.rows):
+            name = "last_token_ids"
+            problem = "a pipeline stage that does not sample must be sent each request's last token"
+            raise InvalidStep(f"step {step.step}: {name}: {problem}", field=name)
+        ends = step.num_computed_tokens + step.num_scheduled_tokens
+        self.token_ids[step.rows, ends - 1] = step.last_token_ids
+
+    def place_drafts(self, step: StepInput) -> None:
+        """Writes drafts behind the known tokens. They count as known once they are accepted."""
+        if not len(step.draft_token_ids):
+            return
+        first = 0
+        for row, count in zip(step.rows, step.num_draft_tokens, strict=False):
+            known = self.num_tokens[row]
+            drafts = step.draft_token_ids[first : first + count]
+            self.token_ids[row, known : known + count] = drafts
+            first += count
+
+    def tokens_at(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Int64Array:
+        """The tokens at positions of rows. With one index NumPy keeps the interpreter's lock, and
+        with two it does not: an event loop that waits for the lock would run before the step
+        instead of during it.
+        """
+        indexes = rows * np.int64(self.token_ids.shape[1]) + positions
+        token_ids: Int64Array = self._tokens_in_a_line[indexes].astype(np.int64)
+        return token_ids
+
+    def append_one(self, rows: Int64Array, token_ids: Int32Array) -> None:
+        """Adds one sampled token to each of some requests."""
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
+
+    def append_unknown(self, rows: Int64Array) -> None:
+        """Counts one more token of each of these requests, whose id is not known here yet."""
+        self.num_tokens[rows] += 1
+
+    def _enter(self, request: NewRequest) -> None:
+        row = request.row
+        self.sampling[row] = request.sampling
+        self.num_tokens[row] = len(request.token_ids)
+        self.token_ids[row, : len(request.token_ids)] = request.token_ids
+        self.num_prompt_tokens[row] = request.num_prompt_tokens
+        self.num_blocks[:, row] = 0
+        for group, block_ids in enumerate(request.block_tables):
+            self._grow(group, row, block_ids)
+
+    def _grow(self, group: int, row: int, block_ids: Int32Array) -> None:
+        start = self.num_blocks[group, row]
+        self.block_tables[group, row, start : start + len(block_ids)] = block_ids
+        self.num_blocks[group, row] += len(block_ids)
+        self.room[row] = self.limits.room(self.num_blocks[:, row].tolist())

@@ -1,0 +1,118 @@
+"""The tokens of a step, in the order that attention needs, and the logits to sample from."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.worker.backends.attention import Int32Array, Int64Array, StepLayout
+from services.worker.core.batch.input_batch import InputBatch
+from services.worker.core.step import StepInput
+
+_BEHIND_DECODES = np.int32(2**31 - 1)
+"""The key of a request with several tokens, which is above all lengths."""
+_FEW_REQUESTS = 64
+
+
+def _rising(keys: Int32Array) -> Int64Array:
+    """The order in which keys rise; equal ones keep theirs. NumPy releases the interpreter's lock
+    while it sorts more than one, and an event loop that waits for the lock would run before the
+    step instead of during it. So Python sorts a few.
+    """
+    if not 1 < len(keys) <= _FEW_REQUESTS:
+        return keys.argsort(kind="stable")
+    return np.array(sorted(range(len(keys)), key=keys.tolist().__getitem__), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
+
+    Arrays over requests are in the layout's order: `order` are their indexes in the step, `rows`
+    their rows in the batch, which NumPy takes as indexes several times faster than the layout's
+    int32. `num_draft_tokens` is None if the step has no drafts. There is one layout for each
+    KV-cache group; they differ in their tables.
+    """
+
+    token_ids: Int64Array
+    positions: Int64Array
+    order: Int64Array
+    rows: Int64Array
+    num_scheduled_tokens: Int32Array
+    num_draft_tokens: Int32Array | None
+    layouts: tuple[StepLayout, ...]
+
+    @property
+    def first_tokens(self) -> Int32Array:
+        """The index of each request's first token."""
+        return self.layouts[0].query_starts[:-1]
+
+    @property
+    def seq_lens(self) -> Int32Array:
+        """The number of tokens of each request after the step, drafts included."""
+        return self.layouts[0].seq_lens
+
+    @property
+    def num_computed_tokens(self) -> Int32Array:
+        """The number of tokens of each request that are computed before the step."""
+        return self.seq_lens - self.num_scheduled_tokens
+
+    def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
+        """The requests to sample for: those whose last known token is computed.
+
+        `num_tokens`: known tokens of each request.
+        """
+        drafts, seq_lens = self.num_draft_tokens, self.seq_lens
+        known = seq_lens if drafts is None else seq_lens - drafts
+        requests = (known == num_tokens).nonzero()[0]
+        ends = self.layouts[0].query_starts[1:][requests].astype(np.int64)
+        if drafts is None:
+            is_all = len(requests) == len(seq_lens)
+            firsts = requests if is_all else np.arange(len(requests))
+            return SamplingRequests(requests, ends - 1, firsts)
+        counts = drafts[requests] + 1
+        firsts = np.cumsum(counts) - counts
+        indices = np.repeat(ends - counts - firsts, counts) + np.arange(counts.sum())
+        return SamplingRequests(requests, indices, firsts)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRequests:
+    """The requests of a step that tokens are sampled for, by index in the layout's order.
+
+    `logits_indices`: rising indexes of the step's tokens whose logits are needed: each request's
+    last known token and its drafts. `firsts`: index in `logits_indices` of each request's first.
+    """
+
+    requests: Int64Array
+    logits_indices: Int64Array
+    firsts: Int64Array
+
+
+def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
+    """Orders requests: those with one token by length, then the others in the step's order."""
+    counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
+    seq_lens = step.num_computed_tokens + counts
+    num_decodes = counts.tolist().count(1)
+    if num_decodes == len(counts):
+        order = _rising(seq_lens)
+        starts = batch.counting[: len(counts) + 1]
+    else:
+        order = _rising(np.where(counts == 1, seq_lens, _BEHIND_DECODES))
+        starts = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts[order], out=starts[1:])
+    layout_rows, seq_lens = step.rows[order], seq_lens[order]
+    layouts = tuple(
+        StepLayout(num_decodes, starts, seq_lens, layout_rows, tables, block_size)
+        for tables, block_size in batch.groups
+    )
+    rows, positions = layout_rows.astype(np.int64), layouts[0].positions
+    token_rows = rows if layouts[0].only_decodes else layouts[0].token_rows
+    return StepTokens(
+        token_ids=batch.tokens_at(token_rows, positions),
+        positions=positions,
+        order=order,
+        rows=rows,
+        num_scheduled_tokens=counts[order],
+        num_draft_tokens=drafts[order] if len(drafts) and drafts.any() else None,
+        layouts=layouts,
+    )

@@ -1,0 +1,197 @@
+"""Drafts from a smaller model of the same vocabulary: it goes on from the known tokens greedily.
+
+The draft model has keys and values of its own. They lie in the blocks of the model that it drafts
+for, at the same slots, and are found by the same block tables. A block that is full holds those of
+both models when the step that filled it ends. So whatever finds, keeps or moves full blocks serves
+both: prefix hits, resumption after a preemption, the tier of offloaded blocks.
+
+In a step that begins with n known tokens of a request:
+
+ 1. The draft model computes the known tokens that it has not computed. Those of a prompt are the
+    step's own chunk. Of a request that decodes it is the last one; or two, if all drafts of the
+    step before stood, since the last draft of a step is never its input.
+ 2. The most probable token behind them is the first draft, and a step of one token for each
+    further draft follows, for all requests at once. With k drafts these write slots n to n + k - 2,
+    which the step has, since the model verifies k drafts there.
+ 3. Once they are verified, what was computed of drafts that stood counts as computed. The slots of
+    the others are written again.
+ 4. Requests without drafts, and those whose last draft stood, are computed when that fills a block,
+    and otherwise when drafts are wanted again.
+
+That is vLLM's method "draft_model", which proposes at the end of a step and therefore needs slots
+beyond it. Here drafts are proposed at the beginning of the step that verifies them.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from services.worker.backends.attention import PagedAttention
+from services.worker.core.batch.input_batch import BatchLimits, InputBatch
+from services.worker.core.batch.layout import lay_out
+from services.worker.core.drafts.draft_source import WantedDrafts
+from services.worker.core.step import Int32Array, NewRequest, StepInput
+from services.worker.models.model import Model
+
+
+class DraftModel:
+    """A DraftSource, on the CPU.
+
+    `attention` has as many blocks as that of the model, of the same number of tokens. `group`: the
+    KV-cache group of the model whose block tables it uses, one that holds the blocks of all tokens.
+    `max_model_len`: the longest sequence of the draft model; behind it no drafts are proposed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: PagedAttention,
+        limits: BatchLimits,
+        *,
+        group: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self._attention = attention
+        self._group = group
+        self._block_size = limits.block_sizes[group]
+        self._max_model_len = max_model_len
+        self._longest = limits.max_model_len
+        rows, most = limits.max_num_seqs, limits.num_speculative_tokens
+        self._num_computed = np.full(rows, self._longest, np.int32)
+        """By row, tokens whose keys and values are there; of a request that enters more than the
+        model has computed, until `_settle` lowers it to the blocks that are full.
+        """
+        self._guesses = np.zeros((rows, most), np.int32)
+        """By row, drafts that were computed behind these tokens."""
+        self._num_guesses = np.zeros(rows, np.int32)
+
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        """What is computed of them is found out when they are part of a step."""
+
+    def forget(self, rows: Int32Array) -> None:
+        self._num_computed[rows] = self._longest
+        self._num_guesses[rows] = 0
+
+    def clear(self) -> None:
+        self._num_computed[:] = self._longest
+        self._num_guesses[:] = 0
+
+    def propose(
+        self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
+    ) -> list[list[int]]:
+        """See DraftSource. Computes the step's tokens too, as far as they fill blocks."""
+        rows = step.rows
+        self._settle(rows, step.num_computed_tokens, batch)
+        starts = self._num_computed[rows]
+        ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
+        # Drafts of each request behind those that are forced.
+        num_own = np.zeros(len(rows), np.int32)
+        for want in wanted:
+            known = batch.num_tokens[want.row]
+            first = known + len(want.forced)
+            batch.token_ids[want.row, known:first] = want.forced
+            room = self._max_model_len + 1 - first
+            if (count := min(want.most - len(want.forced), room)) > 0:
+                num_own[want.index], ends[want.index] = count, first
+        self._compute_due(batch, rows, starts, ends, num_own)
+        return [self._take(batch, want, int(num_own[want.index])) for want in wanted]
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        """Tokens are read when drafts are wanted."""
+
+    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
+        """See DraftSource. Computes drafts that stood, as far as they fill blocks."""
+        num_computed = batch.num_tokens[rows] - 1
+        self._settle(rows, num_computed, batch)
+        starts, ends = self._num_computed[rows], np.minimum(num_computed, self._max_model_len)
+        self._compute_due(batch, rows, starts, ends, np.zeros(len(rows), np.int32))
+
+    def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
+        """Counts what was computed of drafts that stood, and forgets the others. The model has
+        computed `num_computed` tokens; those in full blocks are computed here too.
+        """
+        own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
+        at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
+        stand = batch.token_ids[rows[:, None], at] == self._guesses[rows]
+        stand &= places < self._num_guesses[rows, None]
+        own += np.logical_and.accumulate(stand, axis=1).sum(axis=1, dtype=np.int32)
+        in_full_blocks = num_computed // self._block_size * self._block_size
+        self._num_computed[rows] = np.where(own > num_computed, in_full_blocks, own)
+        self._num_guesses[rows] = 0
+
+    def _compute_due(
+        self,
+        batch: InputBatch,
+        rows: Int32Array,
+        starts: Int32Array,
+        ends: Int32Array,
+        num_drafts: Int32Array,
+    ) -> None:
+        """Computes tokens from `starts` to `ends` of the requests that want drafts or fill a block,
+        and writes `num_drafts` of each behind them.
+        """
+        fills_block = ends // self._block_size > starts // self._block_size
+        due = np.flatnonzero(fills_block | (num_drafts > 0))
+        if not len(due):
+            return
+        rows, starts, ends, num_drafts = rows[due], starts[due], ends[due], num_drafts[due]
+        drafts = num_drafts > 0
+        tokens = self._compute(batch, rows, starts, ends, drafts)
+        self._num_computed[rows] = np.minimum(ends, batch.num_tokens[rows])
+        self._draft(batch, rows[drafts], ends[drafts], num_drafts[drafts], tokens)
+
+    def _draft(
+        self,
+        batch: InputBatch,
+        rows: Int32Array,
+        ends: Int32Array,
+        num_drafts: Int32Array,
+        tokens: Int32Array,
+    ) -> None:
+        """Writes drafts to `ends` and behind: first these tokens, then what follows them."""
+        while len(rows):
+            batch.token_ids[rows, ends] = tokens
+            more = num_drafts > 1
+            rows, ends, num_drafts = rows[more], ends[more] + 1, num_drafts[more] - 1
+            if len(rows):
+                tokens = self._compute(batch, rows, ends - 1, ends, num_drafts > 0)
+
+    def _compute(
+        self,
+        batch: InputBatch,
+        rows: Int32Array,
+        starts: Int32Array,
+        ends: Int32Array,
+        samples: npt.NDArray[np.bool_],
+    ) -> Int32Array:
+        """Runs the draft model once, over tokens from `starts` to `ends` of each request. Returns
+        the most probable next token of each that `samples`.
+        """
+        tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
+        sampling = np.flatnonzero(samples[tokens.order])
+        last_tokens = tokens.layouts[0].query_starts[1:][sampling].astype(np.int64) - 1
+        _, logits = self.model.forward(
+            torch.from_numpy(tokens.token_ids),
+            torch.from_numpy(tokens.positions),
+            self._attention.begin_step((tokens.layouts[self._group],)),
+            wanted=torch.from_numpy(last_tokens),
+        )
+        found = np.zeros(len(rows), np.int32)
+        if logits is not None:
+            found[tokens.order[sampling]] = logits.numpy().argmax(axis=1)
+        return found[samples]
+
+    def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
+        """The drafts that were written for a request. All but the last were computed, if the model
+        proposed any.
+        """
+        row, count = want.row, len(want.forced) + num_own
+        known = batch.num_tokens[row]
+        drafts: list[int] = batch.token_ids[row, known : known + count].tolist()
+        if num_own:
+            self._guesses[row, : count - 1] = drafts[:-1]
+            self._num_guesses[row] = count - 1
+        return drafts

@@ -1,0 +1,121 @@
+"""Completes the drafts of a step, which the scheduler plans without knowing them.
+
+The scheduler plans a step while the one before it runs. It counts that step's drafts as accepted,
+and leaves the next ones to the worker: their ids are -1. Once the step begins, the worker knows
+which drafts were accepted, and goes on from its own tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from services.worker.core.batch.input_batch import InputBatch
+from services.worker.core.batch.layout import StepTokens
+from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
+from services.worker.core.step import Int32Array, StepInput, no_ints
+from services.worker.core.step_check import PROPOSED_HERE
+from services.worker.speculation.draft_length import DraftLength
+
+_NO_DRAFTS = no_ints()
+
+
+class Drafter:
+    """Proposes the drafts of steps, from a source, for the requests of a batch: of each as many as
+    the scheduler has room for, or fewer while few of them stand.
+    """
+
+    def __init__(self, source: DraftSource, most: int) -> None:
+        """`most`: drafts of a request in a step."""
+        self.source = source
+        self._most = most
+        self._lengths: dict[int, DraftLength] = {}
+
+    def update(self, step: StepInput) -> None:
+        """Takes in which requests leave and enter."""
+        self.source.forget(step.removed_rows)
+        for row in step.removed_rows.tolist():
+            self._lengths.pop(row, None)
+        self.source.enter(step.new_requests)
+
+    def clear(self) -> None:
+        """All requests have left."""
+        self.source.clear()
+        self._lengths.clear()
+
+    def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
+        """Takes in what a step sampled, and which of its drafts stood: all tokens that were sampled
+        but the last.
+        """
+        every = tokens.layouts[0].rows
+        self.source.sampled(every, batch)
+        if tokens.num_draft_tokens is None:
+            return
+        drafted = np.flatnonzero(tokens.num_draft_tokens)
+        rows, num_drafts = every[drafted], tokens.num_draft_tokens[drafted]
+        num_accepted = batch.num_tokens[rows] - tokens.seq_lens[drafted] + num_drafts - 1
+        for row, count, accepted in zip(
+            rows.tolist(), num_drafts.tolist(), num_accepted.tolist(), strict=True
+        ):
+            if (length := self._lengths.get(row)) is not None:
+                length.verified(count, accepted)
+        self.source.verified(rows, batch)
+
+    def complete(
+        self,
+        step: StepInput,
+        num_computed_tokens: Int32Array,
+        batch: InputBatch,
+        forced: Callable[[int], Sequence[int]],
+    ) -> StepInput:
+        """The step as the batch, to which its difference was applied, can run it: computed tokens
+        are those that are, as `apply` returned them, and drafts of id -1 are proposals, or left out
+        where there are none. `forced`: by row, tokens about which a grammar leaves no choice.
+        """
+        known = _without_drafts(step, num_computed_tokens)
+        if not len(step.num_draft_tokens):
+            self.source.propose(known, batch, ())
+            return known
+        drafts: list[Sequence[int]] = []
+        wanted: list[WantedDrafts] = []
+        token_ids, begin = step.draft_token_ids.tolist(), 0
+        for row, count in zip(step.rows.tolist(), step.num_draft_tokens.tolist(), strict=True):
+            own, begin = token_ids[begin : begin + count], begin + count
+            if PROPOSED_HERE in own:
+                own = ()
+                if most := min(self._length(row).next(), count):
+                    wanted.append(WantedDrafts(len(drafts), row, most, list(forced(row))[:most]))
+            drafts.append(own)
+        proposed = self.source.propose(known, batch, wanted)
+        for want, found in zip(wanted, proposed, strict=True):
+            drafts[want.index] = found
+        return _with_drafts(known, drafts) if any(drafts) else known
+
+    def _length(self, row: int) -> DraftLength:
+        length = self._lengths.get(row)
+        if length is None:
+            length = self._lengths[row] = DraftLength(self._most)
+        return length
+
+
+def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
+    """The step of known tokens alone, behind those that are computed."""
+    has_drafts = len(step.num_draft_tokens) > 0
+    if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
+        return step
+    known = step.copy()
+    known.num_computed_tokens = num_computed_tokens
+    if has_drafts:
+        known.num_scheduled_tokens = step.num_scheduled_tokens - step.num_draft_tokens
+        known.num_draft_tokens = known.draft_token_ids = _NO_DRAFTS
+    return known
+
+
+def _with_drafts(known: StepInput, drafts: Sequence[Sequence[int]]) -> StepInput:
+    """A step of known tokens, and of these drafts of each request behind them."""
+    counts = np.array([len(own) for own in drafts], np.int32)
+    completed = known.copy()
+    completed.num_scheduled_tokens = known.num_scheduled_tokens + counts
+    completed.num_draft_tokens = counts
+    completed.draft_token_ids = np.array(list(chain.from_iterable(drafts)), np.int32)
+    return completed

@@ -1,0 +1,48 @@
+"""Drafts from suffix trees: what the request, or others before it, wrote behind the same tokens."""
+
+from collections.abc import Sequence
+
+from services.worker.backends.suffix_decoding import SuffixDecoding
+from services.worker.core.batch.input_batch import InputBatch
+from services.worker.core.drafts.draft_source import WantedDrafts
+from services.worker.core.step import Int32Array, NewRequest, StepInput
+
+
+class SuffixSource:
+    """A DraftSource. Responses are what was sampled here since a request entered the batch: one
+    that comes back after a preemption does not count twice. They are forgotten with the batch, so
+    that all ranks have the same.
+    """
+
+    def __init__(self, trees: SuffixDecoding) -> None:
+        self._trees = trees
+
+    def enter(self, requests: Sequence[NewRequest]) -> None:
+        for request in requests:
+            self._trees.enter(request.row, request.cache_key, len(request.token_ids))
+
+    def propose(
+        self,
+        step: StepInput,  # noqa: ARG002 - all tokens are in the batch
+        batch: InputBatch,
+        wanted: Sequence[WantedDrafts],
+    ) -> list[Sequence[int]]:
+        proposed = []
+        for want in wanted:
+            found = self._trees.propose(want.row, batch.token_ids, batch.num_tokens, want.most)
+            proposed.append(want.possible(found))
+        return proposed
+
+    def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
+        """See DraftSource. They are part of the responses."""
+        self._trees.take_in(rows, batch.token_ids, batch.num_tokens)
+
+    def verified(self, rows: Int32Array, batch: InputBatch) -> None:
+        """Nothing depends on what became of drafts."""
+
+    def forget(self, rows: Int32Array) -> None:
+        for row in rows.tolist():
+            self._trees.leave(row)
+
+    def clear(self) -> None:
+        self._trees.clear()

@@ -1,0 +1,153 @@
+"""The number of blocks of keys and values, and a sentence that explains it.
+
+The memory is given, or is a share of what is available once the weights are loaded, less what a
+step's activations need. It is never more than the batch can use.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from services.worker.backends.out_of_memory import NotEnoughMemory
+from services.worker.core.errors import KVCacheTooSmall
+from services.worker.core.kv.kv_groups import LayerGroup
+
+_NULL_BLOCKS = 1
+_SHORTEST_SEQUENCE = 2
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheDemand:
+    """The sequences that the cache must hold, which bound its blocks."""
+
+    bytes_per_block: int
+    """Bytes of all pages of a block."""
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_model_len_asked: bool
+    """Whether the length is set by the operator."""
+    groups: tuple[LayerGroup, ...]
+    num_steps_in_flight: int = 2
+    """2, since an asynchronous scheduler plans one step while another is computed, or one for each
+    of more pipeline stages.
+    """
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of a full batch of longest sequences, and the null block."""
+        return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
+
+    def blocks_of(self, num_tokens: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds at once, over all groups."""
+        num_steps = self.num_steps_in_flight
+        return sum(
+            group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
+                num_tokens, num_steps * self.max_num_batched_tokens, num_steps
+            )
+            for group in self.groups
+        )
+
+    def longest_within(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence, in whole blocks up to `max_model_len`, that fits."""
+        lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
+        if self.blocks_of(self.max_model_len) <= num_blocks:
+            return self.max_model_len
+        return self.block_size * bisect_right(lengths, num_blocks, key=self.blocks_of)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Memory of which a share may be used: `utilization` of `of_bytes`. The cache gets that share
+    less what is in use, and less what activations take.
+    """
+
+    of_bytes: int
+    utilization: float
+    activation_bytes: int
+    """Bytes that the largest step needs besides weights and cache."""
+    used_bytes: int = 0
+    of_what: str = "available after loading"
+    """The kind of these bytes, as the end of a sentence that begins with their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheMemory:
+    """The memory for the cache: a number of blocks or of bytes, or else a share of what is free."""
+
+    num_blocks: int | None
+    kv_cache_memory_bytes: int | None
+    free: FreeMemory
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSizing:
+    """The blocks of the cache, including the null block; the longest sequence; the reason."""
+
+    num_blocks: int
+    max_model_len: int
+    explanation: str
+
+
+def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
+    """The number of blocks for this demand.
+
+    A length that is not set by the operator is lowered to what fits. Raises KVCacheTooSmall if one
+    sequence of the length that is set, or of a single block, does not fit, and NotEnoughMemory if
+    the settings demand more memory than there is.
+    """
+    fitting, reason = _fitting_blocks(demand, memory)
+    num_blocks = min(fitting, demand.most_blocks)
+    if fitting > num_blocks:
+        reason = (
+            f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
+            f"{fitting} would fit in {reason}"
+        )
+    _check_there_is(num_blocks * demand.bytes_per_block, reason, memory.free)
+    capacity = demand.longest_within(num_blocks - _NULL_BLOCKS)
+    length = demand.max_model_len
+    if capacity < length:
+        if demand.max_model_len_asked or capacity < max(demand.block_size, _SHORTEST_SEQUENCE):
+            needed = (demand.blocks_of(length) + _NULL_BLOCKS) * demand.bytes_per_block
+            raise KVCacheTooSmall(
+                f"the KV cache cannot hold one sequence of {length} tokens: it needs "
+                f"{_mib(needed)}, and there is {reason}; lower max_model_len or give more memory"
+            )
+        length = capacity
+        reason += f"; max_model_len lowered from {demand.max_model_len} to {length} to fit"
+    size = _mib(num_blocks * demand.bytes_per_block)
+    return KVCacheSizing(
+        num_blocks,
+        length,
+        f"{num_blocks} blocks of {demand.block_size} tokens, {size}: {reason}",
+    )
+
+
+def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, str]:
+    if memory.num_blocks is not None:
+        return memory.num_blocks, f"num_blocks {memory.num_blocks}"
+    if memory.kv_cache_memory_bytes is not None:
+        size = memory.kv_cache_memory_bytes
+        return size // demand.bytes_per_block, f"kv_cache_memory_bytes {_mib(size)}"
+    free = memory.free
+    share = int(free.of_bytes * free.utilization)
+    size = max(share - free.used_bytes - free.activation_bytes, 0)
+    used = f"{_mib(free.used_bytes)} in use and " if free.used_bytes else ""
+    return size // demand.bytes_per_block, (
+        f"{_mib(size)}, which is {free.utilization:.0%} of {_mib(free.of_bytes)} {free.of_what}, "
+        f"less {used}{_mib(free.activation_bytes)} for activations"
+    )
+
+
+def _check_there_is(size: int, reason: str, free: FreeMemory) -> None:
+    there = max(free.of_bytes - free.used_bytes, 0)
+    if size > there:
+        raise NotEnoughMemory(
+            f"the KV cache needs {_mib(size)} ({reason}), and there is {_mib(there)}; lower "
+            "num_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f} MiB"

@@ -1,0 +1,184 @@
+"""Reads the tensors of a model directory. Safetensors files are mapped by their library."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from services.worker.backends.quantized import QuantizedWeight
+from services.worker.models.errors import ModelFileError, ModelTensorError
+from services.worker.models.files.gguf_blocks import BLOCK_TYPES
+from services.worker.models.files.gguf_file import GgufFile
+from services.worker.models.files.tensor_info import TensorInfo
+from services.worker.models.suitability.tensor_files import (
+    GGUF_SUFFIX,
+    INDEX_FILE,
+    SINGLE_FILE,
+    find_tensors,
+    named,
+)
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+WHOLE = slice(None)
+"""Everything along an axis."""
+Index = tuple[slice | int, ...]
+"""The part along each axis that is read; an axis without an index is read whole."""
+
+_READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Every tensor of a model directory by name. `device`: where tensors are read to."""
+
+    directory: Path
+    tensors: dict[str, TensorInfo]
+    device: torch.device = CPU
+
+    @property
+    def source(self) -> Path:
+        """The file that an error about the whole checkpoint names."""
+        index = self.directory / INDEX_FILE
+        single = self.directory / SINGLE_FILE
+        if index.exists() or single.exists():
+            return index if index.exists() else single
+        return self.files[0]
+
+    def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
+        """The same, each tensor known by its name with this prefix, except one called `apart`."""
+        named = {
+            name if name == apart else prefix + name: info for name, info in self.tensors.items()
+        }
+        return replace(self, tensors=named)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all tensors in the files."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files with tensors, in order."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    def check(
+        self,
+        expected: dict[str, tuple[int, ...]],
+        others: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> None:
+        """Raises ModelTensorError unless the tensors are exactly `expected`. `others`: data types
+        that a tensor may have besides those of unquantized weights. A number may also be stored as
+        a vector of one.
+        """
+        missing = sorted(expected.keys() - self.tensors.keys())
+        if missing:
+            raise ModelTensorError(self.source, f"{named('tensor', missing)} missing")
+        extra = sorted(self.tensors.keys() - expected.keys())
+        if extra:
+            unknown = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
+            if unknown:
+                raise ModelTensorError(
+                    self.source, f"{named('tensor', unknown)} not part of this architecture"
+                )
+        for name, shape in expected.items():
+            tensor = self.tensors[name]
+            if tensor.shape != shape and (shape or tensor.shape != (1,)):
+                raise ModelTensorError(
+                    tensor.file,
+                    f"tensor {name} has shape {list(tensor.shape)}, "
+                    f"but config.json describes {list(shape)}",
+                )
+            check_dtype(tensor, others.get(name, ()))
+
+    @contextmanager
+    def open(self) -> Iterator["TensorReader"]:
+        """Maps the files for reading. Raises ModelFileError when one cannot be opened."""
+        with ExitStack() as stack:
+            handles: dict[Path, Any] = {}
+            for file in self.files:
+                if file.suffix == GGUF_SUFFIX:
+                    handles[file] = GgufFile(file)
+                    continue
+                try:
+                    opened = safe_open(file, framework="pt", device=str(self.device))
+                    handles[file] = stack.enter_context(opened)
+                except (OSError, SafetensorError) as error:
+                    raise ModelFileError(file, f"the file cannot be read: {error}") from error
+            yield TensorReader(self, handles)
+
+
+def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
+    """Raises ModelTensorError for a data type that is neither of unquantized weights nor one of
+    `others`.
+    """
+    if tensor.dtype not in _READABLE and tensor.dtype not in others:
+        raise ModelTensorError(
+            tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
+        )
+
+
+class TensorReader:
+    """Reads tensors of an open checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, handles: dict[Path, Any]) -> None:
+        self._checkpoint = checkpoint
+        self._handles = handles
+        self._sizes: list[int] = []
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are read to."""
+        return self._checkpoint.device
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes read so far, in the stored data types."""
+        return sum(self._sizes)
+
+    def dimensions(self, name: str) -> int:
+        """The number of a tensor's axes."""
+        return len(self._checkpoint.tensors[name].shape)
+
+    def read_parts(self, *parts: tuple[str, Index], dtype: torch.dtype) -> torch.Tensor:
+        """Parts of tensors, each by name and index, stacked along their first axis, as a new tensor
+        of `dtype`. Only the parts are read.
+        """
+        read = [self.read_part(name, index).to(dtype) for name, index in parts]
+        return torch.cat(read) if len(read) > 1 else read[0].clone()
+
+    def read_part(self, name: str, index: Index) -> torch.Tensor:
+        """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
+        tensor = self._checkpoint.tensors[name]
+        handle, stored_name = self._handles[tensor.file], tensor.name
+        taken = zip(index, tensor.shape, strict=False)
+        if all(isinstance(x, slice) and x.indices(n) == (0, n, 1) for x, n in taken):
+            part: torch.Tensor = handle.get_tensor(stored_name)
+        else:
+            part = handle.get_slice(stored_name)[index]
+        self._sizes.append(part.nbytes)
+        return part.to(self.device)
+
+    def read_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
+        """A weight that a GGUF file holds quantized, for a computation in `dtype`."""
+        tensor = self._checkpoint.tensors[name]
+        self._sizes.append(tensor.num_bytes)
+        weight: QuantizedWeight = self._handles[tensor.file].get_quantized(tensor.name, dtype)
+        return weight.to(self.device)
+
+
+def open_checkpoint(directory: Path, device: torch.device = CPU) -> Checkpoint:
+    """Finds the tensors of a model directory and checks its files. Raises ModelFileError, and
+    UnsupportedModel for a GGUF file that is not read.
+    """
+    found = find_tensors(directory)
+    if found.unread is not None:
+        logger.warning("%s", found.unread)
+    return Checkpoint(directory, found.tensors, device)

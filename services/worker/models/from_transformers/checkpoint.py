@@ -1,0 +1,129 @@
+"""Reads a checkpoint into a model of transformers, whole or a rank's part of it.
+
+transformers' own loading handles names in checkpoints, tied weights and buffers that no checkpoint
+holds. It is given tensors that read themselves, or only a part, at the moment when it copies them.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.models.errors import ModelError, ModelFileError, ModelTensorError
+from services.worker.models.files.checkpoint import CPU, Checkpoint, TensorReader
+from services.worker.models.from_transformers.decoder import ATTENTION_NAME
+from services.worker.models.from_transformers.division import Division
+from services.worker.models.from_transformers.linear import Part
+from services.worker.models.from_transformers.probe import Refused
+
+_one_at_a_time = threading.Lock()
+"""While it makes a model, transformers changes defaults of torch for all threads."""
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class that config.json names, if transformers has it for decoders of its kind."""
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    for cls in known if isinstance(known, tuple) else (known,):
+        if cls is not None and cls.__name__ in (config.architectures or []):
+            found: type[PreTrainedModel] = cls
+            return found
+    return None
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division | None
+) -> PreTrainedModel:
+    """The model, or with a division a rank's part of it, on the CPU. Raises Refused, ModelError."""
+    directory, cls = checkpoint.directory, model_class(config)
+    with replace(checkpoint, device=CPU).open() as reader:
+        if division is None:
+            model = _load(cls, directory, config, dtype, lazy_tensors(checkpoint, reader))
+        else:
+            tensors = lazy_tensors(checkpoint, reader, division.part_of)
+            model = _load(_divided(cls, division), directory, config, dtype, tensors)
+            division.shard.log_read(reader.num_bytes, checkpoint.num_bytes)
+    if (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def lazy_tensors(
+    checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
+) -> dict[str, Any]:
+    """The tensors of a checkpoint for transformers, which reads each, or its part, when it copies
+    it.
+    """
+    return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
+
+
+class _LazyTensor:
+    """A tensor of a checkpoint that is indexed by transformers, and reads its part only then."""
+
+    def __init__(self, reader: TensorReader, name: str, part_of: Callable[[str], Part]) -> None:
+        self._reader = reader
+        self._name = name
+        self._part_of = part_of
+
+    def __getitem__(self, _: object) -> torch.Tensor:
+        return self._reader.read_part(self._name, self._part_of(self._name)).contiguous()
+
+
+def _divided(cls: Any, division: Division) -> Any:
+    """The class, whose models are divided as soon as they are made."""
+
+    def make(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        cls.__init__(self, config)
+        division.apply(self)
+
+    return type(cls.__name__, (cls,), {"__init__": make, "__module__": cls.__module__})
+
+
+def _load(
+    cls: Any,
+    directory: Path,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    tensors: dict[str, Any],
+) -> PreTrainedModel:
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with _one_at_a_time:
+            model, report = cls.from_pretrained(
+                None,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                state_dict=tensors,
+            )
+    except (Refused, ModelError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise Refused("does not attend through transformers' attention interface") from error
+        raise ModelFileError(
+            directory, f"transformers does not load it: {one_line(error)}"
+        ) from error
+    missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
+    if missing:
+        raise ModelTensorError(
+            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def one_line(error: Exception) -> str:
+    """The beginning of an error's message as one line."""
+    return " ".join(str(error).split())[:200]

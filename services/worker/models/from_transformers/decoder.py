@@ -1,0 +1,265 @@
+"""A decoder that transformers runs, over our cache.
+
+The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours,
+and where recurrent layers find their states: see transformers_recurrent.
+The same division as vLLM's Transformers backend.
+
+Models of transformers call the attention function that their configuration names. Ours is
+registered under ATTENTION_NAME and passes each call to the function that `_attending_with` has set
+for the thread: a step over a paged cache, or a probe. No function that makes masks is registered,
+since the cache determines which tokens each token of a flattened batch sees.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from services.worker.backends.attention import AttentionLayer, LayerAttention, StateLayer
+from services.worker.backends.hybrid_cache import HybridStep
+from services.worker.backends.lora import LoraRows
+from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.models.from_transformers.probe import Probe, Refused
+from services.worker.models.from_transformers.recurrent import (
+    RecurFunction,
+    RecurrentProbe,
+    recur_function,
+    recurring_from,
+    wrap_recurrent_layers,
+)
+from services.worker.models.model import wanted_logits
+
+ATTENTION_NAME = "stepwell"
+
+_AttendFunction = Callable[..., torch.Tensor]
+"""Called as transformers calls attention; returns [1, n, num_heads, head_dim]."""
+
+_attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
+
+_PROBE_TOKENS = 33
+_TOLERANCE = 1e-3
+_ROUNDED_TOLERANCE = 0.2
+"""Relative differences of logits that may be rounding; in half precision it also picks experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedLayers:
+    """The layers of a model: by their numbers those that attend, and what recurrent ones keep."""
+
+    attention: dict[int, AttentionLayer]
+    states: tuple[StateLayer, ...]
+
+
+class TransformersDecoder:
+    """See Model. The flattened batch goes through as one sequence with the positions of many.
+
+    `padded_rows`: see Kernels. The model's own products are torch's, whose rows depend on how many
+    there are as those do that kernels pad.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, padded_rows: Callable[[int], int] = lambda rows: rows
+    ) -> None:
+        self._padded_rows = padded_rows
+        self._recurrent = wrap_recurrent_layers(model)
+        self._attention_index: dict[int, int] = {}
+        """By number of its layer, which of those that attend an attention is."""
+        self._body: nn.Module = model.base_model
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self._given = _GivenStates(self._body)
+        self._head = _with_body(model, self._given)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of its embeddings, which may be projected to that of its layers."""
+        device = next(self._embedding.parameters()).device
+        return int(self.embed(torch.zeros(1, dtype=torch.int64, device=device)).shape[1])
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded: torch.Tensor = self._embedding(token_ids[None])[0]
+        return embedded
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: LayerAttention,
+        embedded: torch.Tensor | None = None,
+        wanted: torch.Tensor | None = None,
+        lora: LoraRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert lora is None, "layers that transformers runs take no adapters"
+        attend, num_tokens = _from_cache(attention, self._attention_index), len(token_ids)
+        recur = None
+        if self._recurrent:
+            assert isinstance(attention, HybridStep), "recurrent layers need a cache of states"
+            recur = recurring_from(attention, self._padded_rows)
+        padding = (0, self._padded_rows(num_tokens) - num_tokens)
+        positions = F.pad(positions, padding)
+        if embedded is None:
+            token_ids = F.pad(token_ids, padding)
+            hidden = self._forward(attend, recur, positions, input_ids=token_ids[None])
+        else:
+            embedded = F.pad(embedded, (0, 0, *padding))
+            hidden = self._forward(attend, recur, positions, inputs_embeds=embedded[None])
+        hidden = hidden[:num_tokens]
+        return hidden, wanted_logits(self, hidden, wanted)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See Model. Includes what the model computes after its projection."""
+        num_rows = len(hidden)
+        padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
+        self._given.states = padded[None]
+        dummy = torch.zeros(1, len(padded), dtype=torch.int64, device=hidden.device)
+        logits: torch.Tensor = self._head(input_ids=dummy, use_cache=False).logits
+        return logits[0, :num_rows].float()
+
+    def probe(self, model: PreTrainedModel) -> ProbedLayers:
+        """How its layers attend, and what its recurrent ones keep. Raises Refused for a model that
+        cannot be served like this.
+
+        The logits of a few tokens must be those that the model computes with its own attention;
+        otherwise it changes scores or logits in a way that its calls of attention do not show.
+        """
+        longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
+        positions = torch.arange(longest, device=model.device)
+        token_ids = positions % model.config.vocab_size
+        is_exact = next(model.parameters()).dtype is torch.float32
+        tolerance = _TOLERANCE if is_exact else _ROUNDED_TOLERANCE
+        probe, recurrent = Probe(), RecurrentProbe(tolerance)
+        hidden = self._forward(probe, recurrent, positions, input_ids=token_ids[None])
+        attending = probe.layers(
+            model.config.num_hidden_layers, {layer.layer_idx for layer in self._recurrent}
+        )
+        self._attention_index = {layer: index for index, layer in enumerate(attending)}
+        logits = self.compute_logits(hidden)
+        model.set_attn_implementation("eager")
+        own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
+        model.set_attn_implementation(ATTENTION_NAME)
+        if (logits - own).norm() > tolerance * own.norm():
+            raise Refused("does more to its scores or its logits than it tells attention")
+        self._probe_embedded(positions, self.embed(token_ids) / 2, tolerance)
+        return ProbedLayers(attending, recurrent.states(len(self._recurrent)))
+
+    def _probe_embedded(
+        self, positions: torch.Tensor, embedded: torch.Tensor, tolerance: float
+    ) -> None:
+        """Raises Refused for a model that needs the tokens of a prompt which is embedded."""
+        try:
+            self._forward(
+                Probe(), RecurrentProbe(tolerance), positions, inputs_embeds=embedded[None]
+            )
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise Refused("cannot compute a prompt that is given as embeddings") from error
+
+    def _forward(
+        self,
+        attend: _AttendFunction,
+        recur: RecurFunction | None,
+        positions: torch.Tensor,
+        **inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        with _computing_with(attend, recur):
+            output = self._body(position_ids=positions[None], use_cache=False, **inputs)
+        hidden: torch.Tensor = output.last_hidden_state
+        return hidden[0]
+
+
+class _States(MoeModelOutputWithPast):
+    """The output of the body of any decoder, with routers' logits, cross-attentions, and keys and
+    values that layers share.
+    """
+
+    cross_attentions = None
+    shared_kv_states = None
+
+
+class _GivenStates(nn.Module):
+    """Replaces the body of a model, and returns given hidden states. Everything else is the body's,
+    of which some heads take a factor.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.states = torch.empty(0)
+        self._replaced = (body,)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_replaced":
+            raise AttributeError(name)
+        return getattr(self._replaced[0], name)
+
+    @property
+    def decoder(self) -> "_GivenStates":
+        """For models that call a part of their body, such as OPT."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _States:
+        """The states, [1, n, hidden_size]."""
+        return _States(last_hidden_state=self.states)
+
+
+def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
+    """The model with another body; everything else is shared."""
+    changed = copy.copy(model)
+    changed._modules = {**model._modules, model.base_model_prefix: body}
+    return changed
+
+
+@contextmanager
+def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Iterator[None]:
+    """Within it, attention of models that transformers runs in this thread is `attend`, and `recur`
+    computes recurrent layers.
+    """
+    tokens = _attend_function.set(attend), recur_function.set(recur)
+    try:
+        yield
+    finally:
+        _attend_function.reset(tokens[0])
+        recur_function.reset(tokens[1])
+
+
+def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
+    """Attention of a flattened batch over a paged cache. Queries and keys come rotated. `indexes`:
+    by number of its layer, the index of an attention.
+    """
+
+    def attend(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: object,
+        **__: object,
+    ) -> torch.Tensor:
+        heads = [x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value)]
+        layer: Any = module.layer_idx
+        attended = attention(indexes[layer], heads[0], heads[1], heads[2], None)
+        return attended.view(1, *heads[0].shape)
+
+    return attend
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls: heads [1, heads, n, head_dim]."""
+    return _attend_function.get()(module, query, key, value, *args, **options), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _attend)

@@ -1,0 +1,168 @@
+"""Loads decoders that have no native code: transformers reads them and runs their layers.
+
+A model that cannot be served is refused in one sentence before the worker serves: one that is no
+decoder, that does not attend in every layer, that does not use transformers' attention interface,
+or whose cached keys would have other values later.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from services.worker.backends.attention import AttentionLayer
+from services.worker.backends.device import dtype_name
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.out_of_memory import is_out_of_memory
+from services.worker.backends.ranks import Ranks
+from services.worker.models.config import check_eos_token_ids, resolve_max_model_len
+from services.worker.models.errors import ModelConfigError, UnsupportedModel
+from services.worker.models.files.checkpoint import Checkpoint
+from services.worker.models.files.json_file import JsonReader, read_json_object
+from services.worker.models.from_transformers.checkpoint import (
+    load_checkpoint,
+    model_class,
+    one_line,
+)
+from services.worker.models.from_transformers.decoder import ProbedLayers, TransformersDecoder
+from services.worker.models.from_transformers.division import Division
+from services.worker.models.from_transformers.probe import Refused
+from services.worker.models.layer_config import SLIDING
+from services.worker.models.model import LoadedModel, LoadOptions, log_loading, resolve_dtype
+from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, check_decoder
+
+
+def read_transformers_config(directory: Path) -> PretrainedConfig:
+    """The configuration as transformers reads it.
+
+    Raises UnsupportedModel for what is no decoder that transformers has code for.
+    """
+    path = directory / "config.json"
+    raw = read_json_object(path)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise UnsupportedModel(
+            path, f"it has no native code, and transformers does not read it: {one_line(error)}"
+        ) from error
+    read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
+    check_decoder(read | {"quantization_config": raw.get("quantization_config")}, path)
+    return config
+
+
+def load_transformers_model(
+    checkpoint: Checkpoint,
+    options: LoadOptions,
+    kernels: Kernels,
+    ranks: Ranks,
+    wait_for_ranks: Callable[[], None],
+) -> LoadedModel:
+    """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
+    attends. See load_model.
+    """
+    directory = checkpoint.directory
+    config = read_transformers_config(directory)
+    path = directory / "config.json"
+    check_eos_token_ids(directory, JsonReader(path, read_json_object(path)), config.vocab_size)
+    max_model_len = _max_model_len(config, options, path)
+    stored = dtype_name(config.dtype) if isinstance(config.dtype, torch.dtype) else None
+    dtype = resolve_dtype(options.dtype, stored)
+    log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
+    try:
+        if ranks.size > 1 and _is_stateful(model_class(config)):
+            raise Refused("has recurrent layers, whose states are not divided among ranks")
+        division = Division(directory, ranks) if ranks.size > 1 else None
+        model = load_checkpoint(checkpoint, config, dtype, division)
+        model.to(checkpoint.device)  # type: ignore[arg-type]
+        _check_model(model)
+        wait_for_ranks()
+        decoder = TransformersDecoder(model, kernels.padded_rows)
+        layers = _probe(decoder, model)
+        if _is_stateful(model) and not layers.states:
+            raise Refused("carries a state from token to token")
+        _check_windows(config, layers.attention)
+        if division is not None and division.heads is not None:
+            _check_heads(division.heads, layers.attention)
+    except Refused as refusal:
+        name = (config.architectures or ["the model"])[0]
+        raise UnsupportedModel(path, f"{name} {refusal}, and has no native code here") from refusal
+    return LoadedModel(
+        model=decoder,
+        architecture=type(model).__name__,
+        dtype=dtype,
+        vocab_size=config.vocab_size,
+        hidden_size=decoder.hidden_size,
+        intermediate_size=_intermediate_size(config),
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(config, model),
+        attention=tuple(layers.attention.values()),
+        states=layers.states,
+        is_native=False,
+    )
+
+
+def _max_model_len(config: PretrainedConfig, options: LoadOptions, path: Path) -> int:
+    longest: int | None = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        raise ModelConfigError(path, "max_position_embeddings is missing")
+    default = longest
+    if options.pooling is not None and options.pooling.max_seq_length is not None:
+        default = min(longest, options.pooling.max_seq_length)
+    return resolve_max_model_len(options.max_model_len, default, longest, path)
+
+
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """The widest MLP's; some configurations name one for each layer."""
+    size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(size) if isinstance(size, list | tuple) else int(size)
+
+
+def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    found = config.eos_token_id if generation is None else generation
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)
+
+
+def _is_stateful(model: object) -> bool:
+    """Whether transformers says that a model, or its class, carries a state."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if any("alibi" in name for name in dir(model.base_model)):
+        raise Refused("biases its attention by distance (ALiBi), which is not supported")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise Refused("takes no position_ids, without which requests cannot share a batch")
+
+
+@torch.inference_mode()
+def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> ProbedLayers:
+    try:
+        return decoder.probe(model)
+    except Refused:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise Refused(f"fails on a batch of single tokens ({one_line(error)})") from error
+
+
+def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer]) -> None:
+    types = getattr(config, "layer_types", None)
+    if types and any(
+        (types[index] == SLIDING) != (layer.window is not None) for index, layer in layers.items()
+    ):
+        raise Refused("does not pass the windows of its layers to attention")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise Refused("attends within chunks")
+
+
+def _check_heads(heads: tuple[int, int], layers: Mapping[int, AttentionLayer]) -> None:
+    if {(x.num_heads, x.num_kv_heads) for x in layers.values()} != {heads}:
+        raise Refused("does not attend with the heads that its plan leaves to a rank")

@@ -1,0 +1,85 @@
+"""The plan by which a model that transformers runs is divided over ranks; its class has one.
+
+A plan maps names of layers to styles: divided by columns, so that the output is a part; by rows, so
+that the input is a part and the ranks' outputs are summed; or with a gathered output, or a whole
+input. That is Megatron-LM's division, as in backends/ranks.py.
+"""
+
+import enum
+import re
+
+from transformers import PreTrainedModel
+
+from services.worker.models.from_transformers.probe import Refused
+
+
+class Style(enum.Enum):
+    """How a layer is divided, by the names in transformers' plans; the last is of this project."""
+
+    COLUMNS = "colwise"
+    ROWS = "rowwise"
+    COLUMNS_GATHERED = "colwise_gather_output"
+    ROWS_OF_WHOLE_INPUT = "rowwise_split_input"
+    NORM_OF_GATHERED = "norm_of_gathered"
+
+
+_FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
+"""Styles of layers that are whole on each rank here: norms of single heads, and embeddings, of
+which a step reads few rows.
+"""
+
+_SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
+
+_OPT = {
+    "model.decoder.layers.*.self_attn.q_proj": "colwise",
+    "model.decoder.layers.*.self_attn.k_proj": "colwise",
+    "model.decoder.layers.*.self_attn.v_proj": "colwise",
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OLMO2 = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_norm": "norm_of_gathered",
+    "model.layers.*.self_attn.k_norm": "norm_of_gathered",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+_OWN = {"opt": _OPT, "olmo2": _OLMO2}
+"""Plans by model type: transformers has none for OPT, and one for OLMo 2 that leaves all heads, and
+so the whole cache, to each rank, for the sake of its norms over all heads.
+"""
+
+
+def read_plan(model: PreTrainedModel) -> dict[str, Style]:
+    """The layers to divide, by name. Raises Refused for a plan that cannot be followed."""
+    if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
+        raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
+    styles = _OWN.get(model.config.model_type) or model.tp_plan or {}
+    modules = [module for module, _ in model.named_modules()]
+    known = {style.value: style for style in Style}
+    plan: dict[str, Style] = {}
+    for pattern, name in styles.items():
+        style = known.get(_FORMER_NAMES.get(name, name))
+        if style is not None:
+            plan |= dict.fromkeys(_matching(pattern, modules), style)
+        elif name not in _WHOLE:
+            tensors = [tensor for tensor, _ in model.named_parameters()]
+            if named := _matching(pattern, modules + tensors):
+                raise Refused(f"divides {named[0]} in a way, {name}, that is not known here")
+    if not _SUMMED & set(plan.values()):  # nothing, or no more than the head
+        raise Refused("has no plan by which ranks could divide it")
+    return plan
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """A star stands for one part of a name."""
+    matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
+    return [name for name in names if matches(name)]

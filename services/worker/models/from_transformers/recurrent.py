@@ -1,0 +1,213 @@
+"""Recurrent layers of models that transformers runs: Mamba-2, gated delta nets and their kind.
+
+Such a layer is a module of transformers whose `forward` takes `cache_params`, from which it takes
+the states that it goes on from, and to which it gives those it ends with: the last inputs of its
+convolution, and the matrix of its recurrence. Here each is put into a RecurrentLayer, which cuts a
+flattened batch into sequences and gives each of them a cache of its own, filled from blocks. Those
+with a single token and a state are computed in one call, every other sequence in its own.
+"""
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from services.worker.backends.attention import StateLayer
+from services.worker.backends.hybrid_cache import HybridStep
+from services.worker.models.from_transformers.probe import Refused
+
+_PIECES = (20, 12, 1)
+"""Tokens of a probe that a layer must compute as well in pieces: the last alone, as decodes are."""
+
+_CONVOLUTION, _RECURRENCE = range(2)
+
+RecurFunction = Callable[["RecurrentLayer", torch.Tensor], torch.Tensor]
+"""Computes a recurrent layer over hidden states [1, n, hidden_size]."""
+
+recur_function: ContextVar[RecurFunction | None] = ContextVar("recur", default=None)
+"""What computes recurrent layers in this thread; None: transformers, as one sequence."""
+
+
+class RecurrentLayer(nn.Module):
+    """A recurrent layer of transformers. `index` counts such layers."""
+
+    def __init__(self, mixer: nn.Module, index: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.index = index
+
+    @property
+    def layer_idx(self) -> int:
+        """The number of its layer in the model, counted with those that attend."""
+        return int(self.mixer.layer_idx)  # type: ignore[arg-type]
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """As its module is called by transformers."""
+        recur = recur_function.get()
+        if recur is None:
+            return self.mixer(hidden_states, *args, **options)
+        return recur(self, hidden_states)
+
+    def compute(self, hidden_states: torch.Tensor, cache: "SequenceStates | None") -> Any:
+        """Sequences of as many tokens each, [num_sequences, n, hidden_size], behind their states,
+        which become those after the last token.
+        """
+        return self.mixer(hidden_states, cache_params=cache)
+
+
+class SequenceStates:
+    """The states of one layer, as transformers' modules take and give them. They may overwrite the
+    tensors that they take.
+
+    `tensors`: the last inputs of the convolution [num_sequences, channels, width], and the matrix
+    of the recurrence [num_sequences, ...]; None before the first token.
+    """
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...] | None = None) -> None:
+        self._tensors: list[torch.Tensor | None] = [None, None] if tensors is None else [*tensors]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Raises Refused if the layer has not given both of its states."""
+        given = tuple(tensor for tensor in self._tensors if tensor is not None)
+        if len(given) < len(self._tensors):
+            raise Refused("has recurrent layers without a convolution or without a recurrence")
+        return given
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+        """The last inputs of the convolution."""
+        return self._only(state_idx)[_CONVOLUTION]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:  # noqa: ARG002
+        """The matrix of the recurrence."""
+        return self._only(state_idx)[_RECURRENCE]
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Takes new inputs [num_sequences, channels, n], and returns them behind the last ones. If
+        there are fewer than the convolution is wide, zeros come first.
+        """
+        held, width = self._only(state_idx), conv_kernel_size or conv_states.shape[-1]
+        before = held[_CONVOLUTION]
+        inputs = conv_states if before is None else torch.cat([before, conv_states], -1)
+        inputs = F.pad(inputs, (max(0, width - inputs.shape[-1]), 0))
+        held[_CONVOLUTION] = inputs[..., -width:]
+        return inputs
+
+    def update_recurrent_state(
+        self,
+        recurrent_states: torch.Tensor,
+        layer_idx: int,  # noqa: ARG002
+        state_idx: int = 0,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Takes the matrix after the last token."""
+        self._only(state_idx)[_RECURRENCE] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """Whether earlier states are kept too: never."""
+        return False
+
+    def _only(self, state_idx: int) -> list[torch.Tensor | None]:
+        if state_idx:
+            raise Refused("has recurrent layers with several states each")
+        return self._tensors
+
+
+class RecurrentProbe:
+    """Computes recurrent layers as transformers does, records what they keep of a sequence, and
+    checks that they go on from it.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._states: dict[int, StateLayer] = {}
+
+    def states(self, num_layers: int) -> tuple[StateLayer, ...]:
+        """The states of each of `num_layers`. Raises Refused unless each was computed."""
+        if sorted(self._states) != list(range(num_layers)):
+            raise Refused("does not compute all of its recurrent layers")
+        return tuple(self._states[index] for index in range(num_layers))
+
+    def __call__(self, layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Raises Refused for a layer that computes something else when it is cut."""
+        if layer.index in self._states:
+            raise Refused("has recurrent layers that are computed more than once")
+        whole = layer.compute(hidden_states, None)
+        cache, pieces = SequenceStates(), []
+        lengths = [length for length in _PIECES if length <= hidden_states.shape[1]]
+        for piece in torch.split(hidden_states[:, : sum(lengths)], lengths, 1):
+            pieces.append(layer.compute(piece, cache))
+        if not isinstance(whole, torch.Tensor):
+            raise Refused("has recurrent layers that return more than hidden states")
+        cut = torch.cat(pieces, 1)
+        expected = whole[:, : cut.shape[1]]
+        if (cut - expected).norm() > self._tolerance * expected.norm():
+            raise Refused("has recurrent layers that do not go on from their states")
+        self._states[layer.index] = StateLayer(
+            tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in cache.tensors)
+        )
+        return whole
+
+
+def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
+    """Puts every recurrent layer of a model into a RecurrentLayer; returns these in order."""
+    found = [
+        (parent, name, child)
+        for parent in list(model.modules())
+        for name, child in parent.named_children()
+        if is_recurrent(child)
+    ]
+    found.sort(key=lambda place: int(place[2].layer_idx))  # type: ignore[arg-type]
+    layers = tuple(RecurrentLayer(child, index) for index, (_, _, child) in enumerate(found))
+    for (parent, name, _), layer in zip(found, layers, strict=True):
+        setattr(parent, name, layer)
+    return layers
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether transformers gives a module the cache as `cache_params`."""
+    return (
+        isinstance(getattr(module, "layer_idx", None), int)
+        and "cache_params" in inspect.signature(module.forward).parameters
+    )
+
+
+def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> RecurFunction:
+    """Computes recurrent layers of a flattened batch behind the states in blocks. Tokens beyond
+    those of the step get zeros. `padded_rows`: see Kernels.
+    """
+
+    def recur(layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(hidden_states)
+        for run in step.runs:
+            count, held = run.num_sequences, step.states.read(layer.index, run)
+            sequences = hidden_states[0, run.tokens]
+            sequences = sequences.view(count, -1, sequences.shape[1])
+            if held is not None and sequences.shape[1] == 1:
+                missing = padded_rows(count) - count
+                sequences = _with_rows(sequences, missing)
+                held = tuple(_with_rows(tensor, missing) for tensor in held)
+            cache = SequenceStates(held)
+            computed = layer.compute(sequences, cache)[:count]
+            output[0, run.tokens] = computed.flatten(0, 1)
+            step.states.write(layer.index, run, [tensor[:count] for tensor in cache.tensors])
+        return output
+
+    return recur
+
+
+def _with_rows(x: torch.Tensor, missing: int) -> torch.Tensor:
+    """Sequences, and `missing` further ones of zeros."""
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -1,0 +1,100 @@
+"""adapter_config.json of an adapter in PEFT's format, as far as it is served: LoRA that adds to
+projections.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.common.request.adapter_files import CONFIG_FILE
+from services.worker.models.errors import ModelConfigError, UnsupportedModel
+from services.worker.models.files.json_file import JsonReader, read_json_object
+
+_REFUSED = {
+    "use_dora": "DoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "layer_replication": "replicated layers",
+    "modules_to_save": "modules that replace those of the model",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "parameters that are no projections",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "lora_bias": "biases",
+    "fan_in_fan_out": "transposed weights",
+    "arrow_config": "Arrow",
+    "velora_config": "VeLoRA",
+}
+"""Fields that change what an adapter computes, each false, null or empty in what is served."""
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+"""Initializations after which an adapter belongs to another base than the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """Rank and scale of an adapter's modules. The patterns are regular expressions for the ends of
+    modules' names, after a dot; the first that matches holds.
+    """
+
+    path: Path
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
+
+    def rank(self, module: str) -> int:
+        """The rank of a module."""
+        return int(self._by_pattern(self.rank_pattern, module, self.r))
+
+    def scale(self, module: str) -> float:
+        """The factor of B A: alpha / r, or with rsLoRA alpha / sqrt(r) (Kalajdzievski)."""
+        rank, alpha = (
+            self.rank(module),
+            self._by_pattern(self.alpha_pattern, module, self.lora_alpha),
+        )
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def _by_pattern(self, patterns: dict[str, Any], module: str, default: float) -> float:
+        for pattern, value in patterns.items():
+            try:
+                if re.match(rf"(?:.*\.)?(?:{pattern})$", module):
+                    return float(value)
+            except re.error as error:
+                problem = f"the pattern {pattern!r} is no regular expression: {error}"
+                raise ModelConfigError(self.path, problem) from error
+        return default
+
+
+def read_peft_config(directory: Path) -> PeftConfig:
+    """Reads and checks adapter_config.json. Raises ModelError, which names what is not served."""
+    path = directory / CONFIG_FILE
+    values = read_json_object(path)
+    reader = JsonReader(path, values)
+    if values.get("peft_type") != "LORA":
+        raise UnsupportedModel(path, f"peft_type is {values.get('peft_type')!r}; served is LORA")
+    for name, what in _REFUSED.items():
+        if values.get(name):
+            raise UnsupportedModel(path, f"{name}: {what} are not served in an adapter")
+    if values.get("bias", "none") != "none":
+        raise UnsupportedModel(
+            path, f"bias is {values['bias']!r}: an adapter's biases are not served"
+        )
+    how = str(values.get("init_lora_weights", "")).lower()
+    if how.startswith(_CHANGED_BASES):
+        problem = f"init_lora_weights is {how!r}: the adapter belongs to weights that it changed"
+        raise UnsupportedModel(path, problem)
+    return PeftConfig(
+        path,
+        r=reader.integer("r"),
+        lora_alpha=reader.positive_float("lora_alpha"),
+        use_rslora=bool(values.get("use_rslora")),
+        rank_pattern={key: int(value) for key, value in _numbers(reader, "rank_pattern").items()},
+        alpha_pattern=_numbers(reader, "alpha_pattern"),
+    )
+
+
+def _numbers(reader: JsonReader, name: str) -> dict[str, float]:
+    patterns = reader.nested(name)
+    return {key: patterns.positive_float(key) for key in reader.raw(name) or ()}

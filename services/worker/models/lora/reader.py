@@ -1,0 +1,179 @@
+"""Reads adapters in PEFT's format for a native decoder: of each the part that this rank adds.
+
+Of projections that are divided by columns a rank has A whole and its rows of B, of those that are
+divided by rows its columns of A and B whole: what it adds is summed with the product that it is
+added to.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.common.request.adapter_files import WEIGHTS_FILE
+from services.worker.backends.kernels import Kernels
+from services.worker.backends.lora import LoraFactors, LoraLayer, LoraShape, PackedLora
+from services.worker.models.config import ModelConfig
+from services.worker.models.errors import ModelConfigError, ModelTensorError, UnsupportedModel
+from services.worker.models.files.checkpoint import (
+    WHOLE,
+    Checkpoint,
+    TensorReader,
+    check_dtype,
+)
+from services.worker.models.lora.peft_config import PeftConfig, read_peft_config
+from services.worker.models.shard import Shard, of_width
+from services.worker.models.stage import StageLayers
+from services.worker.models.suitability.tensor_files import read_header
+
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(
+    r"base_model\.model\.(model\.layers\.(\d+)\.((?:self_attn|mlp)\.\w+))\.lora_([AB])\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A projection that adapters add to: its shape in the model, this rank's rows and columns of
+    it, and the field of LoraLayer that it is a part of, from the column `first` on.
+    """
+
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+    part: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraReader:
+    """Reads adapters of the model of `config`, for the layers of a pipeline stage on one rank."""
+
+    config: ModelConfig
+    shard: Shard
+    stage: StageLayers
+    dtype: torch.dtype
+    kernels: Kernels
+
+    def read(self, directory: Path, max_rank: int, device: torch.device) -> PackedLora:
+        """An adapter, packed. Raises ModelError, which names what is not served of it."""
+        config, file = read_peft_config(directory), directory / WEIGHTS_FILE
+        tensors = {tensor.name: tensor for tensor in read_header(file)}
+        checkpoint = Checkpoint(directory, tensors, device)
+        modules = self._modules(checkpoint, config, file, max_rank)
+        with checkpoint.open() as reader:
+            layers = [
+                self._layer(reader, config, modules.get(index, {})) for index in self.stage.indexes
+            ]
+        return self.kernels.pack_lora(layers, self.shapes, self.dtype)
+
+    def num_bytes(self, rank: int) -> int:
+        """The memory of an adapter of this rank that adds to every projection, about."""
+        widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
+        hidden, queries = self.config.hidden_size, _length(self._widths[0])
+        apart = 3 * (hidden + queries)  # the A of queries, keys and values, gates and values
+        return rank * (widths + apart) * self.dtype.itemsize * len(self.stage.indexes)
+
+    @property
+    def shapes(self) -> dict[str, LoraShape]:
+        """The shapes of this rank's projections, by name."""
+        queries, keys, inner = self._widths
+        hidden = self.config.hidden_size
+        return {
+            "qkv": LoraShape(_length(queries) + 2 * _length(keys), hidden),
+            "output": LoraShape(hidden, _length(queries)),
+            "gate_up": LoraShape(2 * _length(inner), hidden, is_gated=True),
+            "down": LoraShape(hidden, _length(inner)),
+        }
+
+    @property
+    def _widths(self) -> tuple[slice, slice, slice]:
+        """This rank's part of the queries, the keys, and the inside of an MLP."""
+        config, shard = self.config, self.shard
+        queries = of_width(shard.heads(config.num_heads, config.num_kv_heads), config.head_dim)
+        keys = of_width(shard.kv_heads(config.num_kv_heads), config.head_dim)
+        return queries, keys, shard.of(config.intermediate_size)
+
+    def _targets(self, index: int) -> dict[str, _Target]:
+        """The projections of a layer that adapters may add to, by name within it."""
+        config, (queries, keys, inner) = self.config, self._widths
+        hidden, width = config.hidden_size, config.intermediate_size
+        all_queries, all_keys = (
+            n * config.head_dim for n in (config.num_heads, config.num_kv_heads)
+        )
+        behind = _length(queries)
+        targets = {
+            "self_attn.q_proj": _Target((all_queries, hidden), queries, WHOLE, "qkv", 0),
+            "self_attn.k_proj": _Target((all_keys, hidden), keys, WHOLE, "qkv", behind),
+            "self_attn.v_proj": _Target(
+                (all_keys, hidden), keys, WHOLE, "qkv", behind + _length(keys)
+            ),
+            "self_attn.o_proj": _Target((hidden, all_queries), WHOLE, queries, "output", 0),
+        }
+        if config.layers[index].experts is None:
+            targets |= {
+                "mlp.gate_proj": _Target((width, hidden), inner, WHOLE, "gate_up", 0),
+                "mlp.up_proj": _Target((width, hidden), inner, WHOLE, "gate_up", _length(inner)),
+                "mlp.down_proj": _Target((hidden, width), WHOLE, inner, "down", 0),
+            }
+        return targets
+
+    def _modules(
+        self, checkpoint: Checkpoint, config: PeftConfig, file: Path, max_rank: int
+    ) -> dict[int, dict[str, str]]:
+        """The modules of each layer, by name within it: their names in the model. Raises ModelError
+        for tensors that are not those of an adapter of this model.
+        """
+        modules: dict[int, dict[str, str]] = {}
+        for name in checkpoint.tensors:
+            found = _TENSOR.fullmatch(name)
+            index = int(found[2]) if found else 0
+            known = found is not None and index < self.config.num_layers
+            if found is None or not known or found[3] not in self._targets(index):
+                raise UnsupportedModel(
+                    file, f"tensor {name}: adapters add to no such projection here"
+                )
+            modules.setdefault(index, {})[found[3]] = found[1]
+        if not modules:
+            raise ModelTensorError(file, "the adapter has no tensors")
+        for index, names in modules.items():
+            for within, module in names.items():
+                rank = config.rank(module)
+                if rank > max_rank:
+                    raise ModelConfigError(
+                        config.path, f"the rank of {module} is {rank}; max_lora_rank is {max_rank}"
+                    )
+                rows, columns = self._targets(index)[within].shape
+                _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_A.weight", (rank, columns))
+                _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_B.weight", (rows, rank))
+        return modules
+
+    def _layer(
+        self, reader: TensorReader, config: PeftConfig, modules: dict[str, str]
+    ) -> LoraLayer:
+        parts: dict[str, list[LoraFactors]] = {}
+        for within, target in self._targets(self.stage.start).items():
+            if (module := modules.get(within)) is None:
+                continue
+            name = f"{_PREFIX}{module}.lora_"
+            a = reader.read_parts((f"{name}A.weight", (WHOLE, target.columns)), dtype=self.dtype)
+            b = reader.read_parts((f"{name}B.weight", (target.rows,)), dtype=torch.float32)
+            scaled = (b * config.scale(module)).to(self.dtype)
+            parts.setdefault(target.part, []).append(LoraFactors(a, scaled, target.first))
+        return LoraLayer(**{part: tuple(factors) for part, factors in parts.items()})
+
+
+def _check_tensor(checkpoint: Checkpoint, file: Path, name: str, shape: tuple[int, int]) -> None:
+    tensor = checkpoint.tensors.get(name)
+    if tensor is None:
+        raise ModelTensorError(file, f"tensor {name} is missing")
+    if tensor.shape != shape:
+        raise ModelTensorError(
+            file, f"tensor {name} has shape {list(tensor.shape)}, not {list(shape)}"
+        )
+    check_dtype(tensor)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

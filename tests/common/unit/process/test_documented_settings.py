@@ -1,0 +1,30 @@
+"""Flags that the documentation names are settings or options that exist."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from services.cli.settings import UpSettings
+from services.common.process.settings import flag_name
+from services.gateway.settings import GatewaySettings
+from services.kvpool.settings import KVPoolSettings
+from services.scheduler.settings import SchedulerSettings
+from services.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).parents[4]
+PAGES = ("architecture.md", "models.md", "operating.md", "parallel.md", "security.md", "tracing.md")
+SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
+
+# Flags of other programs: of every command, of stepwell replay, of a benchmark, of client commands.
+OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
+OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
+
+
+def test_flags_named_in_the_documentation_exist() -> None:
+    flags = {flag_name(field.name) for cls in SETTINGS for field in dataclasses.fields(cls)}
+    flags |= {"--no-" + flag.removeprefix("--") for flag in flags} | OTHERS
+    for page in PAGES:
+        text = (ROOT / "docs" / page).read_text()
+        for span in re.findall(r"`([^`]*)`", text):
+            named = set(re.findall(r"(?<!\S)--[a-z][\w-]+", span))
+            assert named <= flags, (page, named - flags)

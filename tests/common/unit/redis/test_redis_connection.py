@@ -1,0 +1,131 @@
+"""Calls of Redis end soon, whatever the server does, and a cancelled one is cancelled."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+
+from services.common.redis.url import is_redis_url, without_secrets
+from tests.redis_servers import needs_redis, redis_server
+
+if needs_redis.args[0]:
+    pytest.skip(needs_redis.kwargs["reason"], allow_module_level=True)
+
+from services.common.process.settings import SettingError
+from services.common.redis.connection import RedisConnection, RedisUnavailable, why_unusable
+
+
+@pytest.fixture
+def server(tmp_path):
+    with redis_server(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+async def redis(server):
+    redis = RedisConnection(server.url)
+    yield redis
+    await redis.close()
+
+
+async def test_a_stopped_server_costs_a_call_half_a_second_at_most(server, redis):
+    await redis.call(lambda client: client.set("key", b"value"))
+    server.stop()
+    taken = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with pytest.raises(RedisUnavailable, match="no answer in time"):
+            await redis.call(lambda client: client.get("key"))
+        taken.append(time.perf_counter() - began)
+    assert min(taken) < 0.8, "the others may have had to wait for a processor"
+    server.go_on()
+    assert await redis.call(lambda client: client.get("key")) == b"value"
+
+
+async def test_a_killed_server_is_found_again(server, redis):
+    await redis.pipeline([("SET", "key", "value"), ("GET", "key")])
+    server.kill()
+    with pytest.raises(RedisUnavailable):
+        await redis.call(lambda client: client.get("key"))
+    await asyncio.to_thread(server.start)
+    assert await redis.call(lambda client: client.get("key")) is None
+
+
+async def test_a_command_that_fails_fails_its_pipeline(redis):
+    with pytest.raises(RedisUnavailable, match="WRONGTYPE"):
+        await redis.pipeline([("SET", "key", "value"), ("XLEN", "key")])
+
+
+async def test_a_blocking_read_may_take_longer_than_a_call(server):
+    tail = RedisConnection(server.url, blocking=True)
+    answer = await tail.call(lambda client: client.xread({"log": "0-0"}, block=700), 5)
+    assert not answer
+    await tail.close()
+
+
+async def test_a_cancelled_task_ends_wherever_its_call_is(redis):
+    async def call_again_and_again() -> None:
+        while True:
+            await redis.call(lambda client: client.hgetall("nothing"))
+
+    for number in range(100):
+        task = asyncio.create_task(call_again_and_again())
+        await asyncio.sleep(0.0002 * number)
+        task.cancel()
+        _, running = await asyncio.wait([task], timeout=60)
+        assert not running
+
+
+async def test_what_is_not_redis_is_refused_and_what_is_away_is_not():
+    async def hang_up(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        redis = RedisConnection(f"redis://127.0.0.1:{port}")
+        with pytest.raises(SettingError, match="what answers there is not Redis"):
+            await redis.require_usable()
+        await redis.close()
+    redis = RedisConnection(f"redis://127.0.0.1:{port}")
+    await redis.require_usable()
+    await redis.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://h:1/2",
+        "rediss://u:p@h:1",
+        "redis://:p@[::1]:6379",
+        "unix:///run/r.sock",
+    ],
+)
+def test_urls_of_redis_are_taken(url):
+    assert is_redis_url(url) is None
+
+
+@pytest.mark.parametrize(
+    "url", ["", "h:1", "http://h", "redis://", "redis://h:x", "redis://[h", "unix:"]
+)
+def test_what_is_no_url_of_redis_is_refused_with_the_form(url):
+    assert "redis://[user:password@]host:port" in is_redis_url(url)
+
+
+def test_secrets_are_not_shown():
+    assert without_secrets("rediss://u:p@h:1/2?password=p") == "rediss://h:1/2"
+
+
+@pytest.mark.parametrize(
+    ("number", "complaint"),
+    [(socket.EAI_NONAME, "there is no such host"), (socket.EAI_AGAIN, None)],
+)
+def test_a_name_server_that_does_not_answer_says_nothing_about_the_host(
+    number: int, complaint: str | None
+) -> None:
+    failure = RedisUnavailable("Redis at redis://cache:6379: no connection")
+    failure.__cause__ = socket.gaierror(number, "the lookup failed")
+    assert why_unusable(failure) == complaint

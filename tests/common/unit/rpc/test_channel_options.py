@@ -1,0 +1,49 @@
+"""Every channel argument is one that grpc knows: it ignores others without an error."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from grpc._cython import cygrpc
+
+from services.common.rpc.channel import CHANNEL_OPTIONS
+from services.common.rpc.server import SERVER_OPTIONS
+
+ROOT = Path(__file__).parents[4]
+
+
+def channel_arguments(source: str) -> Iterator[str]:
+    """The names in pairs such as `("grpc.so_reuseport", 0)`, which is how arguments are given."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            name = node.elts[0]
+            if isinstance(name, ast.Constant) and str(name.value).startswith("grpc."):
+                yield str(name.value)
+
+
+def used_arguments() -> dict[str, str]:
+    """Each argument used in the services and the benchmarks, and a file that uses it."""
+    return {
+        name: str(path.relative_to(ROOT))
+        for folder in ("services", "benchmarks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in channel_arguments(path.read_text())
+    }
+
+
+@pytest.fixture(scope="module")
+def grpc_core() -> bytes:
+    """grpc's native library, in which each argument's name is a string that ends in a zero byte."""
+    return Path(cygrpc.__file__).read_bytes()
+
+
+def test_grpc_knows_every_argument(grpc_core: bytes) -> None:
+    used = used_arguments()
+    assert {name for name, _ in (*CHANNEL_OPTIONS, *SERVER_OPTIONS)} <= set(used)
+    unknown = {name: path for name, path in used.items() if name.encode() + b"\0" not in grpc_core}
+    assert not unknown
+
+
+def test_the_name_of_the_c_constant_is_not_the_name_of_the_argument(grpc_core: bytes) -> None:
+    assert b"grpc.http2.min_recv_ping_interval_without_data_ms\0" not in grpc_core

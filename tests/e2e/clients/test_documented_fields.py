@@ -1,0 +1,184 @@
+"""docs/fields.md: every field of every request has an example there, and each is answered."""
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import torch
+from google.protobuf import json_format
+from pydantic import BaseModel
+from safetensors.torch import save
+from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from services.gateway.adapters.http.anthropic.bodies import CountTokensBody, MessagesBody
+from services.gateway.adapters.http.openai.bodies import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    ScoreBody,
+    SessionBody,
+    TokenizeBody,
+)
+from services.gateway.adapters.http.openai.ranking.bodies import (
+    ClassifyBody,
+    PoolingBody,
+    RerankBody,
+)
+from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
+from services.gateway.adapters.http.openai.tokens.bodies import GenerateTokensBody
+from services.gateway.adapters.http.openai.tokens.derender_bodies import (
+    DerenderChatBody,
+    DerenderCompletionBody,
+)
+from tests.e2e.conftest import TinyModel
+from tests.e2e.documented_fields import Example, examples, fields_of_body, fields_of_message
+from tests.e2e.stack import Stack
+from tests.e2e.tiny import MAX_MODEL_LEN, embed, save_tokenizer
+from tests.pooling_models import save_embedder
+from tests.tiny_models import edit_config
+
+FLAGS = ("--policy", "priority", "--served-model-name", "tiny", "--num-blocks", "200")
+BODIES: dict[str, type[BaseModel]] = {
+    "POST /v1/completions": CompletionBody,
+    "POST /v1/chat/completions": ChatCompletionBody,
+    "POST /v1/messages": MessagesBody,
+    "POST /v1/messages/count_tokens": CountTokensBody,
+    "POST /v1/responses": ResponsesBody,
+    "POST /v1/sessions": SessionBody,
+    "POST /v1/embeddings": EmbeddingBody,
+    "POST /score": ScoreBody,
+    "POST /rerank": RerankBody,
+    "POST /classify": ClassifyBody,
+    "POST /pooling": PoolingBody,
+    "POST /inference/v1/generate": GenerateTokensBody,
+    "POST /v1/chat/completions/derender": DerenderChatBody,
+    "POST /v1/completions/derender": DerenderCompletionBody,
+    "POST /tokenize": TokenizeBody,
+    "POST /detokenize": DetokenizeBody,
+}
+MESSAGES = {
+    "Generate": gateway_pb2.GenerateRequest,
+    "GenerateSession": gateway_pb2.GenerateSessionRequest,
+    "Embed": gateway_pb2.EmbedRequest,
+    "Tokenize": gateway_pb2.TokenizeRequest,
+    "Detokenize": gateway_pb2.DetokenizeRequest,
+}
+EXAMPLES = examples()
+POOLED = ("POST /v1/embeddings", "POST /score", "POST /rerank", "POST /pooling", "Embed")
+OF_CLASSES = "POST /classify"
+
+pytestmark = pytest.mark.usefixtures("stack_of")  # most tests do, by way of `serving`
+
+
+@pytest.fixture(scope="module")
+def server(stack_of: Callable[[str], Stack]) -> Stack:
+    """One whose requests may have priorities."""
+    return stack_of("chunks of 7")
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory: Path = tmp_path_factory.mktemp("embedder")
+    save_embedder(directory, "qwen3", "last")
+    edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
+    save_tokenizer(directory)
+    with closing(Stack(directory, *FLAGS)) as stack:
+        yield stack
+
+
+@pytest.fixture
+def serving(call: str, request: pytest.FixtureRequest) -> Stack:
+    """The server for a call: one that generates, or one that embeds."""
+    stack: Stack = request.getfixturevalue("embedder" if call in POOLED else "server")
+    return stack
+
+
+def test_every_call_has_its_fields_and_no_other() -> None:
+    assert EXAMPLES.keys() == BODIES.keys() | MESSAGES.keys()
+    for call, body in BODIES.items():
+        expected = set(fields_of_body(body))
+        if call == "POST /tokenize":  # those of messages are in the table of chat completions
+            expected = {name for name in expected if not name.startswith("messages.")}
+        if call == "POST /v1/messages/count_tokens":  # the rest is in the table of messages
+            expected = {name for name in expected if "." not in name}
+        if call == "POST /inference/v1/generate":  # the rest is in the table of completions
+            expected = {name for name in expected if not name.startswith("sampling_params.")}
+        if call.endswith("/derender"):  # requests within it have tables of their own
+            inner = ("chat_request.", "completion_request.")
+            expected = {name for name in expected if not name.startswith(inner)}
+        _expect(call, expected)
+    for call, message in MESSAGES.items():
+        expected = set(fields_of_message(message.DESCRIPTOR))
+        if call == "GenerateSession":  # a turn has the fields of Generate
+            expected = {name for name in expected if not name.startswith("turn.")}
+        _expect(call, expected)
+
+
+def _expect(call: str, expected: set[str]) -> None:
+    given = [example.field for example in EXAMPLES[call]]
+    assert sorted(given) == sorted(expected), call
+    assert all(example.has_field for example in EXAMPLES[call]), call
+
+
+@pytest.mark.parametrize("call", [call for call in BODIES if call != OF_CLASSES])
+def test_each_example_over_http_is_answered(
+    call: str, serving: Stack, tiny_model: TinyModel
+) -> None:
+    failed = []
+    with httpx.Client(base_url=serving.url, timeout=60) as http:
+        for example in EXAMPLES[call]:
+            body = dict(example.request)
+            if body.get("session") == "SESSION":
+                body["session"] = http.post("/v1/sessions", json={}).json()["id"]
+            if body.get("prompt_embeds") == "EMBEDS":
+                matrix = save({"prompt_embeds": _embeds(tiny_model)})
+                body["prompt_embeds"] = base64.b64encode(matrix).decode()
+            answer = http.post(call.removeprefix("POST "), json=body)
+            if answer.status_code != 200:
+                failed.append((example.field, answer.text))
+    assert not failed
+
+
+@pytest.mark.parametrize("call", MESSAGES)
+async def test_each_example_over_grpc_is_answered(
+    call: str, serving: Stack, tiny_model: TinyModel
+) -> None:
+    failed = []
+    async with grpc.aio.insecure_channel(serving.grpc) as channel:
+        stub = gateway_pb2_grpc.InferenceStub(channel)
+        for example in EXAMPLES[call]:
+            try:
+                assert await _called(stub, example, tiny_model)
+            except (grpc.aio.AioRpcError, json_format.ParseError) as error:
+                failed.append((example.field, str(error)))
+    assert not failed
+
+
+async def _called(stub: Any, example: Example, tiny_model: TinyModel) -> bool:
+    """Makes the call of an example; returns whether it was answered."""
+    wanted = dict(example.request)
+    if "embeds" in wanted:
+        numbers = _embeds(tiny_model).numpy().astype("<f4").tobytes()
+        wanted["embeds"] = {**wanted["embeds"], "data": base64.b64encode(numbers).decode()}
+    message = json_format.ParseDict(wanted, MESSAGES[example.call]())
+    if example.call == "GenerateSession":
+        call = stub.GenerateSession()
+        await call.write(message)
+        answer = await call.read()
+        call.cancel()
+        return answer is not grpc.aio.EOF
+    answered = getattr(stub, example.call)(message)
+    if example.call == "Generate":
+        return bool([piece async for piece in answered])
+    return (await answered) is not None
+
+
+def _embeds(tiny_model: TinyModel) -> torch.Tensor:
+    """One row of embeddings."""
+    return embed(tiny_model.model, [40])

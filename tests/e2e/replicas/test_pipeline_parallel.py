@@ -1,0 +1,189 @@
+"""Two pipeline stages behind one scheduler: the same tokens, whichever is killed or hangs."""
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.telemetry import names
+from tests.e2e.conftest import TinyModel
+from tests.e2e.inference import Answer, generate_all, request
+from tests.e2e.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.e2e.prompts import PROMPTS
+from tests.e2e.stack import Stack, wait_for
+from tests.e2e.tiny import greedy, save_tokenizer
+from tests.tiny_models import edit_config, save_tiny_model
+
+NUM_TOKENS = 100
+HIT_AT = 20
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model of five layers."""
+    torch.set_num_threads(1)
+    directory: Path = tmp_path_factory.mktemp("models") / "deep"
+    model = save_tiny_model(directory, num_hidden_layers=5)
+    edit_config(directory, max_position_embeddings=2048)
+    save_tokenizer(directory)
+    return TinyModel(directory, model)
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
+    stack = Stack(
+        deep_model.directory,
+        *("--num-blocks", "1000", "--pipeline-parallel-size", "2"),
+        *("--max-num-batched-tokens", "32", "--max-num-seqs", "16"),
+        *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
+        *("--trace-step-sample-ratio", "1"),
+        environ={"OTEL_BSP_SCHEDULE_DELAY": "100"},
+    )
+    yield stack
+    stack.close()
+
+
+def pids_of_stages(stack: Stack) -> dict[int, int]:
+    """The process of each stage that runs now."""
+    pids = stack.pids()
+    return {stage: pids[f"worker-{stage}"] for stage in range(2) if f"worker-{stage}" in pids}
+
+
+async def answers(
+    stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
+) -> list[Answer]:
+    """Four answers; the victim, a process, gets its signal once the first is on its way."""
+    requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(3)]
+    requests.append(request(PROMPTS[3], NUM_TOKENS, seed=2, temperature=1.0))
+    hit = None if victim is None else partial(os.kill, victim, signum)
+    return await generate_all(stack.grpc, requests, hit, HIT_AT)
+
+
+def attributes(span: ReceivedSpan) -> dict[str, Any]:
+    return {a.key: a.value.int_value for a in span.span.attributes}
+
+
+def test_each_stage_reads_its_layers(staged: Stack) -> None:
+    lines = "\n".join(staged.output)
+    assert "worker-0" in lines
+    assert "layers 0 to 2 of 5: read" in lines
+    assert "layers 3 to 4 of 5: read" in lines
+
+
+CLOCK_NANOS = 5_000_000
+"""By how much times of two processes may be apart on a busy machine."""
+
+
+NUM_TRIES = 5
+"""Requests of two steps that end before another one is planned are scheduled together from then on,
+and wait for both stages: on a busy machine that may be so from the beginning.
+"""
+
+
+def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]]:
+    """Those of steps with tokens, by stage and step."""
+    found: dict[int, dict[int, ReceivedSpan]] = defaultdict(dict)
+    for span in tuple(receiver.spans):
+        if span.name == names.SPAN_WORKER_EXECUTE:
+            of = attributes(span)
+            assert of[names.ATTR_RANK] == of[names.ATTR_PIPELINE_STAGE]
+            if of[names.ATTR_NUM_SCHEDULED_TOKENS]:
+                found[of[names.ATTR_PIPELINE_STAGE]][of[names.ATTR_STEP]] = span
+    return found
+
+
+def num_overlapping(first: dict[int, ReceivedSpan], second: dict[int, ReceivedSpan]) -> int:
+    """The steps that the first stage begins before the second has ended the one before."""
+    overlapping = 0
+    for step, span in second.items():
+        assert span.parent_id == first[step].parent_id
+        (started,) = span.span.events
+        # The second stage starts with what the first has computed; the times are of two processes.
+        begun = first[step].span.events[0].time_unix_nano
+        assert started.time_unix_nano >= begun - CLOCK_NANOS
+        following = first.get(step + 1)
+        if following is not None:
+            overlapping += following.span.events[0].time_unix_nano < span.span.end_time_unix_nano
+    return overlapping
+
+
+async def test_both_stages_compute_at_once_and_spans_show_it(
+    staged: Stack, deep_model: TinyModel, receiver: OtlpReceiver
+) -> None:
+    overlapping = num_steps = 0
+    for _ in range(NUM_TRIES):
+        served = await answers(staged)
+        for answer, prompt in zip(served[:3], PROMPTS, strict=False):
+            assert answer.token_ids == greedy(deep_model.model, prompt, NUM_TOKENS)
+
+        def has_come(least: int = num_steps + NUM_TOKENS) -> bool:
+            stages = spans_of_stages(receiver)
+            return stages[0].keys() == stages[1].keys() and len(stages[0]) > least
+
+        wait_for(has_come)
+        stages = spans_of_stages(receiver)
+        overlapping, num_steps = num_overlapping(stages[0], stages[1]), len(stages[0])
+        if overlapping > 10:
+            return
+    pytest.fail(f"{overlapping} of {num_steps} steps began before the one before had ended")
+
+
+@pytest.mark.parametrize(
+    ("stage", "signum"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)]
+)
+async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
+    stage: int, signum: signal.Signals, staged: Stack, deep_model: TinyModel
+) -> None:
+    undisturbed = await answers(staged)
+    before, num_lines = pids_of_stages(staged), len(staged.output)
+
+    disturbed = await answers(staged, before[stage], signum)
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    for answer, prompt in zip(disturbed[:3], PROMPTS, strict=False):
+        assert answer.token_ids == greedy(deep_model.model, prompt, NUM_TOKENS)
+    after = pids_of_stages(staged)
+    assert after.keys() == {0, 1}
+    assert not set(after.values()) & set(before.values())
+    lines = "\n".join(staged.output[num_lines:])
+    hit = "died: killed by SIGKILL" if signum is signal.SIGKILL else "is killed: it was stopped"
+    assert f"worker-{stage} {hit}" in lines
+    assert f"worker-{1 - stage} died: exit status 1" in lines
+    assert f"stepwell worker: rank {stage} is gone" in lines
+    assert "requests are computed again" in lines
+
+
+@pytest.mark.parametrize("service", ["scheduler", "kvpool"])
+async def test_stages_stay_in_step_when_their_streams_end(service: str, staged: Stack) -> None:
+    undisturbed = await answers(staged)
+    before = pids_of_stages(staged)
+
+    disturbed = await answers(staged, staged.pids()[service])
+
+    assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
+    assert pids_of_stages(staged) == before
+
+
+async def test_running_requests_end_before_all_stages_stop(staged: Stack) -> None:
+    """SIGTERM drains: what runs, ends, and the stages end after it."""
+    wait_for(staged.healthy)
+    undisturbed = await answers(staged)
+
+    drained = await answers(staged, staged.pid, signal.SIGTERM)
+
+    assert [a.token_ids for a in drained] == [a.token_ids for a in undisturbed]
+    assert staged.wait(15) == 0
+    assert not any("did not stop" in line for line in staged.output)

@@ -1,0 +1,222 @@
+"""The session with a scheduler: what goes together, and how far behind a slow gateway may be."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from stepwell.common.v1 import common_pb2
+from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from services.common.replica.queue_state import QueueState
+from services.common.request.sampling import SamplingParams
+from services.gateway.adapters.schedulers.scheduler_link import SchedulerLink, longest_backoff
+from services.gateway.core.fleet.replica import Replica
+from services.gateway.core.fleet.replica_description import ReplicaDescription, ReplicaState
+from services.gateway.core.request.inflight import Mailbox
+from services.gateway.core.request.request import EngineRequest
+from tests.gateway.fake_fleet import ManualClock
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.serving import serving as serving_gateway
+from tests.scheduler.cuttable_proxy import CuttableProxy
+
+SECONDS = 60
+NUM_RUNNING = 32
+FIRST_HANDLE = 1000
+FEW_STEPS = 8
+
+
+def admitted(index: int) -> scheduler_pb2.Admitted:
+    return scheduler_pb2.Admitted(handle=FIRST_HANDLE + index)
+
+
+class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
+    """Runs steps of NUM_RUNNING requests as fast as its session takes them, in a thread, so that it
+    does not stop while the event loop of the test does.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.is_far_ahead = threading.Event()
+
+    def Session(  # noqa: N802 - the contract's name
+        self,
+        request_iterator: Iterator[scheduler_pb2.SessionRequest],  # noqa: ARG002
+        context: Any,  # noqa: ARG002
+    ) -> Iterator[scheduler_pb2.SessionResponse]:
+        queue = scheduler_pb2.QueueState(max_num_waiting=1)
+        yield scheduler_pb2.SessionResponse(number=1, opened=FakeScheduler().opened())
+        yield scheduler_pb2.SessionResponse(number=2, queue=queue)
+        while True:
+            step = scheduler_pb2.StepDeltas(
+                step=self.num_steps,
+                admitted=[] if self.num_steps else map(admitted, range(NUM_RUNNING)),
+                handles=range(FIRST_HANDLE, FIRST_HANDLE + NUM_RUNNING),
+                num_tokens=[1] * NUM_RUNNING,
+                num_output_tokens=[self.num_steps + 1] * NUM_RUNNING,
+                token_ids=range(NUM_RUNNING),
+            )
+            yield scheduler_pb2.SessionResponse(number=self.num_steps + 3, deltas=step)
+            self.num_steps += 1
+            if self.num_steps > FEW_STEPS:
+                self.is_far_ahead.set()
+
+
+class BusyReplica(Replica):
+    """Takes the queue's state as an event loop that is busy with something else would."""
+
+    def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
+        super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
+        self._scheduler = scheduler
+        self.looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
+        sampling = SamplingParams(max_tokens=1_000_000)
+        request = EngineRequest("r", [1], sampling, 0, "", 0)
+        mailbox = Mailbox([request] * NUM_RUNNING, count(), lambda _: None, lambda: 0)
+        for inflight in mailbox.inflights:
+            handle = FIRST_HANDLE + inflight.index
+            self.running[handle] = inflight
+            self._link.add(handle, inflight)
+
+    def admitted(self, handle: int, num_cached_tokens: int) -> None:
+        """There is no fleet to be told."""
+
+    def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
+        self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
+
+    def closed(self, reason: str) -> None:
+        """There is no fleet to be told."""
+
+
+class WatchedReplica(Replica):
+    """Notes when sessions open, and why they end."""
+
+    def __init__(self, address: str, link: SchedulerLink) -> None:
+        super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
+        self.has_opened = asyncio.Event()
+        self.has_closed = asyncio.Event()
+        self.reasons: list[str] = []
+
+    def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
+        self.has_opened.set()
+
+    def state_changed(self, state: ReplicaState) -> None:
+        """There is no fleet to be told."""
+
+    def closed(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.has_closed.set()
+
+
+@contextmanager
+def serving(scheduler: SteadyScheduler, address: str) -> Iterator[None]:
+    server = grpc.server(ThreadPoolExecutor(2))
+    register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
+    register(scheduler, server)
+    server.add_insecure_port(address)
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(0).wait()
+
+
+async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
+    tmp_path: Path,
+) -> None:
+    scheduler, address = SteadyScheduler(), f"unix:{tmp_path}/s"
+    with serving(scheduler, address):
+        link = SchedulerLink(address, "gateway", SECONDS)
+        replica = BusyReplica(address, link, scheduler)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                assert not await replica.looked, "the transport holds steps that nothing has read"
+                await asyncio.to_thread(scheduler.is_far_ahead.wait)
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
+
+
+async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
+    """The connection looks whole: only a new one heals it."""
+    scheduler = FakeScheduler(heartbeat_seconds=0.02)
+    async with scheduler.running() as target:
+        proxy = CuttableProxy(target)
+        link = SchedulerLink(await proxy.start(), "gateway", 0.2)
+        replica = WatchedReplica("s", link)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                await replica.has_opened.wait()
+                replica.has_opened.clear()
+                proxy.lose_all()
+                await replica.has_opened.wait()
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
+            await proxy.close()
+        assert proxy.num_connections == 2
+        assert replica.reasons[:2] == ["no message for 0.2 s: the scheduler hangs"] * 2
+
+
+async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:
+    """An old one may not compare protocols itself."""
+
+    class OtherScheduler(FakeScheduler):
+        def opened(self) -> scheduler_pb2.SessionOpened:
+            opened = super().opened()
+            opened.release.CopyFrom(common_pb2.Release(protocol=99, version="9.0"))
+            return opened
+
+    async with OtherScheduler().running() as target:
+        link = SchedulerLink(target, "gateway", SECONDS)
+        replica = WatchedReplica("s", link)
+        session = asyncio.create_task(link.run(replica))
+        try:
+            async with asyncio.timeout(SECONDS):
+                await replica.has_closed.wait()
+        finally:
+            session.cancel()
+            await asyncio.wait({session})
+        assert not replica.has_opened.is_set()
+        assert "the scheduler version 9.0 (protocol 99)" in replica.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("away_seconds", "longest"), [(0, 0.5), (5, 0.5), (20, 2), (50, 5), (9000, 5)]
+)
+def test_a_scheduler_that_is_away_for_long_is_tried_less_often(
+    away_seconds: float, longest: float
+) -> None:
+    assert longest_backoff(away_seconds) == longest
+
+
+async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
+    """Each message waits for the one before it."""
+    scheduler = FakeScheduler()
+    async with serving_gateway(model, scheduler) as served:
+        body = {"prompt": [10, 11], "max_tokens": 1, "n": 8, "seed": 1}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert len(answer.json()["choices"]) == 8
+    assert scheduler.added_together == [8]
+    assert [add.handle for add in scheduler.adds] == list(range(1, 9))
+
+
+async def test_long_sequences_go_in_several_messages(model: Path) -> None:
+    scheduler = FakeScheduler()
+    async with serving_gateway(model, scheduler) as served:
+        body = {"prompt": [10] * 400, "max_tokens": 1, "n": 64}
+        answer = await served.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200
+    assert len(scheduler.adds) == 64
+    assert sum(scheduler.added_together) >= 63, "the last one may be alone"
+    assert max(scheduler.added_together) * 4 * 400 <= 64 * 1024

@@ -1,0 +1,288 @@
+"""Keys in a file and in Redis: which requests they let pass, and what becomes of changes."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from stepwell.gateway.v1 import gateway_pb2
+
+from services.common.keys.api_keys import TenantRecord
+from services.common.process.settings import SettingError
+from services.common.rpc.status import from_rpc_error
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.keyring import FileKeyring, Keyring, RedisKeyring, bearer
+from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
+from tests.redis_servers import RedisServer, needs_redis, redis_server
+
+ACME, OTHER = TenantRecord("acme"), TenantRecord("other")
+BODY = {"prompt": "the", "max_tokens": 2}
+PLACES = ["file", pytest.param("redis", marks=needs_redis)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@asynccontextmanager
+async def keyed(
+    model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest, **settings: Any
+) -> AsyncIterator[tuple[Serving, Keyring]]:
+    """A gateway whose keys are in a place, and the place, with one key of another tenant."""
+    ring: Keyring
+    if place == "file":
+        ring = FileKeyring(tmp_path / "keys.json")
+        given: dict[str, Any] = {"api_key_file": ring.path}
+    else:
+        server = request.getfixturevalue("server")
+        server.ask("FLUSHALL")
+        ring = RedisKeyring(server.url)
+        given = {"api_keys_in_redis": True, "redis_url": server.url}
+    await ring.add(TenantRecord("nobody"))
+    try:
+        async with serving(model, FakeScheduler(), **given, **settings) as served:
+            yield served, ring
+    finally:
+        if isinstance(ring, RedisKeyring):
+            await ring.redis.close()
+
+
+async def post(served: Serving, key: str, **fields: Any) -> httpx.Response:
+    return await served.http.post("/v1/completions", json=BODY | fields, headers=bearer(key))
+
+
+async def refused(served: Serving, key: str) -> tuple[int, str]:
+    answer = await post(served, key)
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def becomes(served: Serving, key: str, status: int) -> None:
+    """Waits until requests with a key are answered so."""
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while (await post(served, key)).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_key_serves_as_soon_as_it_is_made_and_until_it_is_revoked(
+    model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with keyed(model, place, tmp_path, request) as (served, ring):
+        key = await ring.add(ACME)
+        assert (await post(served, key)).is_success
+        assert await refused(served, key[:-1] + ("A" if key[-1] != "A" else "B")) == (
+            401,
+            "invalid_api_key",
+        )
+        assert await refused(served, "sk-aaaaaaaaaaaa-" + 43 * "A") == (401, "invalid_api_key")
+        assert await refused(served, "other") == (401, "invalid_api_key")
+        await ring.revoke(key)
+        await becomes(served, key, 401)
+        assert await refused(served, key) == (401, "revoked_api_key")
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_key_that_expires_is_refused_by_that_name(
+    model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with keyed(model, place, tmp_path, request) as (served, ring):
+        soon = await ring.add(ACME, expires=int(time.time()) + 2)
+        assert (await post(served, soon)).is_success
+        await becomes(served, soon, 401)
+        assert await refused(served, soon) == (401, "expired_api_key")
+        async with served.openai(api_key=soon) as client:
+            with pytest.raises(openai.AuthenticationError, match="expired at 20"):
+                await client.completions.create(model="tiny", prompt="a")
+
+
+@pytest.mark.parametrize("place", PLACES)
+async def test_a_model_that_a_key_may_not_use_is_refused_in_every_call(
+    model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with keyed(model, place, tmp_path, request) as (served, ring):
+        key = await ring.add(ACME, models=("bigger",))
+        headers = bearer(key)
+        answers = {
+            "/v1/completions": BODY,
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+            "/tokenize": {"prompt": "a"},
+            "/detokenize": {"tokens": [5]},
+        }
+        for path, body in answers.items():
+            answer = await served.http.post(path, json=body, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_found")
+        # What is not there at all is not there for this key either.
+        assert (await post(served, key, model="bigger")).status_code == 404
+        listed = await served.http.get("/v1/models", headers=headers)
+        assert listed.json()["data"] == []
+        assert (await served.http.get("/v1/models/tiny", headers=headers)).status_code == 403
+        metadata = tuple((name.lower(), value) for name, value in headers.items())
+        listed = await served.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=metadata)
+        assert list(listed.models) == []
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await served.stub.Generate(
+                gateway_pb2.GenerateRequest(text="a"), metadata=metadata
+            ).read()
+        assert failed.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert from_rpc_error(failed.value).field == "model"
+        allowed = await ring.add(ACME, models=("tiny", "bigger"))
+        assert (await post(served, allowed)).is_success
+
+
+async def test_plain_keys_and_those_of_a_file_serve_side_by_side(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with keyed(model, "file", tmp_path, request, api_keys=("plain",)) as (served, ring):
+        for key in ("plain", await ring.add(ACME)):
+            assert (await post(served, key)).is_success
+        assert (await served.http.post("/v1/completions", json=BODY)).status_code == 401
+
+
+async def test_a_damaged_file_changes_nothing(
+    model: Path, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with keyed(model, "file", tmp_path, request) as (served, ring):
+        key = await ring.add(ACME)
+        assert (await post(served, key)).is_success
+        whole = (path := tmp_path / "keys.json").read_text()
+        path.write_text(whole[:-5])
+        await until(lambda: "it is not JSON" in caplog.text)
+        assert (await post(served, key)).is_success
+        path.unlink()
+        assert (await post(served, key)).is_success
+        path.write_text(whole)
+        assert (await post(served, await ring.add(OTHER))).is_success
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"keys": {"x": {}}}'])
+async def test_a_file_that_cannot_be_read_ends_the_start(
+    model: Path, tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "keys.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SettingError, match=r"--api-key-file .*keys\.json: "):
+        async with serving(model, api_key_file=path):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"api_keys_in_redis": True}, "needs --redis-url"),
+        ({"api_keys_in_redis": True, "api_key_file": Path("x")}, "exclude each other"),
+    ],
+)
+async def test_settings_that_contradict_one_another_end_the_start(
+    model: Path, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        async with serving(model, **settings):
+            pass
+
+
+@needs_redis
+async def test_without_redis_known_keys_serve_and_unknown_ones_are_asked_to_come_back(
+    model: Path, tmp_path: Path
+) -> None:
+    """Stopped, gone, and back without what it held."""
+    with redis_server(tmp_path / "redis") as server:
+        ring = RedisKeyring(server.url)
+        known, unknown = await ring.add(ACME), await ring.add(ACME)
+        settings = {"api_keys_in_redis": True, "redis_url": server.url}
+        async with serving(model, FakeScheduler(), **settings) as served:
+            assert (await post(served, known)).is_success
+            server.stop()
+            for _ in range(3):
+                assert (await post(served, known)).is_success
+                began = time.monotonic()
+                answer = await post(served, unknown)
+                assert time.monotonic() - began < 5, "a call of Redis ends after half a second"
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "api_keys_unavailable"
+                assert int(answer.headers["retry-after-ms"]) >= 1000
+            server.go_on()
+            await becomes(served, unknown, 200)
+            server.kill()
+            never_seen = await _key_made_elsewhere(tmp_path)
+            await becomes(served, never_seen, 503)
+            assert (await post(served, known)).is_success
+            server.start()  # empty
+            await asyncio.sleep(0)
+            for _ in range(20):
+                assert (await post(served, known)).is_success
+                assert (await post(served, never_seen)).status_code == 503
+                await asyncio.sleep(0.1)
+            made_again = await ring.add(ACME)
+            await becomes(served, made_again, 200)
+            await becomes(served, known, 401)
+        await ring.redis.close()
+
+
+async def _key_made_elsewhere(tmp_path: Path) -> str:
+    return await FileKeyring(tmp_path / "elsewhere.json").add(ACME)
+
+
+@needs_redis
+async def test_known_keys_serve_without_redis_for_a_bounded_time(
+    model: Path, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        ring = RedisKeyring(server.url)
+        key = await ring.add(ACME)
+        await ring.redis.close()
+        settings = {"api_keys_in_redis": True, "redis_url": server.url}
+        async with serving(model, FakeScheduler(), **settings, api_key_cache_seconds=1.0) as served:
+            assert (await post(served, key)).is_success
+            server.kill()
+            await becomes(served, key, 503)
+
+
+async def test_tenants_have_caches_of_their_own_unless_they_are_to_share_one(
+    model: Path, tmp_path: Path
+) -> None:
+    """No two of these salts are the same, though a client may choose its own."""
+
+    async def salts(**settings: Any) -> list[str]:
+        ring = FileKeyring(tmp_path / "keys.json")
+        one, two = await ring.add(ACME), await ring.add(OTHER)
+        async with serving(
+            model, FakeScheduler(), api_key_file=ring.path, api_keys=("plain",), **settings
+        ) as served:
+            for key in (one, await ring.add(ACME), two, "plain"):
+                for fields in ({}, {"cache_salt": "x"}, {"cache_salt": "acme"}):
+                    assert (await post(served, key, **fields)).is_success
+            return [add.cache_salt for add in served.scheduler.adds]
+
+    apart = await salts()
+    assert apart[0:3] == apart[3:6], "two keys of one tenant"
+    assert len(set(apart)) == 9
+    assert await salts(share_cache_between_tenants=True) == 4 * ["", "x", "acme"]
+    async with serving(model) as served:
+        answer = await served.http.post("/v1/completions", json=BODY | {"cache_salt": "a\0b"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+
+
+async def test_no_request_runs_before_its_tenants_ceiling(model: Path, tmp_path: Path) -> None:
+    ring = FileKeyring(tmp_path / "keys.json")
+    key = await ring.add(TenantRecord("acme", priority_ceiling=5))
+    free = await ring.add(OTHER)
+    scheduler = FakeScheduler()
+    async with serving(model, scheduler, api_key_file=ring.path) as served:
+        for priority in (-1, 0, 5, 6):
+            assert (await post(served, key, priority=priority)).is_success
+        assert (await post(served, key)).is_success
+        assert (await post(served, free, priority=-1)).is_success
+        assert [add.priority for add in scheduler.adds] == [5, 5, 5, 6, 5, -1]
+    scheduler = FakeScheduler(priority_scheduling=False)
+    async with serving(model, scheduler, api_key_file=ring.path) as served:
+        assert (await post(served, key)).is_success
+        assert scheduler.adds[0].priority == 0

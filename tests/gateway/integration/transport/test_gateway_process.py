@@ -1,0 +1,151 @@
+"""The gateway as a process of its own."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.common.errors import FailedPrecondition, Unavailable
+from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.raw_http import post_head
+from tests.gateway.serving import serving, until
+
+ROOT = Path(__file__).parents[4]
+PYTHONPATH = f"{ROOT}{os.pathsep}{ROOT / 'gen'}"
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "services.gateway", *flags]
+
+
+@contextmanager
+def process(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    child = subprocess.Popen(command(*flags), env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.run(
+        command(*flags), env=environ, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def serving_address(child: subprocess.Popen[str]) -> str:
+    return line_with(child, "HTTP on ").partition("HTTP on ")[2].partition(",")[0]
+
+
+def line_with(child: subprocess.Popen[str], text: str) -> str:
+    """The next line of the log that holds the text."""
+    assert child.stderr is not None
+    for line in child.stderr:
+        if text in line:
+            return line
+    raise AssertionError(f"the gateway ended before it said {text!r}")
+
+
+def flags(model: Path, scheduler_address: str) -> list[str]:
+    listen = ["--http-address", "127.0.0.1:0", "--address", "127.0.0.1:0"]
+    return ["--model", str(model), "--schedulers", scheduler_address, *listen]
+
+
+async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0)
+    async with scheduler.running() as address:
+        with process(*flags(model, address)) as child:
+            http_address = await asyncio.to_thread(serving_address, child)
+            await asyncio.to_thread(line_with, child, "no key is needed: every client that")
+            async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=60) as http:
+                async with asyncio.timeout(60):
+                    while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                body = {"prompt": "the", "max_tokens": 8}
+                answer = asyncio.create_task(http.post("/v1/completions", json=body))
+                await until(lambda: scheduler.num_running == 1)
+                child.send_signal(signal.SIGTERM)
+                await asyncio.to_thread(line_with, child, "stopping")
+                scheduler.run_freely()
+                assert (await answer).json()["usage"]["completion_tokens"] == 8
+            assert await asyncio.to_thread(child.wait, 10) == 0
+
+
+async def test_a_request_that_never_ends_is_ended(model: Path) -> None:
+    scheduler = FakeScheduler(permits=0)
+    async with scheduler.running() as address:
+        with process(*flags(model, address), "--drain-seconds", "0.5") as child:
+            http_address = await asyncio.to_thread(serving_address, child)
+            host, port = http_address.split(":")
+            with socket.create_connection((host, int(port))) as unfinished:
+                unfinished.sendall(post_head("/v1/completions", 99) + b"{")
+                child.send_signal(signal.SIGTERM)
+                _, log = await asyncio.to_thread(child.communicate, None, 10)
+            assert child.returncode == 0, log
+            assert "Traceback" not in log
+
+
+def test_a_taken_port_is_one_sentence(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run("--model", str(model), "--http-address", "127.0.0.1:0", "--address", address)
+    assert ended.returncode == 1
+    assert f"stepwell gateway: cannot listen on {address}" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+async def test_a_taken_http_port_leaves_nothing_open(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=r"cannot listen on .* for HTTP"):
+            async with serving(model, FakeScheduler(), http_address=address):
+                raise AssertionError
+
+
+def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    ended = run("--model", str(tmp_path))
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == f"stepwell gateway: {tmp_path}: there is no tokenizer.json"
+
+
+def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        FailedPrecondition, match=r"/tokenizer\.json: cannot load the tokenizer: .+"
+    ):
+        load_tokenizer(tmp_path)
+
+
+def test_no_torch_is_needed(model: Path) -> None:
+    """With torch out of reach the tokenizer loads, and nothing is said about its absence."""
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from pathlib import Path\n"
+        "from services.gateway.adapters.tokenizer.hf_tokenizer import load_tokenizer\n"
+        "import services.gateway.__main__\n"
+        f"tokenizer = load_tokenizer(Path({str(model)!r}))\n"
+        "print(tokenizer.decode([70, 71], skip_special_tokens=True))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""

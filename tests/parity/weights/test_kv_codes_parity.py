@@ -1,0 +1,217 @@
+"""With keys and values in 8 bits a request's logits and tokens still depend on the request alone,
+and are close to those with keys and values as they are computed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from stepwell.common.v1 import common_pb2
+
+from services.common.request.sampling import SamplingParams
+from services.worker.backends.choices import KernelsSetting, KVCacheDtype
+from services.worker.build import build_worker
+from services.worker.core.model_runner import ModelRunner
+from services.worker.sampling.logprobs import LogprobRows
+from services.worker.settings import WorkerSettings
+from tests.parity.exact import ExactModel, drawn
+from tests.parity.parallel.test_services_parity import generate as generate_over_services
+from tests.parity.parallel.test_services_parity import serving
+from tests.parity.scheduled import generate
+from tests.parity.situations import (
+    BLOCK_SIZE,
+    GREEDY,
+    LARGE_POOL,
+    MAX_MODEL_LEN,
+    SAMPLED,
+    SITUATIONS,
+    prompts,
+)
+from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.worker.rank_threads import RankThread, on_ranks
+from tests.worker.runner_driver import Driver, Request, build_runner
+from tests.worker.staged_runner import StagedRunner
+
+INT8 = KVCacheDtype.INT8_PER_TOKEN_HEAD
+LENGTHS = [1, 2, 16, 17, 33, 63, 64, 65, 90, 130, 210]
+SEQUENCES = [drawn(length, seed, VOCAB_SIZE) for seed, length in enumerate(LENGTHS)]
+WITH_RUNNER_UP = SamplingParams(temperature=0, logprobs=2)
+KINDS = ["llama", "gemma3", "mistral_window", "qwen3"]
+"""Full attention, windows beside it in groups of their own, windows alone, normalized keys."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kernels: KernelsSetting
+    kind: str
+    block_size: int
+    dtype: torch.dtype
+
+    def model(self, directory: Path, kv_cache_dtype: KVCacheDtype = INT8) -> ExactModel:
+        save_tiny_model(directory, self.kind, dtype=self.dtype)
+        torch.set_num_threads(1)
+        made = ExactModel(
+            directory,
+            self.dtype,
+            self.kernels,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=self.block_size,
+        )
+        for tokens in SEQUENCES:
+            made.reference(tokens)
+        return made
+
+
+CASES = [
+    Case(kernels, kind, block_size, dtype)
+    for kernels, kinds in ((KernelsSetting.NATIVE, KINDS), (KernelsSetting.TORCH, KINDS[:2]))
+    for kind in kinds
+    for block_size in (4, 16)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def requests() -> list[Request]:
+    return [Request(tokens, 1) for tokens in SEQUENCES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_do_not_depend_on_what_is_computed_with_them(case: Case, tmp_path: Path) -> None:
+    model = case.model(tmp_path)
+    for request in requests():
+        model.serving(seed=1).run([request], [7], "alone, chunks of 7")
+    model.serving(seed=2).run(requests()[5:6], [1], "alone, token by token")
+    chunks = [40, 9, 33, 16, 1, 21, 50]
+    model.serving(seed=3).run(requests(), chunks, "together")
+    random, serving, running = np.random.default_rng(4), model.serving(seed=4), requests()
+    while running := [request for request in running if not request.finished]:
+        serving.step(
+            [
+                (request, int(random.integers(1, 1 + len(request.prompt) - request.num_computed)))
+                for request in running
+            ],
+            "preempted again and again",
+        )
+        for request in running:
+            if request.finished or random.random() < 0.2:
+                serving.driver.remove(request)
+    serving, first = model.serving(seed=5, keeps=True), Request(SEQUENCES[8], 2)
+    serving.step([(first, len(first.prompt))], "the first")
+    for depth in range(1, (len(first.prompt) - 1) // case.block_size + 1):
+        follower = Request(first.prompt, 1)
+        serving.driver.share(first, follower, depth)
+        serving.run([follower], [7], f"behind {depth} cached blocks")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_off_by_little(kind: str, tmp_path: Path) -> None:
+    """Off by less than 6 % of their spread in the mean square, and not nowhere; the kernels of
+    either kind are off by the same, within a third of it.
+    """
+
+    def logits(kernels: KernelsSetting, kept: KVCacheDtype) -> list[torch.Tensor]:
+        case = Case(kernels, kind, 16, torch.float32)
+        directory = tmp_path / f"{kernels.value} {kept.value}"
+        return list(case.model(directory, kept).references.values())
+
+    exact = logits(KernelsSetting.NATIVE, KVCacheDtype.AUTO)
+    native, torchs = (logits(each, INT8) for each in (KernelsSetting.NATIVE, KernelsSetting.TORCH))
+    for expected, found, other in zip(exact, native, torchs, strict=True):
+        error, between = (root_mean_square(found - than) for than in (expected, other))
+        assert 0 < error < 0.06 * expected.std()
+        assert between < error / 3
+
+
+def root_mean_square(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.square().mean().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [("llama", GREEDY), ("llama", SAMPLED), ("gemma3", SAMPLED), ("bamba", GREEDY)],
+    ids=["llama", "llama sampled", "gemma3 sampled", "bamba"],
+)
+async def test_tokens_are_the_same_in_every_situation(
+    kind: str, params: dict[str, object], tmp_path: Path
+) -> None:
+    save_tiny_model(tmp_path, kind)
+    torch.set_num_threads(1)
+    runner = build_runner(
+        tmp_path, block_size=BLOCK_SIZE, num_blocks=LARGE_POOL, kv_cache_dtype=INT8
+    )
+    runs = {
+        name: await generate(
+            runner, situation, common_pb2.SamplingParams(**params), async_scheduling=True
+        )
+        for name, situation in SITUATIONS.items()
+    }
+    for name, run in runs.items():
+        together = SITUATIONS[name].chosen(runs["sixteen together"].outputs)
+        assert run.outputs == together, name
+    assert runs["preempted again and again"].num_preemptions > 0
+    assert runs["sixteen together"].num_cached_tokens > 0
+
+
+def served(runner: ModelRunner | StagedRunner) -> list[Request]:
+    """All prompts continued, with the two most probable tokens of each position."""
+    made = [Request(prompt, 12, sampling=WITH_RUNNER_UP) for prompt in prompts()]
+    Driver(runner, block_size=16, num_blocks=400).run(made, chunk=9)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    """Stages compute what the whole model does. Ranks add in another order, which may round an
+    element to the next code: their tokens are the same until two are as good as equally probable.
+    """
+    save_tiny_model(tmp_path, kind)
+    torch.set_num_threads(1)
+    options = {"block_size": 16, "num_blocks": 400, "kv_cache_dtype": INT8}
+    whole = served(build_runner(tmp_path, **options))
+
+    def serve(rank: RankThread) -> list[Request]:
+        torch.set_num_threads(1)
+        return served(build_runner(tmp_path, ranks=rank.ranks, **options))
+
+    first, second = on_ranks(2, serve)
+    assert [request.output for request in first] == [request.output for request in second]
+    for found, expected in zip(first, whole, strict=True):
+        differs = [
+            mine != theirs for mine, theirs in zip(found.output, expected.output, strict=True)
+        ]
+        if any(differs):
+            rows = LogprobRows.joined(expected.sampled_rows)
+            best, runner_up = rows.logprobs[differs.index(True), 1:]
+            assert best - runner_up < 0.005
+    with StagedRunner(tmp_path, 2, **options) as stages:
+        assert [request.output for request in served(stages)] == [one.output for one in whole]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
+    """Prompts that are preempted again and again, with and without a tier of offloaded blocks."""
+    save_tiny_model(tmp_path, kind)
+    torch.set_num_threads(1)
+    answers: list[Sequence[Sequence[int]]] = []
+    for gib in (None, 1 / 16):
+        settings = WorkerSettings(
+            model=tmp_path,
+            block_size=BLOCK_SIZE,
+            num_blocks=LARGE_POOL,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            kv_cache_dtype=INT8,
+            kv_offloading_size=gib,
+        )
+        loaded = build_worker(settings, kind, lambda: None)
+        situation = SITUATIONS["preempted again and again"]
+        async with serving(loaded, situation, async_scheduling=True) as (replica, gateway):
+            answers.append(await generate_over_services(gateway, prompts(), GREEDY))
+            if gib is not None:
+                await replica.until_idle()
+                answers.append(await generate_over_services(gateway, prompts(), GREEDY))
+    assert answers[0] == answers[1] == answers[2]

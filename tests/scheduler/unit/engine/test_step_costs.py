@@ -1,0 +1,102 @@
+"""What a prompt's token and a decoding request add to a step, from the times of steps."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.core.engine.step_costs import (
+    MIN_COMPUTED_TOKENS,
+    MIN_PROMPT_TOKENS,
+    MIN_STEPS,
+    StepCosts,
+)
+
+EACH_STEP, EACH_DECODE, EACH_TOKEN = 5e-3, 2e-4, 3e-5
+
+
+def observe(costs: StepCosts, num_requests: int, num_prompt_tokens: int) -> None:
+    """A step that takes what the model above says."""
+    seconds = EACH_STEP + EACH_DECODE * num_requests + EACH_TOKEN * num_prompt_tokens
+    costs.observe(num_requests, num_requests + num_prompt_tokens, seconds)
+
+
+def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
+    costs = StepCosts()
+    for _ in range(MIN_STEPS - 1):
+        observe(costs, 4, 0)
+        observe(costs, 1, MIN_COMPUTED_TOKENS // MIN_STEPS)
+    assert (costs.seconds_per_decode, costs.seconds_per_prompt_token) == (0.0, 0.0)
+    assert costs.seconds_of_prompt(512, num_requests=8, token_budget=4096) == 0.0
+    observe(costs, 1, MIN_COMPUTED_TOKENS)
+    assert costs.seconds_per_prompt_token > 0.0, "one step tells as much as several short ones"
+
+
+def test_steps_without_requests_tell_nothing() -> None:
+    """Such steps bring news of transfers of keys and values."""
+    costs = StepCosts()
+    for _ in range(2 * MIN_STEPS):
+        costs.observe(0, 0, 1e-3)
+    assert costs.slowdown(1, 4) == 1.0
+    for _ in range(MIN_STEPS):
+        observe(costs, 4, 0)
+    assert costs.seconds_per_decode == pytest.approx((EACH_STEP + 4 * EACH_DECODE) / 8)
+
+
+@given(
+    st.lists(st.integers(1, 256), min_size=MIN_STEPS, max_size=40).filter(
+        lambda n: len(set(n)) > 1
+    ),
+    st.lists(
+        st.tuples(st.integers(1, 64), st.integers(MIN_PROMPT_TOKENS, 4096)),
+        min_size=MIN_STEPS,
+        max_size=40,
+    ),
+)
+def test_steps_of_several_sizes_show_both(
+    decoding: list[int], computing: list[tuple[int, int]]
+) -> None:
+    costs = StepCosts()
+    for num_requests in decoding:
+        observe(costs, num_requests, 0)
+    for num_requests, num_prompt_tokens in computing:
+        observe(costs, num_requests, num_prompt_tokens)
+    assert costs.seconds_per_decode == pytest.approx(EACH_DECODE, rel=1e-6)
+    assert costs.seconds_per_prompt_token == pytest.approx(EACH_TOKEN, rel=1e-6)
+    step_of_prompts = EACH_STEP + 8 * EACH_DECODE + 4096 * EACH_TOKEN
+    seconds = costs.seconds_of_prompt(512, num_requests=8, token_budget=4096)
+    assert seconds == pytest.approx(step_of_prompts / 8, rel=1e-6)
+
+
+def test_tokens_of_prompts_too_short_to_be_measured_count_as_much_as_decoded_ones() -> None:
+    costs = StepCosts()
+    for num_requests in range(1, 1 + MIN_STEPS):
+        observe(costs, num_requests, 0)
+        observe(costs, num_requests, MIN_PROMPT_TOKENS - 1)
+    assert costs.seconds_per_prompt_token == 0.0
+    seconds = costs.seconds_of_prompt(5, num_requests=8, token_budget=4096)
+    step = EACH_STEP + 8 * EACH_DECODE
+    assert seconds == pytest.approx(5 * (EACH_DECODE + step / 4096), rel=1e-6)
+
+
+def test_steps_of_one_size_are_divided_in_halves() -> None:
+    costs = StepCosts()
+    for _ in range(MIN_STEPS):
+        observe(costs, 10, 0)
+    assert costs.seconds_per_decode == pytest.approx((EACH_STEP + 10 * EACH_DECODE) / 20)
+
+
+def test_the_slowdown_is_how_much_longer_a_step_with_more_requests_takes() -> None:
+    costs = StepCosts()
+    assert costs.slowdown(8, 32) == 1.0, "nothing is known"
+    for number in range(MIN_STEPS):
+        observe(costs, 6 + number % 4, 0)
+    expected = (EACH_STEP + 32 * EACH_DECODE) / (EACH_STEP + 8 * EACH_DECODE)
+    assert costs.slowdown(8, 32) == pytest.approx(expected)
+    assert costs.slowdown(32, 32) == 1.0
+
+
+def test_a_step_that_took_less_with_more_requests_costs_nothing_for_each() -> None:
+    costs = StepCosts()
+    for number in range(MIN_STEPS):
+        costs.observe(number + 1, number + 1, 1.0 - number / 100)
+    assert costs.seconds_per_decode == 0.0

@@ -1,0 +1,129 @@
+"""Where no draft is found the compute thread keeps the interpreter's lock from the beginning of a
+step until the model computes.
+
+The event loop, which has the answer of the step before to send, waits for the lock meanwhile. It is
+to run while the model computes, and not before.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.worker.core.drafts.draft_source import DraftSource, ProposerSource
+from services.worker.core.drafts.suffix_source import SuffixSource
+from services.worker.core.model_runner import ModelRunner
+from services.worker.core.step import NewRequest, StepInput
+from services.worker.speculation.config import SpeculativeConfig
+from services.worker.speculation.ngram import NgramProposer
+from tests.tiny_models import save_tiny_model
+from tests.worker.runner_driver import GREEDY, build_runner, ints
+from tests.worker.suffix_reference import suffix_trees
+
+ROWS = 3
+NUM_STEPS = 20
+
+
+class Waiting:
+    """A thread that waits for the lock, gives it back, and counts how often it had it."""
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+        self._ends = False
+        self._thread = threading.Thread(target=self._run)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The thread runs, and no thread has to give the lock back before it does so itself. It
+        runs on the processor of the caller: there it comes in between however short the lock is
+        free.
+        """
+        interval, processors = sys.getswitchinterval(), os.sched_getaffinity(0)
+        sys.setswitchinterval(1000)
+        os.sched_setaffinity(0, {min(processors)})
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._ends = True
+            os.sched_setaffinity(0, processors)
+            sys.setswitchinterval(interval)
+            self._thread.join()
+
+    def turns_when_waiting(self) -> int:
+        """The number of turns, once the thread waits: it sleeps for less than this takes."""
+        until = time.perf_counter() + 0.002
+        while time.perf_counter() < until:
+            pass
+        return self.num_turns
+
+    def _run(self) -> None:
+        while not self._ends:
+            self.num_turns += 1
+            time.sleep(1e-5)
+
+
+class Watched:
+    """A model that notes how many turns the thread had when it began to compute."""
+
+    def __init__(self, model: Any, waiting: Waiting) -> None:
+        self._model = model
+        self._waiting = waiting
+        self.num_turns = 0
+
+    def forward(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.num_turns = self._waiting.num_turns
+        found: tuple[torch.Tensor, torch.Tensor | None] = self._model.forward(*arguments)
+        return found
+
+
+def _source(method: str) -> DraftSource | None:
+    if method == "ngram":
+        return ProposerSource(NgramProposer(SpeculativeConfig(4, 2, 4)))
+    return SuffixSource(suffix_trees()) if method == "suffix" else None
+
+
+def _entered(runner: ModelRunner) -> None:
+    prompts = np.random.default_rng(3).permutation(90)[: 5 * ROWS].reshape(ROWS, 5)
+    tables = np.arange(1, 1 + 8 * ROWS, dtype=np.int32).reshape(ROWS, 8)
+    new = tuple(
+        NewRequest(row, prompts[row].astype(np.int32), 5, GREEDY, (tables[row],))
+        for row in range(ROWS)
+    )
+    rows = ints(*range(ROWS))
+    runner.execute(StepInput(1, 0, rows, ints(*ROWS * [5]), ints(*ROWS * [0]), new_requests=new))
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "suffix"])
+def test_the_lock_is_kept_until_the_model_computes(tmp_path: Path, method: str) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model(tmp_path, "llama")
+    runner = build_runner(tmp_path, num_blocks=40, source=_source(method))
+    waiting = Waiting()
+    watched = runner.model = Watched(runner.model, waiting)
+    _entered(runner)
+    most = 0 if method == "none" else 4
+    turns = []
+    with waiting.running():
+        for number in range(1, 1 + NUM_STEPS):
+            computed = ints(*ROWS * [4 + number + most * (number > 1)])
+            step = StepInput(
+                *(1, number, ints(*range(ROWS)), ints(*ROWS * [1 + most]), computed),
+                num_draft_tokens=ints(*ROWS * [most]),
+                draft_token_ids=ints(*ROWS * most * [-1]),
+            )
+            before = waiting.turns_when_waiting()
+            if not runner.execute(step).num_draft_tokens.any():
+                turns.append(watched.num_turns - before)
+    # The first step reads prompts into suffix trees, which may take long, without the lock.
+    assert len(turns) > 2
+    assert not any(turns[1:])
+    assert waiting.num_turns > 1
