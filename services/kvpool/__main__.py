@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 SERVICE = "kvpool"
 RPCS_PER_POOL = 16
-"""Calls served at once, long streams included, for each pool that may be open: the stream of its
-scheduler, watchers, and some short ones.
+"""Concurrent calls, long streams included, for each pool that may be open: the stream of its
+scheduler, streams of watchers, and some short calls.
 """
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
 
 
 class PoolService:
-    """Everything behind the service's port, put together."""
+    """Builds and connects the parts of the pool service."""
 
     def __init__(
         self, settings: KVPoolSettings, tracing: Tracing, tls: "Tls | None" = None
@@ -95,12 +95,13 @@ class PoolService:
         if self._shared is not None:
             own.append(DirectoryCollector(self._shared))
         self.exposition = Exposition(SERVICE, own, [TlsCollector(tls), TracingCollector(tracing)])
-        """The metrics of the pools, and of what is written of them to Redis."""
+        """The metrics of the pools and of the directory in Redis."""
         serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
-        """Serves; returns the address that was bound. Raises Unavailable if it is taken, and
-        SettingError if Redis refuses the password.
+        """Starts serving and returns the bound address.
+
+        Raises Unavailable if the address is in use, and SettingError if Redis rejects the password.
         """
         if self._shared is not None:
             await self._shared.require_usable()
@@ -110,8 +111,9 @@ class PoolService:
         return address
 
     async def drain(self) -> None:
-        """Ends the streams of watchers at once, and other calls after the drain time; drops the
-        pools' hashes from the directory.
+        """Ends watchers' streams at once and other calls after the drain time.
+
+        Then removes the pools' hashes from the directory.
         """
         self._feed.close()
         await self._server.drain(self._settings.drain_seconds)
@@ -122,7 +124,7 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """The directory in Redis. Raises SettingError where the package for it is missing."""
+    """Creates the directory in Redis. Raises SettingError if the redis package is missing."""
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

@@ -1,1 +1,1 @@
-"""The pool on the wire: gRPC, metrics, spans, and where its events go."""
+"""The pool service's adapters: gRPC, metrics, spans, and the directories of events."""

@@ -1,4 +1,4 @@
-"""Messages of stepwell.kvpool.v1 and the core's dataclasses; operations are in services.common."""
+"""Converts messages of stepwell.kvpool.v1; `services.common` converts operations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -40,11 +40,11 @@ _OPTIONAL: tuple[
     "max_model_len",
     "max_in_flight_tokens",
 )
-"""Numbers of a pool that may be absent."""
+"""Optional integer fields of OpenPoolRequest."""
 
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
-    """The shape of a pool, and its node. Raises UnsupportedGroup for an unknown attention type."""
+    """Converts a pool's configuration. Raises UnsupportedGroup for an unknown attention type."""
     groups = []
     for index, message in enumerate(request.groups):
         group = kv_cache_group_from_proto(message)
@@ -66,7 +66,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
 
 
 def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefixResponse:
-    """The number of cached blocks of a chain in each pool."""
+    """Converts the number of cached blocks of a chain in each pool."""
     return kvpool_pb2.MatchPrefixResponse(
         matches=[kvpool_pb2.PoolMatch(**asdict(match)) for match in matches]
     )
@@ -75,7 +75,7 @@ def pool_matches_to_proto(matches: Iterable[PoolMatch]) -> kvpool_pb2.MatchPrefi
 def event_batch_to_proto(
     batch: EventBatch, groups: Sequence[KVCacheGroup]
 ) -> kvpool_pb2.WatchEventsResponse:
-    """A batch of events; a snapshot names the groups of its pool."""
+    """Converts a batch of events. A snapshot includes the groups of its pool."""
     return kvpool_pb2.WatchEventsResponse(
         generation=batch.generation,
         sequence=batch.sequence,
@@ -88,7 +88,7 @@ def event_batch_to_proto(
 def pool_stats_to_proto(
     pools: Iterable[HostedPool[kvpool_pb2.TransactResponse]],
 ) -> kvpool_pb2.GetStatsResponse:
-    """The counts of each pool."""
+    """Converts the counts of each pool."""
     return kvpool_pb2.GetStatsResponse(
         pools=[
             kvpool_pb2.PoolStats(
@@ -102,7 +102,7 @@ def pool_stats_to_proto(
 
 
 def event_to_proto(event: Event) -> kvpool_pb2.Event:
-    """One change of the prefix index."""
+    """Converts one change of the prefix index."""
     match event:
         case BlocksStored(group, hashes):
             stored = kvpool_pb2.BlocksStored(hashes=b"".join(hashes), group=group)
@@ -115,7 +115,7 @@ def event_to_proto(event: Event) -> kvpool_pb2.Event:
 
 
 def block_map_to_proto(blocks: BlockMap) -> common_pb2.BlockMap:
-    """A map of blocks; the states have the same numbers on the wire."""
+    """Converts a map of blocks. States have the same numbers on the wire."""
     return common_pb2.BlockMap(
         blocks_per_cell=blocks.blocks_per_cell,
         states=map(common_pb2.BlockState.ValueType, blocks.states),

@@ -1,4 +1,4 @@
-"""Prometheus metrics of what is written to the directory in Redis."""
+"""Prometheus metrics of writes to the directory in Redis."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class DirectoryCollector(Collector):
-    """The writer's counts, of all pools together, read at each scrape."""
+    """Exports the writers' counts, summed over all pools and read at each scrape."""
 
     def __init__(self, directory: "RedisDirectory") -> None:
         self._directory = directory
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         directory, counts = self._directory, self._directory.counts
         for name, value in (
             (names.METRIC_DIRECTORY_ENTRIES, counts.entries),

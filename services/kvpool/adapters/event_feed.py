@@ -1,5 +1,6 @@
-"""The streams of WatchEvents, each with a bounded queue: gateways follow by them what a pool caches
-where there is no Redis.
+"""The streams of WatchEvents, each with a bounded queue.
+
+Without Redis, gateways use these streams to follow what a pool has cached.
 """
 
 import asyncio
@@ -15,10 +16,10 @@ Snapshot = Callable[[], EventBatch]
 
 
 class EventFeed:
-    """Passes every batch of events to the watchers of the pool.
+    """Sends every batch of events to the watchers of the pool.
 
-    Batches that a watcher has not read yet are kept, up to `max_hashes` hashes. Beyond that they
-    are dropped, and the watcher gets a new snapshot when it reads on.
+    Unread batches are kept for each watcher, up to `max_hashes` hashes. With more hashes the
+    batches are dropped, and the watcher receives a new snapshot at its next read.
     """
 
     def __init__(self, max_hashes: int) -> None:
@@ -39,7 +40,7 @@ class EventFeed:
             watcher.push(batch)
 
     async def watch(self, pool_id: PoolId, snapshot: Snapshot) -> AsyncGenerator[EventBatch]:
-        """A snapshot, then what follows it, without end. Raises Draining when the feed closes."""
+        """Yields a snapshot, then all later batches, without end. Raises Draining after `close`."""
         watcher = _Watcher(self._max_hashes)
         watchers = self._watchers.setdefault(pool_id, set())
         watchers.add(watcher)
@@ -53,7 +54,7 @@ class EventFeed:
         raise Draining("the pool is draining")
 
     def close(self) -> None:
-        """Ends every watcher."""
+        """Ends the streams of all watchers."""
         self._closed = True
         for watchers in self._watchers.values():
             for watcher in watchers:
@@ -61,7 +62,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """Batches that one reader has yet to read; none, and `lagging`, once there were too many."""
+    """The unread batches of one reader. With too many it has none and is marked as lagging."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes
@@ -83,7 +84,7 @@ class _Watcher:
         self._news.set()
 
     def pop(self) -> EventBatch | None:
-        """The next batch, or None if the reader is to be sent a snapshot now."""
+        """Returns the next batch, or None if the reader must receive a snapshot instead."""
         if self._lagging:
             self._lagging = False
             return None
@@ -92,7 +93,7 @@ class _Watcher:
         return batch
 
     async def wait(self) -> None:
-        """Returns when there is something to read, or the feed was closed."""
+        """Waits until there is something to read or the feed is closed."""
         while not (self._batches or self._lagging or self._closed):
             self._news.clear()
             await self._news.wait()
@@ -103,7 +104,7 @@ class _Watcher:
 
 
 def _weight(batch: EventBatch) -> int:
-    """Hashes in a batch; 1 for a batch without any."""
+    """The number of hashes in a batch, at least 1."""
     return max(
         1,
         sum(len(event.hashes) for event in batch.events if not isinstance(event, AllBlocksCleared)),

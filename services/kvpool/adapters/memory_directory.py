@@ -1,4 +1,4 @@
-"""The directory of one process, which MatchPrefix answers from."""
+"""The directory in memory of one process, which answers MatchPrefix."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -36,7 +36,7 @@ class _Entry:
                     cached.clear()
 
     def depth(self, chain: Sequence[BlockHash]) -> int:
-        """Blocks of the longest prefix that every group can use."""
+        """The number of blocks in the longest prefix that every group can use."""
         is_cached = [_finder(cached, chain) for cached in self.cached]
         return prefix_depth(self.groups, is_cached, len(chain))
 
@@ -46,7 +46,7 @@ def _finder(cached: AbstractSet[BlockHash], chain: Sequence[BlockHash]) -> IsCac
 
 
 class MemoryDirectory:
-    """A set of hashes for each group of each pool; a Directory that never lags."""
+    """A Directory that never lags: a set of hashes for each group of each pool."""
 
     def __init__(self) -> None:
         self._entries: dict[PoolId, _Entry] = {}

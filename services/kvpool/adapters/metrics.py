@@ -1,7 +1,7 @@
 """Prometheus metrics of the pools, read from their counts at each scrape.
 
-The hot path writes no metric. vLLM's names are used where the meaning is vLLM's; metrics of a
-replica as a whole are the scheduler's.
+The hot path updates no metric. A metric has vLLM's name if it has the same meaning. Metrics of a
+replica as a whole belong to the scheduler.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,13 +44,16 @@ _COUNTS_AND_SUMS: dict[str, tuple[Read, Read]] = {
 
 
 class PoolCollector(Collector, Generic[Answer]):
-    """The counts of every pool, by its name as `engine`. Counters restart when it is reopened."""
+    """Exports the counts of every pool, with its name as the label `engine`.
+
+    Counters restart at 0 when a pool is reopened.
+    """
 
     def __init__(self, host: PoolHost[Answer]) -> None:
         self._host = host
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         pools = [(hosted.pool_id, hosted.pool.stats()) for hosted in self._host.pools()]
         for name, read in _VALUES.items():
             family = value_family(name)

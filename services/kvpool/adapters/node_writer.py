@@ -1,9 +1,9 @@
-"""Writes what one life of a pool caches to the directory in Redis.
+"""Writes a pool's cached keys to the directory in Redis.
 
-When a call of Redis fails, the task tries again with growing delays, and then begins a new life of
-its node: it cannot know which of its entries are in the log, so it takes the next epoch and writes
-a snapshot, and readers drop what they knew. The forms are those of
-`services.common.redis.directory_layout`.
+When a call to Redis fails, the task retries with growing delays and then begins a new epoch of its
+node. It cannot know which of its entries are in the log, so it takes the next epoch number and
+writes a snapshot. Readers discard the previous epoch. `services.common.redis.directory_layout`
+defines the schemas.
 """
 
 import asyncio
@@ -43,38 +43,40 @@ Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimes:
-    """When a node's task writes, in seconds, and how much it keeps unwritten."""
+    """When a node's task writes, in seconds, and how many unwritten keys it keeps."""
 
     flush_seconds: float = 0.005
-    """Time for which changes are collected before they are written as one entry."""
+    """How long changes are collected before they are written as one entry."""
     heartbeat_seconds: float = 1.0
-    """How often a lease is renewed."""
+    """The interval at which the lease is renewed."""
     lease_seconds: float = 3.0
-    """How long a lease holds."""
+    """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
-    """A snapshot is written after either of these. The log keeps two periods."""
+    """A snapshot is written after this time or this many changes, whichever is first. The log keeps
+    two periods.
+    """
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     max_unwritten_keys: int = 262_144
-    """Where more changes wait, the node begins a new life, with a snapshot."""
+    """With more unwritten changes, the node begins a new epoch with a snapshot."""
 
 
 @dataclass(slots=True)
 class WriterCounts:
-    """Counts of writes for all pools, and of failures, since the start."""
+    """Counts of writes and failures of all pools since the start."""
 
     entries: int = 0
-    """Entries of the log."""
+    """Entries appended to the log."""
     keys: int = 0
-    """Added or removed by these entries."""
+    """Keys added or removed by these entries."""
     snapshots: int = 0
     lives: int = 0
-    """Lives of nodes that began."""
+    """Epochs that nodes have begun."""
     failures: int = 0
-    """Times that Redis could not be reached or did not answer in time."""
+    """Calls to Redis that failed or timed out."""
     nodes_connected: set[str] = field(default_factory=set)
-    """Nodes whose life is in the directory now."""
+    """Nodes whose current epoch is in the directory."""
 
 
 class _Superseded(Exception):
@@ -82,11 +84,11 @@ class _Superseded(Exception):
 
 
 class _LifeLost(Exception):
-    """Redis holds this life no more: it was flushed, restarted, or evicted keys."""
+    """Redis has lost keys of this epoch: it was flushed, was restarted, or evicted them."""
 
 
 class NodeWriter:
-    """The task of one life of a pool. Lives of its node are those of the log: there may be more."""
+    """The task that writes one generation of a pool, as one or more epochs of its node."""
 
     def __init__(
         self,
@@ -111,31 +113,31 @@ class NodeWriter:
         self._epoch = 0
         self._sequence = 0
         self._digest = Digest()
-        """After entry `sequence`."""
+        """The digest of all keys after entry `sequence`."""
         self._log_id = "0-0"
         self._num_changes_since_snapshot = 0
         self._snapshot_at = 0.0
         self._heartbeat_at = 0.0
 
     def start(self) -> None:
-        """Begins to write."""
+        """Starts the task that writes."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_log_defect)
 
     def note(self, batch: EventBatch) -> None:
-        """Takes note of a batch; it is written soon."""
+        """Records a batch, which the task writes soon."""
         self.changes.apply(batch)
         self._news.set()
 
     async def stop(self) -> None:
-        """Ends the task; another one takes over its node."""
+        """Ends the task without removing the node, since another task takes over the node."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._counts.nodes_connected.discard(self.node)
 
     async def leave(self) -> None:
-        """Ends the task and removes the node from the directory, if Redis answers at once."""
+        """Ends the task and removes the node from the directory, if Redis answers in time."""
         await self.stop()
         if not self._epoch:
             return
@@ -172,13 +174,13 @@ class NodeWriter:
             backoff = min(2 * backoff, self._times.max_backoff_seconds)
 
     async def _begin(self) -> None:
-        """Begins a life of the node: takes the next epoch, and writes a snapshot."""
+        """Begins an epoch of the node: increments the epoch counter and writes a snapshot."""
         keys, before = self._keys, self._epoch
         number, newest = await self._redis.pipeline(
             [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
         )
-        # The counter keeps epochs apart that are taken at once; the time does where Redis was
-        # emptied, or restarted from an old dump, and counts some numbers twice.
+        # The counter separates epochs that begin at the same time. The time separates epochs with
+        # equal counter values, which Redis produces after a flush or a restart from an old dump.
         self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
@@ -194,7 +196,7 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes as they come, heartbeats and snapshots, until something fails."""
+        """Writes changes when they occur, and heartbeats and snapshots, until something fails."""
         loop = asyncio.get_running_loop()
         while True:
             if await self._changes_before(min(self._heartbeat_at, self._snapshot_at)):
@@ -204,7 +206,7 @@ class NodeWriter:
                 raise _Superseded
             if self.changes.must_restart:
                 raise _LifeLost
-            # From here to the copy of the keys is no pause: they are those after this entry.
+            # There is no await until the keys are copied, so they are the keys after this entry.
             entries = self._take_entries(with_digest=is_heartbeat)
             cached = self.changes.keys() if self._is_snapshot_due(loop.time()) else None
             commands = [self._entry(entry) for entry in entries]
@@ -217,7 +219,7 @@ class NodeWriter:
                 await self._write_snapshot(cached)
 
     async def _changes_before(self, when: float) -> bool:
-        """Waits for changes, at most until `when`; whether there are any."""
+        """Waits for changes until `when` at most. Returns whether there are any."""
         if not len(self.changes) and not self.changes.must_restart:
             self._news.clear()
             with suppress(TimeoutError):
@@ -226,12 +228,12 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Of a large pool a snapshot costs more, and is written after more changes."""
+        """Whether a snapshot is due. Large pools need more changes, since theirs cost more."""
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
     def _take_entries(self, *, with_digest: bool) -> list[KeyBatch]:
-        """The changes as entries, of which the last may have the digest."""
+        """Returns the changes as log entries. `with_digest` adds the digest to the last one."""
         added, removed = self.changes.take()
         self._digest = self.changes.digest
         num_changes = len(added) + len(removed)
@@ -258,14 +260,18 @@ class NodeWriter:
         return entries
 
     def _entry(self, batch: KeyBatch) -> Command:
-        """Two periods of snapshots stay in the log, by the server's clock, which makes the ids."""
+        """Returns the command that appends a batch to the log.
+
+        The log keeps two snapshot periods. Ages are measured by the server's clock, which is in
+        the entry ids.
+        """
         kept_millis = int(2_000 * self._times.snapshot_seconds)
         oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)
         trim = ("MINID", "~", f"{oldest}-0")
         return ("XADD", self._keys.log, *trim, "*", FIELD, batch_to_bytes(batch))
 
     def _heartbeat(self) -> list[Command]:
-        """Renews the lease and the record, and asks for what Redis must hold."""
+        """Commands that renew the lease and the record, and check that required keys exist."""
         keys, node = self._keys, self.node
         lease = NodeLease(self._epoch, self._sequence, self._digest)
         record = NodeRecord(node, self._epoch, self.generation, self._config.groups)
@@ -277,7 +283,7 @@ class NodeWriter:
         ]
 
     async def _write(self, commands: list[Command]) -> bool:
-        """Writes entries and a heartbeat; whether Redis held all that it must."""
+        """Writes entries and a heartbeat. Returns whether all required keys exist in Redis."""
         holds = True
         answers = await self._redis.pipeline(commands)
         for (name, *arguments), answer in zip(commands, answers, strict=True):
@@ -288,7 +294,7 @@ class NodeWriter:
         return holds
 
     async def _write_snapshot(self, cached: list[int]) -> None:
-        """Writes all keys, which are those after the last entry."""
+        """Writes a snapshot of all keys as they are after the last entry."""
         times = self._times
         snapshot = NodeSnapshot(self._epoch, self._sequence, self._log_id)
         self._snapshot_at = asyncio.get_running_loop().time() + times.snapshot_seconds
@@ -299,7 +305,7 @@ class NodeWriter:
         self._counts.snapshots += 1
 
     async def _is_superseded(self) -> bool:
-        """Whether a later life of this node is registered: another process's."""
+        """Whether another process has registered a later epoch of this node."""
         keys, node = self._keys, self.node
         value = await self._redis.call(lambda client: client.hget(keys.nodes, node))
         try:

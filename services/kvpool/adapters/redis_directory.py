@@ -1,6 +1,6 @@
-"""Writes what pools cache to the directory in Redis, for gateways to read.
+"""Writes the pools' cached keys to the directory in Redis, for gateways to read.
 
-No pool waits for it: events are noted at once, and each pool has a task that writes them.
+Pools never wait for Redis: events are recorded at once, and each pool has a task that writes them.
 """
 
 import asyncio
@@ -32,21 +32,21 @@ class RedisDirectory:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def require_usable(self) -> None:
-        """Raises SettingError where the URL or the password is wrong."""
+        """Raises SettingError if the URL or the password is wrong."""
         await self._redis.require_usable()
 
     @property
     def num_unwritten(self) -> int:
-        """Changes that the log has yet to be given."""
+        """The number of changes not yet written to the log."""
         return sum(len(writer.changes) for writer in self._writers.values())
 
     @property
     def num_dropped(self) -> int:
-        """Changes that were forgotten since the log could not be given them."""
+        """The number of changes dropped because the log could not be written."""
         return sum(writer.changes.num_dropped for writer in self._writers.values())
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
-        """A pool begins a new life, empty; an older life than the known one is ignored."""
+        """Starts a writer for a new generation of a pool. An older generation is ignored."""
         before = self._writers.get(pool_id)
         if before is not None:
             if before.generation >= generation:
@@ -60,20 +60,20 @@ class RedisDirectory:
         writer.start()
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """Takes note of a batch, if it is of the newest generation."""
+        """Records a batch if it belongs to the newest generation."""
         writer = self._writers.get(pool_id)
         if writer is not None and writer.generation == batch.generation:
             writer.note(batch)
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """Removes a pool from the directory, if this is its newest generation."""
+        """Removes a pool from the directory if `generation` is its newest."""
         writer = self._writers.get(pool_id)
         if writer is not None and writer.generation == generation:
             del self._writers[pool_id]
             self._spawn(writer.leave())
 
     async def close(self) -> None:
-        """Removes every pool from the directory, as far as Redis answers at once."""
+        """Removes every pool from the directory, if Redis answers in time."""
         for writer in self._writers.values():
             self._spawn(writer.leave())
         self._writers.clear()

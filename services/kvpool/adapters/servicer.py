@@ -1,4 +1,4 @@
-"""The contract KVPool over the pools of this process."""
+"""Serves the KVPool contract for the pools of this process."""
 
 import time
 from collections.abc import AsyncIterator
@@ -27,18 +27,18 @@ from services.kvpool.core.pool_host import HostedPool, PoolHost
 from services.kvpool.core.ports import Directory
 
 LEASE_GRACE_SECONDS = 2.0
-"""For the scheduler that opened a pool, or whose stream of transactions ended, to open a stream,
-before the pool is free for others.
+"""The time in which the scheduler that opened a pool must open a stream. It also applies after its
+stream of transactions ends. After this time another scheduler may take the pool.
 """
 MAX_CELLS = 65_536
-"""Most cells of a map of blocks, also if more are asked for."""
+"""The most cells of a block map. GetBlocks rejects larger values."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Host = PoolHost[kvpool_pb2.TransactResponse]
 
 
 class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
-    """Converts: message, call of the core, message."""
+    """Converts messages to calls of the core, and results to messages."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def OpenPool(
         self, request: kvpool_pb2.OpenPoolRequest, _context: Context
     ) -> kvpool_pb2.OpenPoolResponse:
-        """Begins a new life of a pool."""
+        """Opens a new generation of a pool."""
         require_same_protocol("the scheduler", request.release, "kvpool")
         pool_id, holder = PoolId(request.pool_id), holder_from_proto(request.owner)
         config = converters.pool_config_from_proto(request)
@@ -88,7 +88,7 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
             while (request := await stream.read(request_iterator)) is not None:
                 hosted = self._host.get(PoolId(request.pool_id))
                 answer = hosted.ledger.find(request.generation, request.sequence)
-                # Only a stream whose generation and number are right takes the pool over.
+                # A stream takes over the pool only if its generation and number are right.
                 self._streams.assign(hosted.pool_id, stream)
                 if hosted.generation not in leases:
                     lease, holder = leases[hosted.generation] = self._leases[hosted.pool_id]
@@ -102,8 +102,9 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def MatchPrefix(
         self, request: kvpool_pb2.MatchPrefixRequest, _context: Context
     ) -> kvpool_pb2.MatchPrefixResponse:
-        """How deep a chain is cached in each pool: for tests and tools, since gateways follow
-        WatchEvents or the directory in Redis.
+        """Returns how deep a chain is cached in each pool.
+
+        Tests and tools use it. Gateways use WatchEvents or the directory in Redis instead.
         """
         hashes = block_hashes_from_proto(request.hashes, "hashes")
         return converters.pool_matches_to_proto(await self._directory.match(hashes))
@@ -111,10 +112,10 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def WatchEvents(
         self, request: kvpool_pb2.WatchEventsRequest, _context: Context
     ) -> AsyncIterator[kvpool_pb2.WatchEventsResponse]:
-        """A snapshot of a pool's index, then its changes, for gateways where there is no Redis.
+        """Streams a snapshot of a pool's index, then its changes, for gateways without Redis.
 
-        Each transaction publishes what it changed before it is answered, so that no event waits for
-        another one or for a timer.
+        Each transaction publishes its changes before it is answered. Events therefore never wait
+        for other events or for a timer.
         """
         pool_id = self._host.get(PoolId(request.pool_id)).pool_id
         watching = self._feed.watch(pool_id, lambda: self._host.get(pool_id).snapshot())
@@ -126,14 +127,14 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
     async def GetStats(
         self, request: kvpool_pb2.GetStatsRequest, _context: Context
     ) -> kvpool_pb2.GetStatsResponse:
-        """The counts of one pool, or of each."""
+        """Returns the counts of one pool or of all pools."""
         pools = [self._host.get(PoolId(request.pool_id))] if request.pool_id else self._host.pools()
         return converters.pool_stats_to_proto(pools)
 
     async def GetBlocks(
         self, request: kvpool_pb2.GetBlocksRequest, _context: Context
     ) -> kvpool_pb2.GetBlocksResponse:
-        """Which blocks of a pool are in use."""
+        """Returns a map of a pool's blocks."""
         hosted = self._host.get(PoolId(request.pool_id))
         if not 1 <= request.max_cells <= MAX_CELLS:
             raise InvalidArgument(f"max_cells must be 1 to {MAX_CELLS}", field="max_cells")

@@ -1,4 +1,4 @@
-"""Spans of transactions and admissions, in a wrapper around the servicer's hot path."""
+"""Spans of transactions and admissions, recorded by a wrapper around the hot path."""
 
 import time
 from collections.abc import Callable
@@ -18,10 +18,10 @@ Apply = Callable[
 
 
 def traced(apply: Apply, tracing: Tracing) -> Apply:
-    """Wraps the application of a transaction in spans; without tracing it is `apply` itself.
+    """Wraps the application of a transaction in spans. Without tracing it returns `apply` itself.
 
-    The transaction is a child of the engine step that sent it, an admission one of the request it
-    is for. A message without a trace context leaves no span.
+    A transaction's span is a child of the engine step that sent it. An admission's span is a child
+    of its request's span. Messages without a trace context leave no span.
     """
     if not tracing.enabled:
         return apply
@@ -94,8 +94,9 @@ def _record_admissions(
     answer: kvpool_pb2.TransactResponse,
     started_unix_nanos: int,
 ) -> None:
-    """A span for each sampled admission. One that did not fit leaves none: its request waits, with
-    a reason, and is tried again in each step.
+    """Records a span for each sampled admission that fitted.
+
+    An admission that did not fit leaves no span: its request waits and is tried again in each step.
     """
     for index, result in enumerate(answer.results):
         if result.WhichOneof("result") != "admit":

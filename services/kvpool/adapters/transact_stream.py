@@ -1,4 +1,4 @@
-"""The stream that sends the transactions of each pool: the newest one."""
+"""Streams of transactions: each pool accepts them only from the newest stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,10 +11,10 @@ Message = TypeVar("Message")
 
 
 class TransactStream:
-    """One client's stream of transactions, which a newer one may end at any moment.
+    """One client's stream of transactions, which a newer stream may end at any time.
 
-    It belongs to the task that made it. `take_over` cancels that task's wait for the client; if the
-    task is applying a transaction, the stream ends at its next read.
+    The stream belongs to the task that created it. `take_over` cancels this task if it is waiting
+    for the client. If the task is applying a transaction, the stream ends at its next read.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class TransactStream:
         self._is_taken_over = False
 
     async def read(self, messages: AsyncIterator[Message]) -> Message | None:
-        """The client's next message, None at the end. Raises TakenOver if a newer one took over."""
+        """Returns the client's next message, None at the end. Raises TakenOver if replaced."""
         message = None
         if not self._is_taken_over:
             message = await self._read_interruptibly(messages)
@@ -32,7 +32,7 @@ class TransactStream:
         return message
 
     def take_over(self) -> None:
-        """Ends this stream in favour of a newer one."""
+        """Ends this stream, which a newer one replaces."""
         self._is_taken_over = True
         if self._is_reading and self._task is not None:
             self._task.cancel()
@@ -42,7 +42,7 @@ class TransactStream:
         try:
             return await anext(messages, None)
         except asyncio.CancelledError:
-            # Either the client went away, which the server handles, or it was take_over().
+            # Either the client disconnected, which the server handles, or take_over() was called.
             if not self._is_taken_over or self._task is None:
                 raise
             self._task.uncancel()
@@ -52,13 +52,13 @@ class TransactStream:
 
 
 class PoolStreams:
-    """The present stream of each pool."""
+    """The current stream of each pool."""
 
     def __init__(self) -> None:
         self._streams: dict[PoolId, TransactStream] = {}
 
     def assign(self, pool_id: PoolId, stream: TransactStream) -> None:
-        """Makes `stream` the one of a pool; the one before it ends."""
+        """Makes `stream` the current stream of a pool and ends the previous one."""
         before = self._streams.get(pool_id)
         if before is stream:
             return
@@ -67,6 +67,6 @@ class PoolStreams:
             before.take_over()
 
     def leave(self, stream: TransactStream) -> None:
-        """Forgets a stream that has ended."""
+        """Removes a stream that has ended."""
         for pool_id in [pool for pool, present in self._streams.items() if present is stream]:
             del self._streams[pool_id]

@@ -1,7 +1,7 @@
-"""How long cached blocks live, lie idle, and wait to be used again.
+"""How long cached blocks live, stay idle before eviction, and wait until they are reused.
 
-What vLLM samples as `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`, for
-every cached block, as sums with their counts. Time is counted in transactions.
+These are vLLM's samples `kv_block_lifetime`, `kv_block_idle_before_evict` and `kv_block_reuse_gap`,
+kept as sums and counts over all cached blocks. The unit of time is one transaction.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,10 @@ from services.common.pool.ids import BlockId
 
 
 class BlockAges:
-    """Sums since the pool was opened. The owner adds 1 to `now` with each transaction, and to
-    `num_resets` when every hash is forgotten at once, which is no eviction.
+    """Sums since the pool was opened.
+
+    The owner adds 1 to `now` in each transaction. It adds 1 to `num_resets` when it clears the
+    whole prefix index. Cleared blocks do not count as evicted.
     """
 
     __slots__ = (
@@ -36,18 +38,18 @@ class BlockAges:
         self._published_at = [0] * num_blocks
 
     def published(self, blocks: Sequence[BlockId]) -> None:
-        """Blocks can be found from now on."""
+        """Records that these blocks were added to the prefix index."""
         published_at, now = self._published_at, self.now
         for block in blocks:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
-        """Free blocks, each free since the time given, were found by a prefix."""
+        """Records prefix hits on free blocks, which were freed at the times `free_since`."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 
     def evicted(self, blocks: Sequence[BlockId], free_since: Sequence[int]) -> None:
-        """Cached blocks, each free since the time beside it, are reused for something else."""
+        """Records evictions of cached blocks, each free since the time at the same index."""
         self.num_evictions += len(blocks)
         self.lifetime += self.now * len(blocks) - sum(map(self._published_at.__getitem__, blocks))
         self.idle_before_evict += self.now * len(blocks) - sum(free_since)

@@ -1,4 +1,4 @@
-"""A map of a pool's blocks for displays: the state of each block, and the request that holds it."""
+"""A map of a pool's blocks for displays: the state of each block and the request that uses it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,23 +8,25 @@ from services.common.pool.ids import NULL_BLOCK, BlockId, RequestKey
 
 
 class BlockState(IntEnum):
-    """The states of a block. Greater is more in use."""
+    """The states of a block, ordered by use: a greater value means more use."""
 
     BLANK = 1
-    """Nothing of use: it is free."""
+    """The block is free and has no hash."""
     CACHED = 2
-    """Tokens that a prompt can find: it is free until it is reused."""
+    """The block is free and has a hash: a prompt can hit it until the block is reused."""
     HELD = 3
-    """Tokens of one request."""
+    """The block is in the block table of one request."""
     SHARED = 4
-    """Tokens of several requests."""
+    """The block is in the block tables of several requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Cells, each of which stands for `blocks_per_cell` blocks in the order of their ids, without
-    the null block, and shows the one in most use. `states` and `owners` are parallel; an owner is
-    the holder that was admitted last, 0 without one.
+    """The blocks of a pool in order of their ids, without the null block, as a list of cells.
+
+    Each cell stands for `blocks_per_cell` blocks and shows the block with the greatest state.
+    `states` and `owners` are parallel. An owner is the request admitted last among those that use
+    the block, or 0 if the block is free.
     """
 
     blocks_per_cell: int
@@ -43,8 +45,10 @@ def block_map(
     shared: Iterable[BlockId],
     max_cells: int,
 ) -> BlockMap:
-    """The map of blocks 1 .. num_blocks-1. `tables` are the blocks of each request, `cached` the
-    published ones, `shared` those that several tables hold.
+    """Returns the map of blocks 1 .. num_blocks-1.
+
+    `tables` has the blocks of each request, `cached` the published blocks, and `shared` the blocks
+    that are in several tables.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks
@@ -71,7 +75,7 @@ def block_map(
 
 
 def _busiest(states: Sequence[BlockState], first: int, length: int) -> int:
-    """Index of the first state of a run that none in it exceeds."""
+    """Returns the index of the first greatest state among `length` states from `first` on."""
     if length == 1:
         return first
     return max(range(first, min(first + length, len(states))), key=states.__getitem__)

@@ -1,4 +1,4 @@
-"""The blocks of a pool: free ones, held ones, cached ones."""
+"""The blocks of a pool: free, in use, or cached."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,12 +14,12 @@ from services.kvpool.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks-1; block 0 is the null block and never given out.
+    """Blocks 1 .. num_blocks-1. Block 0 is the null block and is never allocated.
 
-    A block is free, or held by one or more block tables. A block that was published keeps its hash
-    when it is freed, and can be found until it is given out again, which is its eviction. Holders
-    are counted only for blocks that have several, so that a block of one request costs nothing to
-    count. The caller counts transactions in `ages.now`.
+    A block is either free or in one or more block tables (its holders). A published block keeps its
+    hash when it is freed, and can be found until it is allocated again, which is its eviction.
+    Reference counts are stored only for blocks with several holders, so a block of one request
+    costs no counting. The caller counts transactions in `ages.now`.
     """
 
     def __init__(self, num_blocks: int, num_groups: int) -> None:
@@ -29,19 +29,19 @@ class BlockPool:
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}
-        """ref_cnt of the blocks that several tables hold; any other block has 0 or 1."""
+        """ref_cnt of the blocks that are in several tables. Any other block has ref_cnt 0 or 1."""
         self._copies: list[BlockCopy] = []
         self._new_copies: list[BlockCopy] = []
         self._events = EventLog()
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table holds, cached ones included."""
+        """The number of blocks in no table, cached blocks included."""
         return len(self._free)
 
     @property
     def num_cached_hashes(self) -> int:
-        """Hashes that can be found, over all groups."""
+        """The number of hashes that can be found, over all groups."""
         return sum(map(len, self.indexes))
 
     @property
@@ -50,17 +50,18 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading blocks with exactly `num_holders` holders. All must be held."""
+        """The number of leading blocks with exactly `num_holders` holders. None may be free."""
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
     def count_free(self, cached_blocks: Iterable[BlockId]) -> int:
-        """How many of these published blocks are free."""
+        """The number of these published blocks that are free."""
         return self._free.count_cached(cached_blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
-        """Takes `num_blocks` from the front of the free queue, which must have as many. A cached
-        one loses its hash.
+        """Allocates `num_blocks` blocks from the front of the free queue.
+
+        The queue must have that many. An allocated block that was cached loses its hash.
         """
         blocks = self._free.pop_blank(num_blocks)
         if len(blocks) < num_blocks:
@@ -68,7 +69,7 @@ class BlockPool:
         return blocks
 
     def touch(self, cached_blocks: Sequence[BlockId]) -> None:
-        """Adds a holder to each of these published blocks; a free one leaves the queue."""
+        """Adds a holder to each of these published blocks. Free ones leave the free queue."""
         held, free_since = self._free.remove_cached(cached_blocks)
         self.ages.reused(free_since)
         shared = self._shared
@@ -76,9 +77,11 @@ class BlockPool:
             shared[block] = shared[block] + 1 if block in shared else 2
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
-        """Takes a holder from each block of a table, the last block first. Of blocks without a
-        holder left, the first `num_published` of the table go to the back of the free queue, so
-        that the end of a prefix is reused before its beginning, and the others to its front.
+        """Removes a holder from each block of a table, the last block first.
+
+        A block without holders is freed. The first `num_published` blocks of the table go to the
+        back of the free queue, so that the end of a prefix is reused before its beginning. The
+        remaining blocks go to the front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
         blank = blocks[num_published:]
@@ -89,8 +92,10 @@ class BlockPool:
         self._free.push_cached(published, self.ages.now)
 
     def free_in_order(self, group: int, blocks: Iterable[BlockId]) -> None:
-        """Takes a holder from each of these blocks of a group, null entries left out. Those without
-        a holder left go to the front or back of the queue as in `free`, in this order.
+        """Removes a holder from each of these blocks of a group, in order. Skips null entries.
+
+        A block without holders goes to the back of the free queue if it has a hash, else to the
+        front.
         """
         hash_of = self.indexes[group].hash_of
         left = [block for block in blocks if block and self._drop_holder(block)]
@@ -98,7 +103,7 @@ class BlockPool:
         self._free.push_mixed(left, has_hash, self.ages.now)
 
     def free_as_one_list(self, blocks: Iterable[tuple[int, BlockId]]) -> None:
-        """As `free_in_order`, for blocks of several groups."""
+        """Does the same as `free_in_order` for (group, block) pairs of several groups."""
         left = [(group, block) for group, block in blocks if block and self._drop_holder(block)]
         self._free.push_mixed(
             [block for _, block in left],
@@ -109,21 +114,24 @@ class BlockPool:
     def copy(
         self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
     ) -> None:
-        """Notes that the workers are to copy a block of a group. Both blocks have a holder more
-        than tables hold them, until `release_copies`: one is added here, the other had it.
+        """Records that the workers must copy a block of a group.
+
+        Until `release_copies`, both blocks have one holder more than there are tables with them.
+        This method adds the extra holder of `adds_holder_of`. The other block has its extra holder
+        already.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
         self._copies.append(BlockCopy(group, source, target))
         self._new_copies.append(self._copies[-1])
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies that were noted since the last call, group after group."""
+        """Returns the copies recorded since the last call, ordered by group."""
         copies = tuple(sorted(self._new_copies, key=lambda copy: copy.group))
         self._new_copies = []
         return copies
 
     def release_copies(self, num_copies: int) -> None:
-        """Takes the extra holders from the blocks of the first copies that have them."""
+        """Removes the extra holders of the first `num_copies` copies that still have them."""
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         ends = [
             (copy.group, block)
@@ -133,7 +141,7 @@ class BlockPool:
         self.free_as_one_list(ends)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
-        """Lets held blocks without a hash be found, each under the hash beside it."""
+        """Adds blocks in use that have no hash to the prefix index, each under its own hash."""
         new = self.indexes[group].insert(hashes, blocks)
         self.ages.published(blocks)
         self._events.add(BlocksStored, group, new)
@@ -141,8 +149,10 @@ class BlockPool:
     def publish_whole(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Lets a held block be found by the hash of all its tokens, the last of which is token
-        `num_tokens` of a sequence, and no longer by hashes of parts of them.
+        """Publishes a block in use under the hash of all its tokens.
+
+        Its last token is token `num_tokens` of a sequence. Hashes of parts of the block are
+        removed.
         """
         index = self.indexes[group]
         self._events.add(BlocksRemoved, group, index.remove([block]))
@@ -151,8 +161,10 @@ class BlockPool:
     def publish_part(
         self, group: int, block_hash: BlockHash, block: BlockId, num_tokens: int
     ) -> None:
-        """Lets a held block also be found by the hash of a sequence's first `num_tokens`, which end
-        inside it. If it was published with fewer tokens before, those hashes are removed.
+        """Publishes a block in use also under the hash of a sequence's first `num_tokens` tokens.
+
+        These tokens end inside the block. If the block was published with fewer tokens before, its
+        old hashes are removed.
         """
         index = self.indexes[group]
         if block_hash in index.hashes_of(block):
@@ -163,13 +175,15 @@ class BlockPool:
         self._insert(group, block_hash, block, num_tokens)
 
     def move_hashes(self, group: int, source: BlockId, target: BlockId) -> None:
-        """Lets a block that has no hash be found in place of another: it gets its contents."""
+        """Moves the hashes of `source` to `target`, which has none and receives its contents."""
         self.indexes[group].move(source, target)
         self.ages.published([target])
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Takes their hashes from held blocks; returns those that had one. Free ones keep theirs:
-        blocks that a load failed to fill are held by the request that waits for it.
+        """Removes the hashes of blocks in use and returns the blocks that had one.
+
+        Free blocks keep their hashes. When a load failed to fill blocks, the waiting request still
+        has them in its table.
         """
         evicted: set[BlockId] = set()
         held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]
@@ -180,9 +194,9 @@ class BlockPool:
         return evicted
 
     def reset(self) -> bool:
-        """Forgets every hash, unless a block is held; returns whether it was done.
+        """Removes every hash and returns True. If any block is in use, returns False instead.
 
-        The order of the queue stays.
+        The order of the free queue stays.
         """
         if len(self._free) < self.num_blocks - 1:
             return False
@@ -194,11 +208,11 @@ class BlockPool:
         return True
 
     def take_events(self) -> tuple[Event, ...]:
-        """The events of the index since the last call, in order."""
+        """Returns the events of the prefix index since the last call, in order."""
         return self._events.take()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Everything that can be found now."""
+        """Returns every hash in the prefix index, as one event for each group."""
         return tuple(
             BlocksStored(group, tuple(index.hashes()))
             for group, index in enumerate(self.indexes)
@@ -210,26 +224,26 @@ class BlockPool:
         self._free = ObservedFreeQueue(self._free, observer)
 
     def free_block_ids(self) -> list[BlockId]:
-        """The free queue, the next block to be given out first."""
+        """The free queue, the next block to be allocated first."""
         return self._free.order()
 
     @property
     def cached_block_ids(self) -> list[BlockId]:
-        """Published blocks of all groups, free or held."""
+        """Published blocks of all groups, free or in use."""
         return [block for index in self.indexes for block in index.blocks()]
 
     @property
     def shared_block_ids(self) -> list[BlockId]:
-        """Blocks that several tables hold."""
+        """Blocks that are in several tables."""
         return list(self._shared)
 
     def check(
         self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[Collection[BlockHash]]]]
     ) -> None:
-        """Every block is accounted for by the queue or by the block tables of the requests.
+        """Checks that every block is either in the free queue or in block tables of requests.
 
-        A table is its group, its blocks, and for each of them the hashes that it may have. Raises
-        AssertionError. Tests call it after each step.
+        A table is given as its group, its blocks, and the hashes allowed for each block. Raises
+        AssertionError. Tests call this method after each step.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:
@@ -271,7 +285,7 @@ class BlockPool:
         self.ages.published([block])
 
     def _drop_holder(self, block: BlockId) -> bool:
-        """Takes one holder away; returns whether it was the last."""
+        """Removes one holder of a block. Returns True if it was the last holder."""
         ref_cnt = self._shared.get(block, 1) - 1
         if ref_cnt > 1:
             self._shared[block] = ref_cnt

@@ -1,4 +1,4 @@
-"""Coordinates the groups of a pool, which must agree on the length of a prefix hit."""
+"""Coordinates the KV-cache groups of a pool, which must agree on the length of a prefix hit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A prefix that every group can use: a table for each, and the tokens of the hit.
+    """A prefix that every group can use: one table for each group, and the hit's token count.
 
-    `shared_prefix_boundary` is where a prefix ends that some group has cached further than this, so
-    that another request has computed it; 0 if none has. A request that computes it may keep the
-    windows and states there for the next one (Marconi, MLSys 2025).
+    `shared_prefix_boundary` is the token count of a longer prefix that some group has cached, or 0
+    if there is none. Another request has computed that prefix. A request that computes it again may
+    publish the windows and states at its end for later requests (Marconi, MLSys 2025).
     """
 
     tables: list[list[BlockId]]
@@ -38,12 +38,12 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Groups that are searched together."""
+    """Groups that are searched together because they have the same attention parameters."""
 
     groups: list[int]
     search: PrefixSearch
     drops_last: bool
-    """Whether the last block of a hit of theirs is dropped."""
+    """Whether the last block of a hit is dropped in these groups."""
 
 
 class Coordinator:
@@ -63,15 +63,17 @@ class Coordinator:
             and spec.block_size == config.groups[0].block_size
             for spec in config.groups
         )
-        """Whether all tables of a request are equally long, and only grow until it ends."""
+        """Whether all tables of a request have equal length, and only grow until it finishes."""
         self._is_single = len(config.groups) == 1
         self._hash_block_size = config.hash_block_size
         first = self._kinds[0].search
         self._needs_one_round = len(self._kinds) == 2 and isinstance(first, FullSearch)
 
     def find_longest_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """The longest hit of up to `max_tokens` in a chain of hashes, as a table for each group.
-        Entries that need not be read are the null block.
+        """Returns the longest hit of up to `max_tokens` tokens in a chain of hashes.
+
+        The hit has a table for each group. Entries that the request does not read are the null
+        block.
         """
         if self._is_single:
             kind = self._kinds[0]
@@ -79,10 +81,11 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """The longest hit of full attention, with the hit that each other group has by itself, if
-        none of these is longer; else the hit of `find_longest_cache_hit`.
+        """Returns the hit of full attention, with each other group's own hit, which may be shorter.
 
-        A connector that moves states with the tokens behind a hit can supply the missing ones.
+        If another group's hit is longer, or all hits are equally long, the result is the hit of
+        `find_longest_cache_hit`. A connector that transfers states together with the tokens after
+        a hit can supply the missing states.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]
@@ -104,10 +107,12 @@ class Coordinator:
         return PrefixHit(tables, lengths[0])
 
     def _agree(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """A hit of one group may be too long for another, and the next shorter hit of the other may
-        not be one of the first, since a window has to be cached as a whole. So each kind in turn
-        shortens the hit to one of its own, until a whole round leaves its length as it is. With
-        full attention and one other kind one round is enough.
+        """Shortens the hit until all kinds of groups agree on its length.
+
+        A hit of one group may be too long for another one. The next shorter hit of the second group
+        may then be no hit of the first, since a window must be cached as a whole. Therefore each
+        kind shortens the hit in turn, and the rounds end when one leaves the length unchanged. One
+        round suffices for full attention with one other kind.
         """
         num_known = len(chain) * self._hash_block_size
         candidate = _Candidate(chain, num_known, max_tokens, [[] for _ in self.groups])
@@ -119,23 +124,23 @@ class Coordinator:
                 return candidate.hit(self._kinds)
 
     def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
-        """For each group, the leading blocks of one request's tables that all requests hold."""
+        """For each group, the number of leading blocks that all requests have in common."""
         return [
             group.num_common_blocks(table, num_requests)
             for group, table in zip(self.groups, tables, strict=True)
         ]
 
     def remove_skipped_blocks(self, tables: Tables, num_computed_tokens: int) -> None:
-        """Frees, group after group, what no query from `num_computed_tokens` on can see."""
+        """Frees in each group the blocks that no query from `num_computed_tokens` on can see."""
         for group, table in zip(self.groups, tables, strict=True):
             group.remove_skipped_blocks(table, num_computed_tokens)
 
     def admit(self, hits: Sequence[GroupHit], need: Need, num_computed_tokens: int) -> Tables:
-        """Tables that hold the hits and then new blocks for the need, which must be free. Computed
-        tokens beyond the hits are loaded from elsewhere.
+        """Creates tables with the hits, followed by new blocks for the need.
 
-        Every hit is taken out of the free queue before new blocks are, so that none is evicted;
-        then all groups take the blocks to load into, then those to compute.
+        Enough blocks must be free. Computed tokens after the hits are loaded from elsewhere. All
+        hits leave the free queue before new blocks are allocated, so that no hit is evicted. Then
+        all groups allocate the blocks for the load, and after that the blocks to compute.
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
@@ -147,7 +152,7 @@ class Coordinator:
         return tables
 
     def extend(self, tables: Tables, need: Need) -> None:
-        """Adds the blocks that tables lack for the need, group after group; they must be free."""
+        """Adds the blocks that each group's table lacks for the need. Enough must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, need)
 
@@ -161,13 +166,14 @@ class _Candidate:
     num_tokens: int
     tables: list[list[BlockId]]
     longest: int = 0
-    """Tokens of the longest hit that some kind had."""
+    """Tokens of the longest hit of any kind."""
     full_lengths: dict[int, int] = field(default_factory=dict)
-    """Of full attention, by its first group: it is looked up once, since each prefix of its hit is
-    one.
+    """Hit lengths of the full-attention kinds, by their first group.
+
+    Full attention is searched once, since each prefix of its hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of kinds that drop the last block and found it behind the present length."""
+    """First groups of kinds that drop a hit's last block and found it after the current length."""
 
     def shorten(self, kind: _Kind) -> None:
         """Shortens the prefix to a hit of one kind."""
@@ -203,7 +209,7 @@ class _Candidate:
 
 
 def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
-    """Full attention first: it searches from the left, and its hit bounds those of the others."""
+    """Returns the kinds, full attention first: its left-to-right search bounds the other hits."""
     alike: dict[KVCacheGroup, list[int]] = {}
     for group, spec in enumerate(config.groups):
         alike.setdefault(_seen_alike(spec), []).append(group)
@@ -219,7 +225,7 @@ def _kinds(config: PoolConfig, pool: BlockPool) -> list[_Kind]:
 
 
 def _seen_alike(spec: KVCacheGroup) -> KVCacheGroup:
-    """The fields that are equal in groups that are searched together; others have one value."""
+    """Keeps the fields that decide which groups are searched together, and resets the rest."""
     return KVCacheGroup(
         spec.attention_type,
         spec.block_size,

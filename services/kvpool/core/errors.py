@@ -19,60 +19,60 @@ from services.common.errors import (
 
 
 class InvalidPool(InvalidArgument):
-    """No pool can have this shape."""
+    """The pool's configuration is invalid."""
 
     reason = "INVALID_POOL"
 
 
 class UnsupportedGroup(InvalidArgument):
-    """The attention of a group is of a kind that this pool does not serve."""
+    """The pool does not support the attention type or parameters of a group."""
 
     reason = "UNSUPPORTED_GROUP"
 
 
 class PoolNotFound(NotFound):
-    """There is no open pool of that name."""
+    """No open pool has this name."""
 
     reason = "POOL_NOT_FOUND"
 
 
 class TooManyPools(ResourceExhausted):
-    """One more pool would be more than the process may keep."""
+    """The process has its maximum number of open pools."""
 
     reason = "TOO_MANY_POOLS"
 
 
 class RequestNotAdmitted(FailedPrecondition):
-    """The request holds no blocks here; nothing of the transaction is done."""
+    """The request has no blocks in this pool. Nothing of the transaction is applied."""
 
     reason = "REQUEST_NOT_ADMITTED"
 
 
 class RequestAlreadyAdmitted(FailedPrecondition):
-    """The request holds blocks already; nothing of the transaction is done."""
+    """The request already has blocks. Nothing of the transaction is applied."""
 
     reason = "REQUEST_ALREADY_ADMITTED"
 
 
 class StaleGeneration(FailedPrecondition):
-    """The pool was opened again since: the caller names an earlier generation."""
+    """The caller names an earlier generation: the pool was opened again since then."""
 
     reason = "STALE_GENERATION"
 
 
 class OutOfSequence(FailedPrecondition):
-    """Neither the next transaction nor the last one again."""
+    """The sequence number is neither the next transaction's nor the last one's."""
 
     reason = "OUT_OF_SEQUENCE"
 
 
 class TakenOver(Aborted):
-    """A newer stream sends the transactions of the pool."""
+    """A newer stream now sends the transactions of this pool."""
 
     reason = "TAKEN_OVER"
 
 
 class Draining(Unavailable):
-    """The process is about to end; streams that never end by themselves end now."""
+    """The process is shutting down, and closes streams that would stay open."""
 
     reason = "DRAINING"

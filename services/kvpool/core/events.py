@@ -1,8 +1,8 @@
-"""What enters and leaves the prefix index: MatchPrefix, WatchEvents and the directory in Redis, by
-which gateways choose replicas, are fed with it.
+"""Events of hashes that enter or leave the prefix index.
 
-The vocabulary is that of vLLM's KV events. Hashes are chained, so a block's parent is not named:
-the hashes of a prompt are enough to find how deep it is cached.
+MatchPrefix, WatchEvents and the directory in Redis receive these events. Gateways choose replicas
+by that directory. The vocabulary is vLLM's for KV events. An event does not name a block's parent:
+hashes are chained, so the hashes of a prompt suffice to find how deep it is cached.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """Hashes that can be found now, in chain order."""
+    """Hashes that entered the prefix index, in chain order."""
 
     group: int
     hashes: tuple[BlockHash, ...]
@@ -20,7 +20,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Hashes that left the index: their last block was reused."""
+    """Hashes that left the prefix index because the last block with each hash was reused."""
 
     group: int
     hashes: tuple[BlockHash, ...]
@@ -28,7 +28,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Every hash was forgotten."""
+    """All hashes left the prefix index."""
 
 
 Event = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -36,10 +36,10 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Consecutive changes of one life of a pool.
+    """Consecutive changes in one generation of a pool.
 
     `sequence` grows by one with each batch of a generation. A snapshot replaces all batches
-    before it; its `sequence` is that of the last batch it contains.
+    before it. The `sequence` of a snapshot is the number of the last batch it contains.
     """
 
     generation: int
@@ -49,7 +49,7 @@ class EventBatch:
 
 
 class EventLog:
-    """Events in order, until they are taken; consecutive ones of a kind and group become one."""
+    """Events in order, until `take`. Consecutive events of one kind and group are merged."""
 
     __slots__ = ("_cleared", "_runs")
 
@@ -69,12 +69,12 @@ class EventLog:
             self._runs.append((kind, group, hashes))
 
     def cleared(self) -> None:
-        """Adds that every hash was forgotten, and drops the events before it."""
+        """Adds the event that all hashes were removed, and drops the events before it."""
         self._cleared = True
         self._runs.clear()
 
     def take(self) -> tuple[Event, ...]:
-        """The events since the last call."""
+        """Returns the events since the last call."""
         if not self._runs and not self._cleared:
             return ()
         runs = [kind(group, tuple(hashes)) for kind, group, hashes in self._runs]

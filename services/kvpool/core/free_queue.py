@@ -1,9 +1,9 @@
 """The queue of free blocks, in the order in which they are reused.
 
-What vLLM keeps in one intrusive list has two parts that never mix: blocks without a hash are
-freed to the front, blocks with one to the back, and only the latter are ever taken from the middle.
-So the front is a stack, and the back a linked map from the least recently used on. Everything is
-O(1) per block, and the stack moves in slices.
+vLLM keeps one intrusive list with two parts that never mix. Blocks without a hash enter at the
+front and blocks with a hash at the back. Only blocks with a hash are removed from the middle. So
+here the front part is a stack, and the back part an ordered map, least recently used first. Each
+operation is O(1) per block, and the stack changes in slices.
 """
 
 from collections import OrderedDict
@@ -14,21 +14,21 @@ from services.common.pool.ids import BlockId
 
 
 class FreeQueue:
-    """Free blocks: first those that are blank, then those that are cached, oldest first."""
+    """Free blocks: first the blank ones (without a hash), then the cached ones, oldest first."""
 
     __slots__ = ("_blank", "_cached")
 
     def __init__(self, blocks: Sequence[BlockId]) -> None:
-        """All of `blocks` are blank; the first is reused first."""
+        """Starts with `blocks`, all blank. The first one is reused first."""
         self._blank = list(reversed(blocks))
         self._cached: OrderedDict[BlockId, int] = OrderedDict()
-        """Cached blocks with the time at which they became free."""
+        """Cached blocks, each with the time at which it was freed."""
 
     def __len__(self) -> int:
         return len(self._blank) + len(self._cached)
 
     def pop_blank(self, num_blocks: int) -> list[BlockId]:
-        """Takes up to `num_blocks` blank blocks from the front."""
+        """Removes and returns up to `num_blocks` blank blocks from the front."""
         if num_blocks == 0:
             return []
         blocks = self._blank[-num_blocks:]
@@ -37,32 +37,35 @@ class FreeQueue:
         return blocks
 
     def pop_cached(self, num_blocks: int) -> tuple[list[BlockId], list[int]]:
-        """Takes the `num_blocks` least recently used cached blocks, of at least as many. Returns
-        them, and when each became free. The caller removes them from the index.
+        """Removes the `num_blocks` least recently used cached blocks; there must be that many.
+
+        Returns the blocks, and the time at which each was freed. The caller removes the blocks from
+        the prefix index.
         """
         blocks = list(islice(self._cached, num_blocks))
         return blocks, list(map(self._cached.pop, blocks))
 
     def push_blank(self, blocks: Sequence[BlockId]) -> None:
-        """Puts blocks without a hash at the front; the last one is reused first."""
+        """Adds blocks without a hash to the front. The last one is reused first."""
         self._blank.extend(blocks)
 
     def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
-        """Puts blocks with a hash at the back; the last one is reused last."""
+        """Adds blocks with a hash to the back. The last one is reused last."""
         cached = self._cached
         for block in blocks:
             cached[block] = now
 
     def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
-        """Puts blocks without a hash at the front, the first one reused first, and those with one
-        at the back.
+        """Adds blocks without a hash to the front and blocks with a hash to the back.
+
+        Of the blocks without a hash, the first one is reused first.
         """
         blank = [block for block, found in zip(blocks, has_hash, strict=True) if not found]
         self._blank.extend(reversed(blank))
         self._cached.update(dict.fromkeys(compress(blocks, has_hash), now))
 
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
-        """How many of these are free and have a hash."""
+        """The number of these blocks that are free and have a hash."""
         return sum(map(self._cached.__contains__, blocks))
 
     def is_cached(self, block: BlockId) -> bool:
@@ -70,9 +73,9 @@ class FreeQueue:
         return block in self._cached
 
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
-        """Takes from the middle those of `blocks` that are cached and free.
+        """Removes the blocks that are cached and free, from anywhere in the queue.
 
-        Returns the others, and when each of those taken became free.
+        Returns the remaining `blocks`, and the times at which the removed ones were freed.
         """
         cached = self._cached
         if cached.keys().isdisjoint(blocks):
@@ -81,7 +84,7 @@ class FreeQueue:
         return others, [cached.pop(block) for block in blocks if block in cached]
 
     def blank_all(self) -> None:
-        """The hashes are gone: every block is blank now, in its place."""
+        """Makes every cached block blank, without changing the order of reuse."""
         self._blank[:0] = reversed(self._cached)
         self._cached.clear()
 
@@ -95,12 +98,12 @@ class FreeQueue:
 
 
 class ObservedFreeQueue(FreeQueue):
-    """A queue that passes blocks that enter it to an observer, in the order of their freeing."""
+    """A queue that reports added blocks to an observer, in the order in which they are freed."""
 
     __slots__ = ("_observer",)
 
     def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Takes the blocks of another queue over."""
+        """Takes over the blocks of another queue."""
         self._blank, self._cached = queue._blank, queue._cached
         self._observer = observer
 

@@ -1,4 +1,4 @@
-"""How a group of layers with full attention holds blocks: each one until its request ends."""
+"""Full attention: a request keeps every block until it finishes."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from services.kvpool.core.group_manager import BlockTable, Chain, Filling, Group
 
 
 class FullAttentionManager(GroupManager):
-    """A request holds all its blocks until it ends."""
+    """Manages the tables of a group in which no block is freed before its request finishes."""
 
     def publish(self, fillings: Iterable[Filling]) -> None:
         if self._hash_block_size != self._block_size:
@@ -50,10 +50,10 @@ class FullAttentionManager(GroupManager):
             assert published == expected, "blocks are not under their hashes"
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Lets the block in which a prompt ends be found by the part that is full.
+        """Publishes the block in which a prompt ends, under the hash of its full part.
 
-        An equal prompt finds all but its last token; with a draft head all is looked up, and then
-        cut.
+        An equal prompt hits all tokens except the last one. With a draft head the look-up includes
+        the last token, and the hit is then cut.
         """
         unit = self._hash_block_size
         longest = chain.num_prompt_tokens - (not self._uses_eagle)

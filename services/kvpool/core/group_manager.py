@@ -1,13 +1,13 @@
-"""How a group of layers holds blocks.
+"""How a KV-cache group manages its block tables.
 
-A group has a block table for each request. What a query can see decides which blocks a request
-needs, which are freed while it runs, and which make a prefix hit; so each kind of attention has its
-manager and its search (`prefix_search`), and a coordinator calls them all. vLLM's hybrid KV-cache
-manager divides the work in the same way.
+A group has a block table for each request. The attention type decides which tokens a query can
+see, and therefore which blocks a request needs, which are freed while it runs, and which form a
+prefix hit. Each attention type has a manager and a search (`prefix_search`), and the coordinator
+calls all of them. vLLM's hybrid KV-cache manager divides the work in the same way.
 
-Everything follows from one rule of the kind, `KVCacheGroup.first_seen_block`: a request that has
-computed n tokens needs the blocks from there on and no earlier one. Earlier ones are freed while it
-runs. Table entries that hold nothing name the null block.
+Everything follows from one rule of the type, `KVCacheGroup.first_seen_block`. A request with n
+computed tokens needs the blocks from that position on. Earlier blocks are freed while the request
+runs, and their table entries become the null block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,9 @@ class Need(NamedTuple):
     """The slots and tokens that a request needs for a step."""
 
     num_slots: int
-    """Token slots, those of lookahead included."""
+    """Token slots, lookahead slots included."""
     num_tokens: int
-    """Tokens that are computed when the step ends, drafts included: those that states cover."""
+    """Tokens computed at the end of the step, draft tokens included. States cover these tokens."""
 
 
 @dataclass(slots=True)
@@ -37,29 +37,29 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The number of leading entries that were published, except for those that are null, not worth
-    keeping, or in `evicted`.
+    """The number of leading entries that publishing has processed. All of them are published except
+    null entries, entries in `evicted`, and blocks that sparse retention leaves out.
     """
     num_null: int = 0
     """The number of leading entries that are the null block."""
     shared_tail: int | None = None
-    """The entry that the request must get a copy of before it writes to it, if there is one: others
-    find its block by a prefix that ends inside.
+    """The position of a block that must be copied before the request writes to it, or None. Other
+    requests can find this block by a prefix that ends inside it.
     """
     has_state: bool = False
-    """Whether the last blocks hold states of this request alone, and none of a hit."""
+    """Whether the last blocks store states that this request computed, not states of a hit."""
     evicted: frozenset[int] = frozenset()
-    """Published entries whose hash was taken away."""
+    """Positions of published blocks whose hash was removed."""
 
 
 @dataclass(slots=True)
 class Chain:
-    """The hashes of a request, and the tokens at which later requests may hit its prefix."""
+    """The block hashes of a request, and token counts where later requests may hit its prefix."""
 
     hashes: list[BlockHash] = field(default_factory=list)
     num_prompt_tokens: int = 0
     shared_prefix_boundary: int = 0
-    """See `PrefixHit`; of its last admission."""
+    """`PrefixHit.shared_prefix_boundary` as of the request's last admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,20 @@ class GroupHit:
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int
-    """Tokens that the group moves on to: those of the hit, and those loaded from elsewhere behind
-    it.
+    """The request's computed tokens after admission: the hit, and the tokens loaded from elsewhere
+    after it.
     """
 
 
 Tables = tuple[BlockTable, ...]
-"""The tables of one request, one for each group."""
+"""The block tables of one request, one for each group."""
 
 Filling = tuple[Tables, Chain, int]
-"""The tables of a request, its hashes, and the number of tokens stored."""
+"""The tables of a request, its hashes, and the number of its stored tokens."""
 
 
 class GroupManager:
-    """The tables of one group. Each kind of attention has a subclass."""
+    """Manages the block tables of one group. Each attention type has a subclass."""
 
     def __init__(
         self,
@@ -104,16 +104,16 @@ class GroupManager:
         self._hit_block_size = hit_block_size(config.groups)
         self._alignment = config.cache_hit_alignment
         self._rounds_published = len(config.groups) > 1 and not config.has_partial_hits
-        """Whether only blocks up to where hits can end are published."""
+        """Whether only blocks up to a possible end of a hit are published."""
         self._retention_interval = config.prefix_cache_retention_interval
         self._drops_last_hit_block = bool(config.eagle_groups)
         """Whether the last block of a hit is dropped in any group."""
         self._max_admission_blocks: int | None = None
-        """Most blocks that an admission counts for a request; None: all that it needs."""
+        """The most blocks that an admission counts for a request; None for no limit."""
         self._zeroes = spec.attention_type is not AttentionType.STATE_SPACE and any(
             other.attention_type is AttentionType.STATE_SPACE for other in config.groups
         )
-        """Whether new blocks must be cleared: see `take_blocks_to_zero`."""
+        """Whether new blocks must be zeroed (`take_blocks_to_zero` has the reason)."""
         self._new_blocks: list[BlockId] = []
         if config.max_in_flight_tokens is not None and config.max_model_len is not None:
             self._max_admission_blocks = spec.max_admission_blocks(
@@ -123,43 +123,45 @@ class GroupManager:
     # What fits
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
-        """Blocks that a request lacks for a step."""
+        """The number of blocks that a request's table lacks for a step."""
         return max(0, -(-need.num_slots // self._block_size) - len(table.blocks))
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Blocks that a request lacks besides its hits."""
+        """The number of blocks that a request needs for a step in addition to its hit."""
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """Blocks that an admission counts for a whole sequence, besides those that are held."""
+        """The number of blocks an admission counts for a whole sequence, minus the table's."""
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """Blocks that an admission counts for a whole sequence, besides its hits."""
+        """The number of blocks an admission counts for a whole sequence, minus the hit's."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """The hit blocks that the request needs to go on after its computed tokens."""
+        """The hit blocks that the request still reads after its computed tokens."""
         begin, hits = self._spec.first_seen_block(hit.num_computed_tokens), hit.blocks
         return hits[begin:] if begin else hits
 
     def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """The hit blocks that an admission counts as taken from the free blocks."""
+        """The hit blocks that an admission subtracts from the free blocks."""
         return self.held_hits(hit)
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002
-        """Whether a request of this step can read the hits. Layers write keys and values before
-        they read, so it does not matter if the same step computes them.
+        """Whether a request of this step can read the hit blocks.
+
+        Each layer writes keys and values before it reads them. The same step may therefore compute
+        the hit.
         """
         return True
 
-    # Changes
+    # Operations that change tables
 
     def begin_step(self) -> None:
-        """A step begins: blocks that were published before it are stored."""
+        """Starts a step: from now on, blocks published in earlier steps count as stored."""
 
     def admit(self, hit: GroupHit) -> BlockTable:
-        """A table that holds those of the hits that are needed."""
+        """Creates a table with the blocks of a hit that the request still reads."""
         num_null = self._spec.first_seen_block(hit.num_computed_tokens)
         held = self.held_hits(hit)
         self._pool.touch(held)
@@ -171,14 +173,15 @@ class GroupManager:
         return table
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """The number of tokens whose blocks are loaded, of `num_computed_tokens`."""
+        """The number of tokens for which blocks are loaded, out of `num_computed_tokens`."""
         return num_computed_tokens
 
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
     ) -> None:
-        """Adds the blocks that tokens are loaded into from elsewhere. Those that are loaded between
-        steps are not cleared: that could come after the load.
+        """Adds blocks for the tokens that are loaded from elsewhere.
+
+        Blocks of an asynchronous load are not zeroed, since zeroing could happen after the load.
         """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
         entries = self._pool.get_new_blocks(max(0, num_blocks))
@@ -187,7 +190,7 @@ class GroupManager:
             self._new_blocks += entries
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds the blocks that a table lacks for the need, which must be free. Returns them."""
+        """Adds and returns the blocks that a table lacks for the need. Enough must be free."""
         if table.shared_tail is not None:
             self._copy_shared_tail(table)
         num_blocks = -(-need.num_slots // self._block_size) - len(table.blocks)
@@ -210,7 +213,7 @@ class GroupManager:
             self._pool.free_in_order(self._group, freed[::-1])
 
     def publish(self, fillings: Iterable[Filling]) -> None:
-        """Publishes the blocks that the fillings' tokens fill and that have a hash."""
+        """Publishes the blocks that the fillings' tokens fill completely and that have a hash."""
         for tables, chain, num_tokens in fillings:
             self._publish_one(tables[self._group], chain, self._num_publishable(num_tokens))
 
@@ -219,33 +222,38 @@ class GroupManager:
         self._pool.free_in_order(self._group, reversed(table.blocks))
 
     def take_blocks_to_zero(self) -> list[BlockId]:
-        """New blocks since the last call that must be cleared before they are used: those of
-        attention, where other groups hold states (vLLM: new_block_ids_to_zero).
+        """Returns the new blocks since the last call that must be zeroed before use.
 
-        Groups share the memory of a block. The bytes of a state, read as keys and values, can be
-        NaN, which no mask hides; old keys and values are finite and masked.
+        These are attention blocks of pools that also have groups with states (vLLM:
+        new_block_ids_to_zero). Groups share the memory of a block. The bytes of a state, read as
+        keys and values, can be NaN, and no mask hides NaN. Old keys and values are finite, and
+        masks hide them.
         """
         blocks, self._new_blocks = self._new_blocks, []
         return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """Leading blocks of a table that all requests hold; 0 if blocks are freed early."""
+        """The number of a table's leading blocks that are in the tables of all requests.
+
+        The value is 0 for groups that free blocks early.
+        """
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002
         """Checks the invariants of a table. Raises AssertionError."""
         assert not any(table.blocks[: table.num_null]), "a block where the null block should be"
 
-    # For subclasses
+    # Hooks and helpers of subclasses
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:  # noqa: ARG002
-        """Which of the blocks at the positions are worth being found; None: all.
-        `boundaries` are numbers of tokens where later requests are likely to continue.
+        """Which blocks at these positions to publish, as flags. None means all of them.
+
+        `boundaries` are token counts at which later requests are likely to continue.
         """
         return None
 
     def _num_counted(self, num_slots: int) -> int:
-        """Blocks of `num_slots`, up to the most that an admission counts."""
+        """The number of blocks for `num_slots`, at most the most that an admission counts."""
         num_blocks = -(-num_slots // self._block_size)
         most = self._max_admission_blocks
         return num_blocks if most is None else min(num_blocks, most)
@@ -255,11 +263,11 @@ class GroupManager:
         return max(0, num_blocks - max(len(hit.blocks), num_passed)) + self._needs_copy(hit)
 
     def _needs_copy(self, hit: GroupHit) -> bool:
-        """Whether the hit ends inside a block, in which the request goes on."""
+        """Whether the hit ends inside a block, to which the request writes its next tokens."""
         return bool(hit.blocks) and hit.num_tokens % self._block_size != 0
 
     def _copy_shared_tail(self, table: BlockTable) -> None:
-        """Gives the request a copy of the block at its shared tail, which it goes on to write."""
+        """Replaces the shared tail block, to which the request writes next, by a copy."""
         position, table.shared_tail = table.shared_tail, None
         assert position is not None
         source, (target,) = table.blocks[position], self._pool.get_new_blocks(1)
@@ -269,8 +277,10 @@ class GroupManager:
         self._pool.copy(self._group, source, target, adds_holder_of=target)
 
     def _num_publishable(self, num_tokens: int) -> int:
-        """`num_tokens` rounded down to where hits can end. If hits drop their last block, a look-up
-        reads one block more, which is included.
+        """`num_tokens` rounded down to a possible end of a hit.
+
+        If hits drop their last block, a look-up reads one block more, and the result includes that
+        block.
         """
         if not self._rounds_published:
             return num_tokens
@@ -280,7 +290,7 @@ class GroupManager:
         return aligned
 
     def _publish_one(self, table: BlockTable, chain: Chain, num_tokens: int) -> range:
-        """Publishes the full blocks of one table; returns the entries that it looked at."""
+        """Publishes the full blocks of one table and returns the range of examined positions."""
         size, unit = self._block_size, self._hash_block_size
         begin, end = table.num_published, min(num_tokens, len(chain.hashes) * unit) // size
         end = min(end, len(table.blocks))
@@ -301,7 +311,7 @@ class GroupManager:
         return range(begin, end)
 
     def _boundaries(self, chain: Chain) -> list[int]:
-        """Numbers of tokens where a later request that shares a prefix is likely to continue."""
+        """Token counts at which a later request that shares a prefix is likely to continue."""
         boundaries = replay_boundaries(
             chain.num_prompt_tokens, self._hit_block_size, drops_last=self._drops_last_hit_block
         )

@@ -1,4 +1,4 @@
-"""The pool: block tables of requests over shared blocks, changed in transactions."""
+"""The pool: block tables of requests over shared blocks, changed by transactions."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,13 +32,13 @@ from services.kvpool.core.validation import TransactionValidator
 
 
 class KVPool:
-    """One life of a pool: memory without policy. Not for several threads.
+    """One generation of a pool: memory without a policy. Not thread-safe.
 
-    `transact` is the only way to change it. The rules are those of vLLM V1's KV-cache manager.
+    Only `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager.
     """
 
     def __init__(self, config: PoolConfig) -> None:
-        """Every block is free. Raises InvalidPool or UnsupportedGroup, naming the field."""
+        """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup."""
         config.validate()
         self.config = config
         self._hash_block_size = config.hash_block_size
@@ -53,11 +53,12 @@ class KVPool:
         self._observe_blocks_to_zero: Callable[[Sequence[Sequence[BlockId]]], object] | None = None
 
     def transact(self, operations: Sequence[Operation]) -> Outcome:
-        """Executes operations in order, up to the first item that does not fit.
+        """Executes operations in order and stops at the first item that does not fit.
 
-        Everything before that item is done, and nothing of it or after it, except that a Grow that
-        does not fit frees the blocks that the request no longer sees. Raises MalformedTransaction,
-        RequestNotAdmitted or RequestAlreadyAdmitted, and then nothing is changed.
+        All items before that one are applied. That item and all later ones are not, with one
+        exception: a Grow item that does not fit still frees blocks outside the request's window.
+        Raises MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted; nothing is
+        changed then.
         """
         TransactionValidator(self._tables.keys(), self.config.num_blocks).validate(operations)
         self._blocks.ages.now += 1
@@ -79,44 +80,44 @@ class KVPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, cached ones included."""
+        """The number of blocks without a request, cached blocks included."""
         return self._blocks.num_free_blocks
 
     @property
     def num_cached_hashes(self) -> int:
-        """Hashes that can be found."""
+        """The number of hashes in the prefix indexes."""
         return self._blocks.num_cached_hashes
 
     def free_block_ids(self) -> list[BlockId]:
-        """The free queue, the next block to be given out first."""
+        """The free queue, the next block to be allocated first."""
         return self._blocks.free_block_ids()
 
     def observe_frees(self, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Calls the observer with blocks whenever they become free, in the order in which they
-        enter the queue.
-        """
+        """Registers an observer that is called with blocks when they are freed, in queue order."""
         self._blocks.observe_frees(observer)
 
     def observe_blocks_to_zero(
         self, observer: Callable[[Sequence[Sequence[BlockId]]], object]
     ) -> None:
-        """Calls the observer after each transaction with the blocks of each group that must be
-        cleared, where layers keep states.
+        """Registers an observer that receives, after each transaction, each group's blocks to zero.
+
+        It is called only if the pool has state-space groups.
         """
         self._observe_blocks_to_zero = observer
 
     def block_tables(self, request: RequestKey) -> tuple[tuple[BlockId, ...], ...]:
-        """The blocks of a request in each group; empty tables when it holds none."""
+        """The blocks of a request in each group. A request without blocks has empty tables."""
         tables = self._tables.get(request)
         if tables is None:
             return tuple(() for _ in self._groups)
         return tuple(tuple(table.blocks) for table in tables)
 
     def num_common_prefix_blocks(self) -> list[int]:
-        """For each group, how many leading blocks all requests that hold blocks share. Zeros
-        without a request, without prefix caching, and for groups that free blocks early.
+        """For each group, the number of leading blocks that all requests with blocks share.
 
-        A statistic, which recorded scenarios compare: attention here is never cascaded.
+        The value is 0 without requests, without prefix caching, and for groups that free blocks
+        early. It is a statistic that recorded scenarios compare. No attention kernel uses it (there
+        is no cascade attention here).
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:
@@ -124,15 +125,15 @@ class KVPool:
         return self._coordinator.num_common_blocks(tables, len(self._tables))
 
     def take_events(self) -> tuple[Event, ...]:
-        """The events of the prefix index since the last call, in order."""
+        """Returns the events of the prefix index since the last call, in order."""
         return self._blocks.take_events()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Everything that can be found now."""
+        """Returns every hash in the prefix index, as one event for each group."""
         return self._blocks.snapshot()
 
     def stats(self) -> PoolStats:
-        """Occupancy now, and counts since the pool was opened."""
+        """Returns the current occupancy, and counts since the pool was opened."""
         ages = self._blocks.ages
         return PoolStats(
             num_usable_blocks=self.config.num_blocks - 1,
@@ -152,8 +153,9 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """Which requests use which blocks, in up to `max_cells` cells. Takes time in proportion to
-        the blocks of the pool.
+        """Returns a map of the blocks and their requests, in at most `max_cells` cells.
+
+        The time is proportional to the number of blocks of the pool.
         """
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
@@ -167,9 +169,9 @@ class KVPool:
         )
 
     def check(self) -> None:
-        """free + used + null = total, counts equal tables, hashes are right.
+        """Checks that free + used + null = total, that ref_cnt equals the tables, and the hashes.
 
-        Costs as much as the pool has blocks. Raises AssertionError.
+        The time is proportional to the number of blocks of the pool. Raises AssertionError.
         """
         self._blocks.check(
             (group, table.blocks, self._possible_hashes(request, group, len(table.blocks)))
@@ -183,7 +185,7 @@ class KVPool:
     def _possible_hashes(
         self, request: RequestKey, group: int, num_blocks: int
     ) -> list[list[BlockHash]]:
-        """For each block of a table, the hashes of prefixes that end in it."""
+        """For each block of a table, the hashes of prefixes that end in this block."""
         hashes = self._requests.chains[request].hashes
         step = self.config.groups[group].block_size // self._hash_block_size
         return [hashes[start * step : (start + 1) * step] for start in range(num_blocks)]

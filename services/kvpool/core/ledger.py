@@ -1,4 +1,4 @@
-"""Applies each transaction once: its number is the next, or it is the last one again."""
+"""Applies each transaction once: a sequence number is either the next one or the last one again."""
 
 from typing import Generic, TypeVar
 
@@ -8,10 +8,10 @@ Answer = TypeVar("Answer")
 
 
 class TransactionLedger(Generic[Answer]):
-    """The numbers of one generation: 1, then one more each.
+    """The transaction numbers of one generation: 1, 2, 3 and so on.
 
-    A client whose stream broke does not know whether its last transaction was applied. It sends it
-    again, and gets the answer that was kept.
+    A client whose stream broke does not know whether its last transaction was applied. It sends
+    that transaction again and receives the stored answer.
     """
 
     __slots__ = ("_answer", "_generation", "_sequence")
@@ -22,9 +22,9 @@ class TransactionLedger(Generic[Answer]):
         self._answer: Answer | None = None
 
     def find(self, generation: int, sequence: int) -> Answer | None:
-        """The kept answer if this is the last transaction again; None if it is the next one.
+        """Returns the stored answer if this is the last transaction again; None for the next one.
 
-        Raises StaleGeneration or OutOfSequence if it is neither.
+        Raises StaleGeneration for another generation and OutOfSequence for any other number.
         """
         if generation != self._generation:
             raise StaleGeneration(
@@ -39,6 +39,6 @@ class TransactionLedger(Generic[Answer]):
         )
 
     def record(self, sequence: int, answer: Answer) -> None:
-        """Keeps the answer to the transaction that was applied, in place of the one before."""
+        """Stores the answer to the transaction just applied, replacing the previous answer."""
         self._sequence = sequence
         self._answer = answer

@@ -1,4 +1,4 @@
-"""The shape of a pool."""
+"""The configuration of a pool."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,38 +15,38 @@ from services.kvpool.core.errors import InvalidPool, UnsupportedGroup
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """The shape of a pool."""
+    """The configuration of a pool."""
 
     num_blocks: int
-    """Blocks, the null block included."""
+    """The number of blocks, the null block included."""
     groups: tuple[KVCacheGroup, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
-    """Identifies the model and the layout of its cache, as `node` does the pool of one scheduler
-    process: directories keep pools apart by them.
+    """Identifies the model and the layout of its KV cache. `node` identifies the pool of one
+    scheduler process. Directories use both to tell pools apart.
     """
     drop_last_hit_block: bool = False
-    """Whether the last block of a prefix hit is computed again, for a draft head that reads the
-    hidden states at its end (EAGLE). No worker has such a head; recorded scenarios do.
+    """Whether the last block of a prefix hit is computed again, for a draft head (EAGLE) that reads
+    the hidden states at its end. No worker has such a head, but recorded scenarios use this.
     """
     node: str = ""
     prefix_match_unit: int | None = None
-    """Tokens that one hash stands for; None: see `kv_cache_groups.hash_block_size`."""
+    """Tokens per hash. None selects the default of `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """Tokens between two windows or states that are published, besides those at the end of a prompt
-    and where prompts parted, where later requests are likely to continue; 0: only the latter. None:
-    all are published.
+    """Tokens between two published windows or states. Those at the end of a prompt and where
+    prompts diverge are published in addition, since later requests are likely to continue there.
+    With 0 only these are published, with None all windows and states.
     """
     max_model_len: int | None = None
-    """With `max_in_flight_tokens` it bounds what an admission counts for windows; None: nothing
-    does.
+    """The longest sequence in tokens. Together with `max_in_flight_tokens` it limits the blocks
+    that an admission counts for windows. None means no limit.
     """
     max_in_flight_tokens: int | None = None
-    """Tokens of all steps that may be under way at once."""
+    """The most tokens of all steps that are in flight at once."""
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens that one hash of a chain stands for."""
+        """The number of tokens per hash of a chain."""
         return hash_block_size(
             self.groups, self.prefix_match_unit, enable_prefix_caching=self.enable_prefix_caching
         )
@@ -58,19 +58,19 @@ class PoolConfig:
 
     @property
     def cache_hit_alignment(self) -> int:
-        """Tokens that the length of every hit is a multiple of."""
+        """The length of every hit is a multiple of this number of tokens."""
         return self.hash_block_size if self.has_partial_hits else hit_block_size(self.groups)
 
     @property
     def eagle_groups(self) -> frozenset[int]:
-        """Groups whose hits lose their last block."""
+        """Groups in which a hit's last block is dropped."""
         if not self.drop_last_hit_block:
             return frozenset()
         marked = {index for index, group in enumerate(self.groups) if group.is_eagle_group}
         return frozenset(marked or range(len(self.groups)))
 
     def validate(self) -> None:
-        """Raises InvalidPool or UnsupportedGroup, naming the field."""
+        """Checks the configuration. Raises InvalidPool or UnsupportedGroup with the field."""
         if self.num_blocks < 2:
             raise InvalidPool(
                 f"a pool of {self.num_blocks} blocks has only the null block", field="num_blocks"
@@ -88,7 +88,7 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """By field, why a group cannot be served so, in one sentence; None if it can."""
+        """For each field, one sentence on why the group cannot have this value, or None."""
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE
@@ -129,7 +129,7 @@ class PoolConfig:
 
 
 def _window_conflict(group: KVCacheGroup) -> str | None:
-    """Why a group cannot have its window, in one sentence; None if it can."""
+    """One sentence on why a group cannot have its window, or None."""
     window, size = group.window, group.block_size
     match group.attention_type:
         case AttentionType.FULL if window:

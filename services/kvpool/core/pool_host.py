@@ -1,4 +1,4 @@
-"""The pools of a process, each with its generation, its numbers and its events."""
+"""The pools of a process, each with its generation, transaction numbers and events."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class HostedPool(Generic[Answer]):
-    """One life of a pool, with the answers it gave and the number of its last batch of events."""
+    """One generation of a pool, its stored answers, and the number of its last event batch."""
 
     pool_id: PoolId
     generation: int
     pool: KVPool
     ledger: TransactionLedger[Answer]
     reports_events: bool = False
-    """Whether each answer names what its transaction changed in the prefix index."""
+    """Whether each answer includes the transaction's changes of the prefix index."""
     num_batches: int = 0
 
     def snapshot(self) -> EventBatch:
-        """Everything that can be found now, as of the last batch."""
+        """Returns every hash in the prefix index, numbered like the last batch."""
         return EventBatch(self.generation, self.num_batches, True, self.pool.snapshot())
 
 
 class PoolHost(Generic[Answer]):
-    """Opens pools and passes their events on. A block costs the process about a hundred bytes.
+    """Opens pools and publishes their events. A block costs the process about a hundred bytes.
 
-    `clock_micros` is wall-clock time in microseconds: generations start there, so that they grow
-    over restarts of the process without anything being stored. If the clock was set back, they
-    still grow, since each is greater than the newest one that the scheduler has seen.
+    `clock_micros` returns wall-clock time in microseconds. Generations start at this time, so they
+    grow over restarts of the process although nothing is stored. They grow even if the clock was
+    set back, because each is greater than the newest generation that the scheduler has seen.
     """
 
     def __init__(
@@ -63,10 +63,9 @@ class PoolHost(Generic[Answer]):
         *,
         reports_events: bool = False,
     ) -> HostedPool[Answer]:
-        """Begins a new life of a pool, whether there was one or not, with a generation greater than
-        `seen_generation`.
+        """Opens a pool with a generation greater than `seen_generation`, replacing any older one.
 
-        Raises InvalidPool, UnsupportedGroup or TooManyPools; the pool that was there then stays.
+        Raises InvalidPool, UnsupportedGroup or TooManyPools; an existing pool then stays open.
         """
         if not pool_id:
             raise InvalidPool("a pool has a name", field="pool_id")
@@ -95,19 +94,20 @@ class PoolHost(Generic[Answer]):
         return hosted
 
     def get(self, pool_id: PoolId) -> HostedPool[Answer]:
-        """The present life of a pool. Raises PoolNotFound."""
+        """Returns the current generation of a pool. Raises PoolNotFound."""
         hosted = self._pools.get(pool_id)
         if hosted is None:
             raise PoolNotFound(f"no pool {pool_id!r} is open", field="pool_id")
         return hosted
 
     def pools(self) -> list[HostedPool[Answer]]:
-        """All pools, by name."""
+        """Returns all pools, sorted by name."""
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:
-        """Publishes the changes of a pool's prefix index since the last call, if there are any.
-        Returns them.
+        """Publishes and returns the changes of a pool's prefix index since the last call.
+
+        Without changes nothing is published.
         """
         events = hosted.pool.take_events()
         if not events:

@@ -1,5 +1,7 @@
-"""Where pools publish what they cache: a directory in memory, which answers MatchPrefix, streams of
-events, and the directory in Redis, which replicas share and gateways read.
+"""The ports to which pools publish their prefix indexes.
+
+There are three implementations: a directory in memory, which answers MatchPrefix; streams of
+events; and the directory in Redis, which replicas share and gateways read.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class PoolMatch:
-    """How many blocks of a hash chain, from the first on, one pool need not compute."""
+    """The number of leading blocks of a hash chain that one pool has cached."""
 
     pool_id: PoolId
     generation: int
@@ -22,24 +24,24 @@ class PoolMatch:
 
 
 class EventSink(Protocol):
-    """Gets every change to the prefix indexes, in order. It neither blocks nor raises."""
+    """Receives every change of the prefix indexes, in order. It neither blocks nor raises."""
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
-        """A pool begins a new life, empty; what earlier ones published is forgotten."""
+        """Starts a new, empty generation of a pool and forgets the earlier generations."""
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
-        """A pool changed. A batch of a generation that is not the newest is ignored."""
+        """Applies a batch of a pool's events. Batches of older generations are ignored."""
 
 
 class Directory(EventSink, Protocol):
-    """Which prefixes are cached where. It may lag, and no answer depends on it."""
+    """Stores which prefixes each pool has cached. It may lag; it never affects an answer."""
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
-        """The depth of a chain in each pool where it is above 0, ordered by pool.
+        """Returns the hit length of a chain in each pool, ordered by pool, without zeros.
 
-        That is the longest prefix of which every group has cached the part that it reads: all of
-        it, its last window, or the state at its end.
+        The hit is the longest prefix that every group can use. Depending on the group, this needs
+        the whole prefix, its last window, or the state at its end.
         """
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """A pool's life is over. Ignored if it is not the newest generation."""
+        """Removes a pool's entries. Ignored if `generation` is not the newest."""

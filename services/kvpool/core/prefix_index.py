@@ -1,4 +1,4 @@
-"""The cached blocks by their hashes."""
+"""The cached blocks, indexed by hash."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -10,21 +10,21 @@ from services.common.pool.ids import BlockId
 
 
 class PrefixIndex:
-    """The cached blocks of one group of layers, by hash.
+    """The cached blocks of one group, by hash.
 
-    Several blocks may store the same tokens, since two requests can compute them side by side. All
-    of them stay: a block in a table is never exchanged, so that tables only grow. A look-up finds
-    the block that was inserted first. The length counts hashes, not blocks.
+    Several blocks may store the same tokens, since two requests can compute them at the same time.
+    All of these blocks stay: a block in a table is never exchanged, so tables only grow. A look-up
+    returns the block that was inserted first. The length counts hashes, not blocks.
 
-    Where prefixes may end inside a block, a block can have further hashes besides its first one:
-    the contents up to there are the same. The number of tokens of the first is kept then.
+    Where prefixes may end inside a block, a block can have further hashes after its first one, for
+    prefixes with the same contents. The number of tokens of the first hash is stored then.
     """
 
     __slots__ = ("_block_of", "_duplicates", "_end_of", "_further", "_hash_of", "num_changes")
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """How often hashes were added or removed: look-ups find the same while it is the same."""
+        """Counts additions and removals. Look-ups repeat their results while it is unchanged."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -35,7 +35,7 @@ class PrefixIndex:
         return len(self._block_of)
 
     def insert(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> list[BlockHash]:
-        """Adds blocks, each under the hash beside it; returns the hashes that were not there."""
+        """Adds blocks, each under the hash at its position. Returns the hashes that are new."""
         self.num_changes += bool(hashes)
         hash_of, block_of = self._hash_of, self._block_of
         new: list[BlockHash] = []
@@ -49,7 +49,7 @@ class PrefixIndex:
         return new
 
     def remove(self, blocks: Iterable[BlockId]) -> list[BlockHash]:
-        """Removes those of `blocks` that are here; returns the hashes without a block left."""
+        """Removes those `blocks` that have a hash. Returns the hashes that have no block left."""
         hash_of, block_of = self._hash_of, self._block_of
         blocks = [block for block in blocks if block in hash_of]
         if not blocks:
@@ -73,8 +73,9 @@ class PrefixIndex:
         ]
 
     def insert_at(self, block_hash: BlockHash, block: BlockId, end: int) -> bool:
-        """Adds a hash of the first `end` tokens of a sequence to a block that may have others;
-        returns whether the hash was not there at all.
+        """Adds the hash of a sequence's first `end` tokens to a block, which may have other hashes.
+
+        Returns whether the hash is new in the index.
         """
         first = self._hash_of.get(block)
         if first == block_hash or block_hash in self._further.get(block, ()):
@@ -87,7 +88,7 @@ class PrefixIndex:
         return self._insert_one(block_hash, block)
 
     def move(self, source: BlockId, target: BlockId) -> None:
-        """Gives the hashes of one block to another, which has none."""
+        """Moves the hashes of `source` to `target`, which has no hash."""
         end = self._end_of.get(source, 0)
         hashes = self.hashes_of(source)
         self.remove([source])
@@ -95,18 +96,18 @@ class PrefixIndex:
             self.insert_at(block_hash, target, end)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """The block that was published first under a hash, of those still here."""
+        """Returns the block that was published first among those with this hash, or None."""
         return self._block_of.get(block_hash)
 
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
-        """Blocks of the longest prefix of the chain that is cached, `max_blocks` at most."""
+        """Returns the blocks of the chain's longest cached prefix, at most `max_blocks`."""
         blocks: list[BlockId] = []
         with suppress(KeyError):  # at the first one missing; what was found before stays
             blocks.extend(map(self._block_of.__getitem__, islice(hashes, max_blocks)))
         return blocks
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Removes every hash."""
         self.num_changes += 1
         self._block_of.clear()
         self._hash_of.clear()
@@ -115,28 +116,28 @@ class PrefixIndex:
         self._end_of.clear()
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
-        """The first hash that a block is found under."""
+        """The first hash of a block, or None."""
         return self._hash_of.get(block)
 
     def hashes_of(self, block: BlockId) -> list[BlockHash]:
-        """All hashes that a block is found under, the first one first."""
+        """All hashes of a block, the first one first."""
         first = self._hash_of.get(block)
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The tokens that the first hash of a block covers, if they were given with it."""
+        """The number of tokens of a block's first hash, or None if `insert` added the block."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:
-        """Every hash that can be found, in the order in which they were inserted."""
+        """All hashes of the index, in the order of insertion."""
         return list(self._block_of)
 
     def blocks(self) -> list[BlockId]:
-        """Every block that has a hash, duplicates included."""
+        """All blocks that have a hash, duplicates included."""
         return list(self._hash_of)
 
     def check(self) -> None:
-        """Both directions and the duplicates agree. Raises AssertionError."""
+        """Checks that both directions and the duplicates agree. Raises AssertionError."""
         found = set(zip(self._block_of.values(), self._block_of, strict=True))
         for block_hash, others in self._duplicates.items():
             assert others, "a hash is listed with no duplicates"
@@ -152,9 +153,7 @@ class PrefixIndex:
     def check_table(
         self, blocks: Sequence[BlockId], allowed: Sequence[Collection[BlockHash]]
     ) -> None:
-        """Each block is found under no other hashes than those allowed for it. Raises
-        AssertionError.
-        """
+        """Checks that each block has only hashes that are allowed for it. Raises AssertionError."""
         for block, hashes in zip(blocks, allowed, strict=True):
             if block in self._hash_of:
                 found = self.hashes_of(block)

@@ -1,11 +1,11 @@
-"""Where prefix hits are looked for: one search for the groups of layers that see the same.
+"""Searches for prefix hits, one for each set of groups with equal attention.
 
-Groups of equal attention and parameters are searched together: a hash counts if each of them has
-it. A search returns a table for each group and the tokens of the hit; entries that a request which
-continues there need not read are the null block. The rules are those of vLLM's managers.
+Groups of equal attention and parameters are searched together. A hash counts only if each of these
+groups has it. A search returns a table for each group and the number of hit tokens. Entries that
+the request does not need to read are the null block. The rules are those of vLLM's managers.
 
-A chain holds the hash at every multiple of the hash block size. A hash stands for all tokens up to
-there, so the hash of a larger block is the one at its end.
+A chain has a hash at every multiple of the hash block size. A hash covers all tokens up to its
+position. The hash of a larger block is therefore the hash at the block's end.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.kvpool.core.prefix_index import PrefixIndex
 
 GroupHits = tuple[list[list[BlockId]], int]
-"""A table for each of the groups, and the tokens of the hit."""
+"""A table for each group, and the number of hit tokens."""
 
 
 class PrefixSearch:
-    """Finds the longest hit of groups that see the same tokens; a subclass for each way to see."""
+    """Finds the longest hit of groups with equal attention. Each attention type has a subclass."""
 
     def __init__(
         self,
@@ -36,20 +36,21 @@ class PrefixSearch:
         self._hash_block_size = hash_block_size
         self._hashes_per_block = spec.block_size // hash_block_size
         self._alignment = alignment
-        """Tokens that the length of a hit must be a multiple of."""
+        """The length of a hit must be a multiple of this number of tokens."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
-        """The longest hit of up to `max_tokens`. With `drop_last` it must have one more block
-        behind it, which is computed again.
+        """Returns the longest hit of up to `max_tokens` tokens.
+
+        With `drop_last` one more cached block must follow the hit. That block is computed again.
         """
         raise NotImplementedError
 
     def eagle_margin(self) -> int:
-        """Tokens behind a hit that are looked up in order to be dropped."""
+        """The number of tokens after a hit that are looked up and then dropped."""
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:
-        """The block of each group that ends with token `num_tokens`; None if a group has none."""
+        """The block of each group that ends at token `num_tokens`; None if a group lacks it."""
         position = num_tokens // self._hash_block_size - 1
         if position >= len(chain):
             return None
@@ -64,7 +65,7 @@ class PrefixSearch:
 
 
 class FullSearch(PrefixSearch):
-    """A hit is a cached prefix: found from the left, since a chain breaks only once."""
+    """Full attention: a hit is a cached prefix, found from the left up to the first miss."""
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         tables = self._whole_blocks(chain, max_tokens)
@@ -99,7 +100,10 @@ class FullSearch(PrefixSearch):
         tables: list[list[BlockId]],
         num_tokens: int,
     ) -> int:
-        """Adds the block behind whole ones if it is cached up to some point within it."""
+        """Appends the block after the whole ones if a prefix that ends inside it is cached.
+
+        Returns the number of hit tokens.
+        """
         unit = self._alignment
         longest = min(num_tokens + self._block_size - unit, max_tokens, len(chain) * unit)
         for end in range(longest // unit * unit, num_tokens, -unit):
@@ -112,7 +116,10 @@ class FullSearch(PrefixSearch):
 
 
 class WindowSearch(PrefixSearch):
-    """A hit is the last window before its end, or all from the beginning; looks from the right."""
+    """Sliding window: a hit needs the last window before its end. The search runs from the right.
+
+    A hit that is shorter than a window needs all its blocks.
+    """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         size = self._block_size
@@ -146,14 +153,17 @@ class WindowSearch(PrefixSearch):
         return tables, num_blocks * size
 
     def _aligned(self, num_blocks: int) -> int:
-        """`num_blocks` rounded down to where a hit may end."""
+        """`num_blocks` rounded down to a possible end of a hit."""
         return (
             num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
         )
 
 
 class ChunkSearch(PrefixSearch):
-    """Whole chunks before that of the next token are a hit, cached or not: no query reads them."""
+    """Chunked local attention: whole chunks before the next token's chunk are never read.
+
+    These chunks are a hit whether they are cached or not.
+    """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         if drop_last:
@@ -172,7 +182,7 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """A hit is a single state, the last one; a draft head has no states, so none is dropped."""
+    """States: a hit is one state, the last one. A draft head has no states, so none is dropped."""
 
     def find(
         self,

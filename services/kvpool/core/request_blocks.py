@@ -1,4 +1,4 @@
-"""The blocks of requests: admitted with what is cached, extended, published, and freed."""
+"""The blocks of requests: allocated with their prefix hits, extended, published, and freed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class _KnownHit:
-    """The result of a look-up, valid for the same `max_hit_tokens` until the index changes."""
+    """The result of a look-up. It is valid for one `max_hit_tokens` until the index changes."""
 
     hit: PrefixHit
     max_hit_tokens: int
@@ -37,20 +37,21 @@ class _KnownHit:
 
 
 class RequestBlocks:
-    """Block tables and hashes of the requests of a pool. The operations of transactions are its
-    methods; they are valid ones.
+    """Block tables and hashes of a pool's requests.
+
+    The methods are the operations of transactions. Their arguments have passed validation.
     """
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
         self.coordinator = Coordinator(config, blocks)
         self.tables: dict[RequestKey, Tables] = {}
-        """Block tables of the requests that hold blocks."""
+        """Block tables of the requests that have blocks."""
         self.chains: dict[RequestKey, Chain] = {}
-        """Hashes of the requests that hold blocks, or were looked up."""
+        """Hashes of the requests that have blocks or were looked up."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._hits: dict[RequestKey, _KnownHit] = {}
-        """Hits of look-ups, of requests that were not admitted since."""
+        """Look-up results of requests that have not been admitted since."""
         self._config = config
         self._blocks = blocks
         self._block_size = config.groups[0].block_size
@@ -60,7 +61,7 @@ class RequestBlocks:
         )
 
     def release(self, release: Release) -> None:
-        """Frees the blocks of requests, and forgets their hashes."""
+        """Frees the blocks of requests and deletes their hashes."""
         for request in release.requests:
             self.chains.pop(request, None)
             self._hits.pop(request, None)
@@ -78,7 +79,7 @@ class RequestBlocks:
                 group.free(table)
 
     def remove_skipped(self, removal: RemoveSkippedBlocks) -> None:
-        """Frees the blocks that no query of the requests sees, by their computed tokens."""
+        """Frees the blocks that no later query of the requests can see."""
         for request, num_computed_tokens in zip(
             removal.requests, removal.num_computed_tokens, strict=True
         ):
@@ -86,13 +87,14 @@ class RequestBlocks:
                 self.coordinator.remove_skipped_blocks(tables, num_computed_tokens)
 
     def grow(self, index: int, grow: Grow) -> tuple[GrowResult, Stop | None]:
-        """Extends the tables of admitted requests, up to the first that does not fit. `index` is
-        that of the operation.
+        """Extends the tables of admitted requests up to the first request that does not fit.
+
+        `index` is the position of the operation in its transaction.
         """
         if not self.coordinator.is_simple:
             return self._grow_one_by_one(index, grow)
-        # Tables of one request are equally long here, and nothing is freed in between: all blocks
-        # can be taken at once.
+        # All tables of a request have equal length here, and nothing is freed in between. So all
+        # blocks can be allocated at once.
         size, num_groups = self._block_size, len(self._groups)
         num_left = self._blocks.num_free_blocks // num_groups
         growing: list[tuple[Tables, int]] = []
@@ -112,7 +114,7 @@ class RequestBlocks:
     def _distribute(
         self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
     ) -> tuple[GroupBlocks, ...]:
-        """Appends to each request's tables as many of the blocks as it lacks, in order."""
+        """Appends to each request's tables the number of blocks that they lack, in order."""
         groups, end = self._no_blocks(), 0
         for tables, missing in growing:
             for index, table in enumerate(tables):
@@ -138,7 +140,7 @@ class RequestBlocks:
         return result, None
 
     def look_up(self, lookup: Lookup) -> LookupResult:
-        """How much of each request's tokens is cached."""
+        """Returns the number of each request's tokens that are cached."""
         result, num_changes = LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
@@ -156,8 +158,10 @@ class RequestBlocks:
         return result
 
     def admit(self, index: int, admit: Admit) -> tuple[AdmitResult, Stop | None]:
-        """Gives requests blocks, those that are cached first, up to the first that does not fit, or
-        whose cached prefix is not the one that was looked up.
+        """Allocates blocks to requests, cached ones first.
+
+        Stops at the first request that does not fit, or whose prefix hit has changed since its
+        look-up.
         """
         result = AdmitResult(self._no_blocks())
         for item, admission in enumerate(admit.admissions):
@@ -182,7 +186,7 @@ class RequestBlocks:
         return result, None
 
     def _hit(self, admission: Admission) -> PrefixHit:
-        """The prefix hit of a request: that of its look-up if the index has not changed since."""
+        """The prefix hit of a request: its look-up's result if the index is unchanged since."""
         limit, known = admission.max_hit_tokens, self._hits.pop(admission.request, None)
         if not (admission.new_hashes or admission.diverges) and known is not None:
             is_current = known.num_index_changes == self._blocks.num_index_changes
@@ -193,8 +197,10 @@ class RequestBlocks:
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: Admission, hits: Sequence[GroupHit]) -> bool:
-        """Whether the free blocks suffice, and the hit blocks are stored. A free block that is hit
-        stops being free; such blocks are counted only if that decides.
+        """Whether there are enough free blocks and all hit blocks are stored.
+
+        A free block that is hit is no longer free. These blocks are counted only when the count
+        decides the result.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -219,8 +225,9 @@ class RequestBlocks:
         return tables
 
     def _continue(self, admission: Admission) -> Tables | None:
-        """Extends the tables of a request that waited while it held blocks, and publishes them.
-        None if that does not fit; blocks that it no longer sees may be freed even then.
+        """Extends and publishes the tables of a waiting request that already has blocks.
+
+        Returns None if the request does not fit. Blocks outside its window may be freed even then.
         """
         tables, need = self.tables[admission.request], _need(admission)
         num_reserved = sum(
@@ -246,7 +253,7 @@ class RequestBlocks:
         self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
 
     def _num_missing(self, tables: Tables, need: Need) -> int:
-        """Blocks that tables lack to hold the slots of a need."""
+        """The number of blocks that tables lack for the slots of a need."""
         return sum(
             group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)
@@ -270,7 +277,7 @@ class RequestBlocks:
         num_tokens: Sequence[int],
         new_hashes: Sequence[Sequence[BlockHash]],
     ) -> None:
-        """Makes full blocks of admitted requests findable, after hashes that are new."""
+        """Adds new hashes to admitted requests and publishes their full blocks."""
         if not self._config.enable_prefix_caching:
             return
         fillings: list[Filling] = []
@@ -282,7 +289,7 @@ class RequestBlocks:
             group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
-        """The chain of hashes of a request, which may be empty."""
+        """The hash chain of a request. An empty one is created if there is none."""
         chain = self.chains.get(request)
         if chain is None:
             chain = self.chains[request] = Chain()
@@ -302,7 +309,7 @@ class RequestBlocks:
 
 
 def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
-    """Whether a hit is another one than was looked up."""
+    """Whether a hit differs from the one that was looked up."""
     if hit.num_tokens != admission.num_hit_tokens:
         return True
     boundary = admission.shared_prefix_boundary
@@ -310,13 +317,13 @@ def _has_changed(hit: PrefixHit, admission: Admission) -> bool:
 
 
 def _need(admission: Admission) -> Need:
-    """The need of a request for its first step."""
+    """The slots and tokens that a request needs in its first step."""
     num_slots, num_tokens = admission.num_slots, admission.num_tokens
     return Need(num_slots, num_slots if num_tokens is None else num_tokens)
 
 
 def _num_stored(admission: Admission) -> int:
-    """Tokens up to which windows move on."""
+    """The number of tokens behind which windows free their blocks."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

@@ -1,14 +1,14 @@
-"""Which windows and states are worth being found, where not all are kept: sparse retention."""
+"""Sparse retention: which windows and states are published when not all of them are."""
 
 
 def replay_boundaries(
     num_prompt_tokens: int, hit_block_size: int, *, drops_last: bool
 ) -> list[int]:
-    """Numbers of tokens at which a request with the same prompt, or a longer one, continues.
+    """Token counts at which a request with the same or a longer prompt continues.
 
-    The same prompt is found but for its last token, which is computed again. Where the last block
-    of a hit is dropped it is found a block less; a longer prompt then continues a block before the
-    end of this one, which is another place only if that end is aligned.
+    The same prompt hits all tokens except the last one, which is computed again. If the last block
+    of a hit is dropped, the hit is one block shorter. A longer prompt then continues one block
+    before the end of this prompt. That differs from the first position only if the end is aligned.
     """
     if not drops_last:
         return [num_prompt_tokens - 1]

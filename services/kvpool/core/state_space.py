@@ -1,4 +1,4 @@
-"""State-space layers, with a recurrent state in place of keys and values."""
+"""State-space layers, which have a recurrent state instead of keys and values."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,8 +18,9 @@ from services.kvpool.core.pool_config import PoolConfig
 
 
 class OverwrittenStateManager(GroupManager):
-    """One block holds the state, and each step overwrites it; others hold those after drafts. A
-    block stands for as many tokens as a sequence may have. Nothing is found by prefixes.
+    """One block stores the state, which each step overwrites. Further blocks store draft states.
+
+    A block stands for as many tokens as a sequence may have. Prefix caching is not supported.
     """
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
@@ -43,23 +44,24 @@ class OverwrittenStateManager(GroupManager):
 
 
 class AlignedStateManager(GroupManager):
-    """A block holds the state after the last token that was computed in it, and stands for all
-    tokens up to there: a request needs one, a second while a step leads from one to another, and
-    one for each draft.
+    """Manages blocks of which each stores the state after the last token computed in it.
 
-    A step reads the state that the step before it left, and writes the entry of its last token.
-    Blocks that it passes over have no state: their entries are null. A block can be found by the
-    hash at its end only if its state is the one there, so only a step that ends there leaves a hit
-    for other requests. The scheduler therefore cuts the steps of a prompt at block boundaries, and
+    The state covers all tokens up to that position. A request needs one block, a second one while a
+    step crosses into another block, and one for each draft token.
+
+    A step reads the state of the previous step and writes the block of its last token. The blocks
+    between them have no state, and their entries are null. A block can be found by the hash at its
+    end only if its state is the state there. Therefore only a step that ends there leaves a hit for
+    other requests. For this reason the scheduler cuts the steps of a prompt at block boundaries and
     where a later request is likely to continue (the "align" mode of vLLM's Mamba cache).
 
-    Keys and values can be found by a request that runs in the same step as the one that computes
-    them, since each layer writes before it reads. A state exists only after the step: a request
-    that finds one which the present step publishes waits for the next.
+    A request can hit keys and values that are computed in its own step, since each layer writes
+    before it reads. A state exists only after the step. A request that hits a state published in
+    the current step waits for the next step.
 
     Where hits may end inside a block, the state at the end of a prompt is published before its
-    block is full. The request then goes on in its block, and a copy is left to be found; another
-    one that finds it goes on in a copy.
+    block is full. The request continues in this block, and a copy stays in the prefix index.
+    Another request that hits the state continues in a copy of its own.
     """
 
     def __init__(
@@ -84,8 +86,9 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Also a block for a state that is loaded. Where the step goes on into another block, vLLM
-        does not count it.
+        """Counts also a block for a state that is loaded from elsewhere.
+
+        vLLM does not count the block that the step continues into after such a state.
         """
         num_loaded, num_entries = 0, len(hit.blocks)
         if hit.num_computed_tokens > hit.num_tokens:
@@ -111,16 +114,17 @@ class AlignedStateManager(GroupManager):
         return not hits or self._index.hash_of(hits[-1]) not in self._published_in_step
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """The state that is loaded is the one from which the request goes on."""
+        """The loaded state is the one from which the request continues."""
         return hit.num_computed_tokens
 
     def begin_step(self) -> None:
         self._published_in_step.clear()
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
-        """Adds a block for the state after the tokens and those after drafts, and null entries for
-        the blocks that are passed over. The blocks of drafts that are no longer needed where they
-        are move on to the end.
+        """Adds blocks for the state after the tokens and for the states after draft tokens.
+
+        Skipped blocks get null entries. Draft blocks that are no longer needed at their positions
+        move to the end of the table.
         """
         blocks, num_before = table.blocks, len(table.blocks)
         num_wanted = -(-need.num_tokens // self._block_size) + self._num_speculative
@@ -182,7 +186,7 @@ class AlignedStateManager(GroupManager):
             table.blocks[position] = target
             self._pool.copy(self._group, source, target, adds_holder_of=target)
             return
-        # Its own state, which it is about to overwrite: the copy is what others find.
+        # The request overwrites its own state next. The copy stays in the prefix index.
         self._pool.move_hashes(self._group, source, target)
         self._pool.copy(self._group, source, target, adds_holder_of=source)
         moved = self._index.hash_of(target)
@@ -190,8 +194,9 @@ class AlignedStateManager(GroupManager):
             self._published_in_step.add(moved)
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the state where an equal prompt, or a longer one, will continue, if the step
-        ends there.
+        """Publishes the state at which an equal or a longer prompt will continue.
+
+        Does nothing if the step does not end at that token.
         """
         unit = self._hash_block_size
         if num_tokens <= 0 or num_tokens != last_state_position(
@@ -212,6 +217,6 @@ class AlignedStateManager(GroupManager):
 def state_manager(
     group: int, spec: KVCacheGroup, pool: BlockPool, config: PoolConfig, *, uses_eagle: bool
 ) -> GroupManager:
-    """The manager for the states of a group, by what it keeps of them."""
+    """Creates the manager of a state-space group, chosen by the group's cache mode."""
     manager = AlignedStateManager if spec.aligns_states else OverwrittenStateManager
     return manager(group, spec, pool, config, uses_eagle=uses_eagle)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Occupancy now, and what the prefix cache did since the pool was opened.
+    """The current occupancy, and counts of the prefix cache since the pool was opened.
 
-    Query tokens are those that admissions could have found, hit tokens those they found; requests
-    that resume after a preemption count in neither.
+    `num_query_tokens` counts the tokens that admissions looked up, `num_hit_tokens` their hits.
+    Requests that resume after a preemption are in neither count.
     """
 
     num_usable_blocks: int

@@ -1,4 +1,4 @@
-"""Changes of a pool's prefix index, in one life, that are not yet in the directory's log."""
+"""Changes of a pool's prefix index that are not yet in the directory's log, in one epoch."""
 
 from collections.abc import Iterable
 
@@ -8,26 +8,26 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 
 class UnwrittenChanges:
-    """The keys that are cached now, and which of them entered or left since they were last taken.
+    """The keys that are cached now, and the keys added or removed since the last `take`.
 
-    A key that entered and left again in between is in neither. Beyond `max_keys` changes they are
-    forgotten, and `must_restart` is set: the log must begin a new life with a snapshot. So it must
-    after a reset.
+    A key that was added and removed in between is in neither list. With more than `max_keys`
+    changes, all changes are dropped and `must_restart` is set: the log must begin a new epoch with
+    a snapshot. A reset of the pool also sets `must_restart`.
     """
 
     def __init__(self, max_keys: int) -> None:
         self._max_keys = max_keys
         self._cached: set[int] = set()
         self._xor = 0
-        # Dictionaries as ordered sets: chains are written from their beginning on.
+        # Dictionaries as ordered sets, so that chains are written from their beginning on.
         self._added: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self.must_restart = False
         self.num_dropped = 0
-        """Changes that were forgotten."""
+        """The number of dropped changes."""
 
     def apply(self, batch: EventBatch) -> None:
-        """Takes note of a batch of events."""
+        """Applies a batch of events."""
         if batch.snapshot:
             self._clear()
         for event in batch.events:
@@ -44,7 +44,7 @@ class UnwrittenChanges:
             self.must_restart = True
 
     def __len__(self) -> int:
-        """Changes since the last `take`."""
+        """The number of changes since the last `take`."""
         return len(self._added) + len(self._removed)
 
     @property
@@ -53,7 +53,7 @@ class UnwrittenChanges:
         return Digest(len(self._cached), self._xor)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """The keys that entered and those that left since the last call, which share none."""
+        """Returns the keys added and the keys removed since the last call. No key is in both."""
         changes = list(self._added), list(self._removed)
         self._forget_changes()
         return changes
@@ -63,7 +63,7 @@ class UnwrittenChanges:
         return list(self._cached)
 
     def restart(self) -> list[int]:
-        """Begins a new life: all keys, and no changes."""
+        """Begins a new epoch: drops the changes and returns all keys."""
         self._forget_changes()
         self.must_restart = False
         return self.keys()

@@ -1,4 +1,4 @@
-"""Checks a whole transaction before any of it is done."""
+"""Validates a whole transaction before any of it is applied."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -20,10 +20,10 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 
 class TransactionValidator:
-    """Checks a transaction as if all of it fitted; keeps which requests would hold blocks.
+    """Checks a transaction as if all of it fitted, and tracks which requests would have blocks.
 
-    A transaction that stops early does a part of that, so what passes here cannot fail half-way.
-    The pool is only read.
+    A transaction that stops early applies only a part of its operations. A transaction that passes
+    these checks therefore cannot fail half-way. The pool is only read.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:

@@ -1,4 +1,4 @@
-"""Sliding windows and chunked local attention: blocks that no later query sees are freed."""
+"""Sliding windows and chunked local attention: blocks that no later query can see are freed."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ from services.kvpool.core.group_manager import GroupManager
 
 
 class SlidingWindowManager(GroupManager):
-    """A request holds the blocks of the last window.
+    """Manages the tables of a group in which a request keeps the blocks of the last window.
 
-    Published are those in which the window before a possible end of a hit lies: with blocks of
-    several sizes not every block, and with sparse retention few of them.
+    Only blocks in the window before a possible end of a hit are published. These are not all
+    blocks if groups have different block sizes, and few of them with sparse retention.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:
@@ -17,7 +17,7 @@ class SlidingWindowManager(GroupManager):
         size, interval = self._block_size, self._retention_interval
         if self._alignment % size:
             return None
-        # Where the last block of a hit is dropped, a window ends one block behind the hit.
+        # If the last block of a hit is dropped, a window ends one block after the hit.
         shift = int(self._uses_eagle)
         num_wanted = -(-(self._spec.window - 1) // size) + shift
         kept = [False] * (end - begin)
@@ -36,4 +36,4 @@ class SlidingWindowManager(GroupManager):
 
 
 class ChunkedLocalManager(GroupManager):
-    """A request holds the blocks of its last token's chunk."""
+    """Manages the tables of a group in which a request keeps the blocks of its current chunk."""
