@@ -1,4 +1,4 @@
-"""Types of the flags of `stepwell bench`. Each raises ArgumentTypeError with one sentence."""
+"""Argument types of the flags of `stepwell bench`. Each raises ArgumentTypeError."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ def _checked(
 
 
 def _explained(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """With the sentence of its ValueError."""
+    """Turns a parser's ValueError into an ArgumentTypeError with the same sentence."""
 
     def explained(text: str) -> T:
         try:
@@ -53,13 +53,13 @@ objective = _explained(parse_objective)
 
 
 def request_rate(text: str) -> str:
-    """The text of a rate, which can be parsed."""
+    """Checks that a rate can be parsed and returns its text."""
     _explained(RequestRate.parse)(text)
     return text
 
 
 def header(text: str) -> tuple[str, str]:
-    """The name and the value of a header."""
+    """Splits `NAME: VALUE` into a header's name and value."""
     name, colon, value = text.partition(":")
     if not colon or not name.strip() or not text.isprintable():
         raise argparse.ArgumentTypeError(f"must be a name, a colon and a value, not {text!r}")

@@ -1,4 +1,4 @@
-"""The flags of `stepwell bench`, in the words of the field's other load generators."""
+"""The flags of `stepwell bench`, named as in other load generators for LLM servers."""
 
 import argparse
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ defines each figure.
 
 
 def parse(argv: Sequence[str]) -> tuple[BenchSettings, argparse.Namespace]:
-    """The settings, and beside them the flags of the output. Raises CommandError."""
+    """Returns the settings, and the namespace with the output flags. Raises CommandError."""
     flags = _parser().parse_args(argv)
     given = {name for name, value in vars(flags).items() if value is not None}
     num_requests = flags.num_requests

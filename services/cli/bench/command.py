@@ -1,4 +1,4 @@
-"""The command: from its flags to a run, and to what is written of it."""
+"""The command `stepwell bench`: parses flags, runs the load, and writes the results."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def _measure(settings: BenchSettings) -> Outcome:
 
 
 def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:
-    """The words of prompts, counted by a tokenizer; None if none is needed or none is there."""
+    """Returns words with their token counts; None if unneeded or if nothing can count tokens."""
     if settings.dataset is not None:
         return None
     if settings.tokenizer is not None:
@@ -71,7 +71,7 @@ def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabula
 
 
 def _require_directory(path: Path | None) -> None:
-    """Refuses before the load what could not be written after it."""
+    """Checks before the load that a file can be written there afterwards."""
     if path is not None and not path.absolute().parent.is_dir():
         raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
 

@@ -1,4 +1,4 @@
-"""The whole of a run as a document, for `--json`; docs/bench.md says what each field is."""
+"""Builds the document of a run for `--json`. docs/bench.md describes each field."""
 
 from dataclasses import asdict
 from importlib.metadata import version

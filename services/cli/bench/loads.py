@@ -1,4 +1,4 @@
-"""The sessions that are sent, and their times, by the settings."""
+"""Builds the sessions of a load and their arrival times from the settings."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from services.cli.errors import CommandError
 
 
 def trace_lines(path: Path) -> list[TraceLine]:
-    """The lines of a trace. Raises CommandError."""
+    """Reads the lines of a trace. Raises CommandError."""
     try:
         lines = read_trace(_text(path).splitlines())
     except TraceError as error:
@@ -27,7 +27,7 @@ def trace_lines(path: Path) -> list[TraceLine]:
 
 
 def dataset_load(settings: BenchSettings, path: Path) -> DatasetLoad:
-    """The sessions of a dataset. Raises CommandError."""
+    """Reads the sessions of a dataset. Raises CommandError."""
     try:
         items = read_dataset(_text(path))
     except DatasetError as error:
@@ -65,8 +65,9 @@ def trace_load(
 def arrivals(
     sessions: Iterable[Session], rate: RequestRate | None, burstiness: float, seed: int
 ) -> Iterator[tuple[float, Session]]:
-    """Each session with the seconds after the start when it arrives: by the rate, or by its own
-    time where there is none.
+    """Yields each session with its arrival time in seconds after the start.
+
+    Times follow the rate. Without a rate they are the sessions' own arrival times.
     """
     if rate is None:
         for session in sessions:

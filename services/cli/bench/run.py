@@ -1,4 +1,4 @@
-"""One run: what it needs is built, the load is sent, and what was measured is handed back."""
+"""One run: builds the load and the server's client, sends the load, and returns the records."""
 
 import asyncio
 import gc
@@ -26,8 +26,10 @@ from services.cli.bench.settings import BenchSettings
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run came to. `left_out` names optional fields of requests that the server refused,
-    `vocabulary` is None for a dataset.
+    """The records and circumstances of a run.
+
+    `left_out` names optional request fields that the server rejected. `vocabulary` is None for a
+    dataset.
     """
 
     settings: BenchSettings
@@ -42,12 +44,12 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """Model, server and load, in a line."""
+        """Model, server and load, in one line."""
         return f"{self.model} at {self.url}: {self.settings.load_text}"
 
     @property
     def lengths_text(self) -> str:
-        """How long prompts are, and how that is known."""
+        """How prompt lengths were determined, and whether they are exact."""
         if self.vocabulary is None:
             return "as in the dataset"
         exactly = "exact" if self.vocabulary.is_exact else "about right"
@@ -55,8 +57,9 @@ class Outcome:
 
 
 class BenchRun:
-    """Sends the load of `settings` to the server. `vocabulary` is None where the server's usage
-    must show how long words are.
+    """Sends the load of `settings` to the server.
+
+    With `vocabulary` None the tokens of a word are estimated from the server's `usage`.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class BenchRun:
         self._model = model
 
     async def run(self) -> Outcome:
-        """Raises CommandError if the load cannot begin."""
+        """Runs the load. Raises CommandError if the load cannot begin."""
         async with aclosing(self._server()) as server:
             return await self._run(server)
 
@@ -90,8 +93,8 @@ class BenchRun:
         progress = Progress(settings.num_expected)
         load = LoadRun(server, self._clock, budget, progress, is_chat=settings.api == CHAT)
         sending = self._sending(load)
-        # A full collection that visits what the start built would hold up the load. What is frozen
-        # stays so: the process ends after the run.
+        # A full collection over the objects of the start would delay the load. Frozen objects are
+        # never collected, but the process ends after the run.
         gc.collect()
         gc.freeze()
         async with progress, LoopLag() as lag:
@@ -131,7 +134,7 @@ class BenchRun:
         )
 
     def _sending(self, load: LoadRun) -> Coroutine[Any, Any, None]:
-        """The whole load, which begins when this is awaited."""
+        """Returns the coroutine that sends the whole load."""
         settings, rate = self._settings, self._settings.rate
         sessions = self._sessions()
         if not settings.is_open:
@@ -150,7 +153,7 @@ class BenchRun:
 
 
 async def _until_interrupted(sending: Coroutine[Any, Any, None]) -> bool:
-    """Runs to the end, or until SIGINT or SIGTERM; whether one of those came."""
+    """Awaits the load. Returns True if SIGINT or SIGTERM interrupted it."""
     loop = asyncio.get_running_loop()
     task = asyncio.create_task(sending)
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a load is: settings of `stepwell bench`, checked, as they stand in its output."""
+"""The validated settings of `stepwell bench`, which its output includes."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """One run. Lengths are in tokens. None stands for what no flag said."""
+    """The settings of one run. Lengths are in tokens. None means that no flag set the value."""
 
     url: str
     model: str | None
@@ -47,22 +47,22 @@ class BenchSettings:
 
     @property
     def rate(self) -> RequestRate | None:
-        """The rate of an open loop; None for a closed one, and for a trace."""
+        """The rate of an open loop. None for a closed loop or a trace."""
         return RequestRate.parse(self.request_rate) if self.request_rate else None
 
     @property
     def is_open(self) -> bool:
-        """Whether requests arrive at times of their own."""
+        """Whether arrival times are independent of the answers (an open loop)."""
         return self.request_rate is not None or self.trace is not None
 
     @property
     def num_expected(self) -> int | None:
-        """Requests to be sent, the warm-up included, where their number is limited."""
+        """The number of requests to send, warm-up included. None if it is not limited."""
         return None if self.num_requests is None else self.num_warmups + self.num_requests
 
     @property
     def load_text(self) -> str:
-        """The load in a few words."""
+        """A short description of the load."""
         if not self.is_open:
             clients = self.max_concurrency or 1
             return f"closed loop, {clients} client{'s' * (clients > 1)}"
@@ -72,7 +72,7 @@ class BenchSettings:
         return f"open loop, {self.request_rate} arrivals/s, burstiness {self.burstiness:g}{at_most}"
 
     def public(self) -> dict[str, Any]:
-        """Everything but the API key and headers' values, which may be secrets, as JSON has it."""
+        """All settings as JSON values, without the API key and the values of headers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["api_key"]
         values["headers"] = sorted(self.headers)
@@ -80,7 +80,7 @@ class BenchSettings:
 
 
 def check(settings: BenchSettings, given: set[str]) -> None:
-    """Refuses contradictions between the flags that were given. Raises CommandError."""
+    """Raises CommandError if the flags in `given` contradict each other."""
     only_synthetic = {"input_len", "prefix_len", "num_prefixes"}
     for source, others in (
         ("trace", {"dataset", "request_rate", "burstiness", "turns", "think_time", "output_len"}),

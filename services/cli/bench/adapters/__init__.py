@@ -1,1 +1,1 @@
-"""What the load generator meets: HTTP, the clock, tokenizers, the terminal, files."""
+"""The load generator's adapters: HTTP, the clock, tokenizers, the terminal, files."""

@@ -1,4 +1,4 @@
-"""Where the server is, from its URL."""
+"""The server's address, parsed from its URL."""
 
 import ssl
 from dataclasses import dataclass
@@ -10,9 +10,7 @@ from services.cli.errors import CommandError
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The parts of `http[s]://host[:port][/path]`; a path that ends with /v1 is that of the API,
-    and is left out here.
-    """
+    """The parts of `http[s]://host[:port][/path]`. A trailing /v1 is removed from the path."""
 
     is_https: bool
     host: str
@@ -21,7 +19,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises CommandError for what is no such URL."""
+        """Parses a URL. Raises CommandError if it is not an HTTP URL."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -35,7 +33,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The server's root."""
+        """The server's base URL, without /v1."""
         return f"http{'s' * self.is_https}://{self.authority}{self.path}"
 
     @property
@@ -45,5 +43,5 @@ class Address:
         return f"{host}:{self.port}"
 
     def ssl_context(self) -> ssl.SSLContext | None:
-        """Trusts the authorities of the system, or of SSL_CERT_FILE."""
+        """Returns a context that trusts the system's authorities, or SSL_CERT_FILE's."""
         return ssl.create_default_context() if self.is_https else None

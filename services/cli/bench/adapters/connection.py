@@ -1,9 +1,9 @@
-"""One connection to an HTTP server, for one exchange at a time.
+"""A connection to an HTTP server that serves one exchange at a time.
 
-A stream of tokens is many small chunks, and what a client does for each of them decides how many
-tokens a second one process can measure. httptools is a thin binding of llhttp, the parser of
-Node.js, which uvicorn and this project's gateway use too; on an asyncio protocol it needs no task,
-queue or timer for a chunk. docs/bench.md has what httpx, aiohttp and this take.
+A stream of tokens arrives in many small chunks. The client's work per chunk limits the tokens per
+second that one process can measure. httptools is a thin binding of llhttp, the parser of Node.js;
+uvicorn and this project's gateway use it too. On an asyncio protocol it needs no task, queue or
+timer per chunk. docs/bench.md compares the cost with httpx and aiohttp.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from services.cli.bench.core.record import Failure
 
 
 class Reply(Protocol):
-    """Takes in the response of one exchange."""
+    """Receives the response of one exchange."""
 
     def headers(self, status: int) -> None:
-        """The status came."""
+        """Called when the headers have arrived, with the status."""
         ...
 
     def body(self, data: bytes, now: float) -> None:
-        """A piece of the body came, at that time."""
+        """Called with each piece of the body and its time of arrival."""
         ...
 
 
 class Connection(asyncio.Protocol):
-    """`clock` is read when bytes arrive, before anything is parsed."""
+    """An HTTP connection. `clock` is read when bytes arrive, before they are parsed."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -43,14 +43,15 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether another exchange can be made on it."""
+        """Whether the connection is open and free for another exchange."""
         transport = self._transport
         return transport is not None and not transport.is_closing() and self._ended is None
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Writes a whole request and returns when the response has ended, or why it did not.
+        """Sends a request and waits for the end of its response.
 
-        When cancelled, the connection is closed, which aborts the request at the server.
+        Returns None, or the reason why the response is incomplete. If this call is cancelled, the
+        connection is closed, which aborts the request at the server.
         """
         if self._transport is None or self._ended is not None:
             raise RuntimeError("the connection is not idle")
@@ -67,12 +68,12 @@ class Connection(asyncio.Protocol):
             self._reply = self._ended = None
 
     def close(self) -> None:
-        """Begins to close it; the server sees the request aborted, if there is one."""
+        """Starts to close the connection, which aborts a request in progress at the server."""
         if self._transport is not None:
             self._transport.abort()
 
     async def aclose(self) -> None:
-        """Closes it, and returns when it is closed."""
+        """Closes the connection and waits until it is closed."""
         self.close()
         await self._lost.wait()
 

@@ -1,9 +1,9 @@
-"""Reads OpenAI's server-sent events without parsing the JSON of every one.
+"""Reads OpenAI's server-sent events without parsing the JSON of each event.
 
-Only two things are needed of an ordinary event: whether it carries output, and why the answer
-ended. Both stand there as a key with a string, and inside of a JSON string every quotation mark is
-escaped, so that a search for the key finds no text of the model. Events with token counts or an
-error, one or two of an answer, are parsed.
+An ordinary event matters in two respects: whether it has output, and the finish reason. Both are a
+JSON key with a string value. A search for the key cannot match text of the model, since every
+quotation mark inside a JSON string is escaped. Only events with token counts or an error are
+parsed, one or two in each answer.
 """
 
 import json
@@ -20,24 +20,24 @@ _DONE = (b"data: [DONE]", b"data:[DONE]")
 
 
 class EventStream:
-    """One answer. `feed` takes the body's bytes in any pieces."""
+    """The stream of one answer. `feed` accepts the bytes of the body in pieces of any size."""
 
     def __init__(self, *, keep_events: bool = False) -> None:
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] | None = None
         self.failure: Failure | None = None
         self.is_done = False
-        """Whether the mark of the end came."""
+        """Whether the end mark (`[DONE]`) has arrived."""
         self._kept: list[bytes] | None = [] if keep_events else None
         self._rest = b""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer came to its end."""
+        """Whether the answer is complete: it has the end mark or a finish reason."""
         return self.is_done or self.finish_reason is not None
 
     def feed(self, data: bytes) -> tuple[int, bool]:
-        """How many events with output the data completes, and whether it ends the output."""
+        """Returns the number of completed events with output, and whether the output has ended."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -60,7 +60,7 @@ class EventStream:
         return num_outputs, is_end
 
     def text(self) -> str:
-        """The answer's text, of its first choice; what a model reasons is no part of it."""
+        """The text of the first choice, without reasoning. Needs `keep_events`."""
         return "".join(map(_text_of, self._kept or ()))
 
     def _count(self, event: bytes) -> None:
@@ -75,14 +75,14 @@ class EventStream:
 
 
 def error_message(body: Any) -> str:
-    """What an error in OpenAI's shape, or another body, says, in at most 200 characters."""
+    """The message of an error in OpenAI's schema or another body, at most 200 characters."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:200]
 
 
 def answer_text(choice: dict[str, Any], key: str) -> str:
-    """The text of a choice: of the completions API, or below `key` of the chat API."""
+    """The text of a choice, of the completions API or of the chat API (in the object `key`)."""
     text = choice.get("text") or (choice.get(key) or {}).get("content")
     return text if isinstance(text, str) else ""
 
@@ -94,7 +94,7 @@ def _text_of(event: bytes) -> str:
 
 
 def _parsed(event: bytes) -> Any:
-    """The JSON of an event's data; None of what is none."""
+    """The parsed data of an event, or None if it is not JSON."""
     lines = (line.partition(b":") for line in event.split(b"\n"))
     data = b"\n".join(value.removeprefix(b" ") for name, _, value in lines if name == b"data")
     try:

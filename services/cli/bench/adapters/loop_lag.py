@@ -1,4 +1,4 @@
-"""Whether the generator itself keeps up: its processor time, and the lag of its event loop."""
+"""Measures whether the load generator keeps up: its processor time and its event loop's lag."""
 
 import asyncio
 import time
@@ -13,8 +13,10 @@ MAX_PROCESSOR_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GeneratorUsage:
-    """Of one run: the share of one processor that this process used, and by how much later than
-    asked timers of its event loop fired, in milliseconds.
+    """The load generator's resource use in one run.
+
+    `processor_share` is the fraction of one processor that this process used. `loop_lag_ms` is the
+    delay of its event loop's timers, in milliseconds.
     """
 
     processor_share: float
@@ -22,7 +24,7 @@ class GeneratorUsage:
 
     @property
     def warning(self) -> str | None:
-        """Says that the generator may be what was measured; None if it kept up."""
+        """A warning that the load generator may have limited the results; None if it kept up."""
         lag = self.loop_lag_ms.percentiles[99] if self.loop_lag_ms else 0.0
         if self.processor_share > MAX_PROCESSOR_SHARE:
             share = f"{100 * self.processor_share:.0f} % of a processor"
@@ -36,7 +38,7 @@ class GeneratorUsage:
 
 
 class LoopLag:
-    """Measures the run inside of `async with`."""
+    """Measures the time inside `async with`."""
 
     def __init__(self) -> None:
         self._lags_ms: list[float] = []
@@ -57,7 +59,7 @@ class LoopLag:
             self._task.cancel()
 
     def usage(self) -> GeneratorUsage:
-        """What was measured; after the end."""
+        """Returns the measurements. Call it after the `async with` block."""
         return GeneratorUsage(
             processor_share=self._processor_seconds / max(self._seconds, 1e-9),
             loop_lag_ms=distribution(self._lags_ms),

@@ -1,4 +1,7 @@
-"""The server under load: OpenAI's API over HTTP/1.1, a connection for each request at once."""
+"""Sends requests to the server under load: OpenAI's API over HTTP/1.1.
+
+Each concurrent request has a connection of its own.
+"""
 
 import asyncio
 import json
@@ -19,10 +22,10 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RequestForm:
-    """What all requests have in common.
+    """The fields that all requests have in common.
 
-    `ignore_eos` and `min_tokens` ask that an answer ends at its length and not before; both are
-    vLLM's fields, which most servers know and OpenAI's own refuses.
+    `ignore_eos` and `min_tokens` make an answer end exactly at its requested length. Both are
+    vLLM's fields. Most servers accept them, but OpenAI's own server rejects them.
     """
 
     api: str
@@ -34,7 +37,7 @@ class RequestForm:
     extra_body: Mapping[str, Any]
 
     def body(self, fields: Mapping[str, Any], output_len: int) -> dict[str, Any]:
-        """The body of a request; fields of `extra_body` come last, so that they win."""
+        """The body of a request. Fields of `extra_body` override all other fields."""
         body: dict[str, Any] = {"model": self.model, **fields, "max_tokens": output_len}
         if self.stream:
             body["stream"] = True
@@ -48,7 +51,7 @@ class RequestForm:
 
 
 class OpenAIServer:
-    """A `Server` of the load's core. Idle connections are reused, the last one first."""
+    """Implements the core's `Server`. Idle connections are reused, the most recent one first."""
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class OpenAIServer:
         self._head = self._make_head()
 
     def reform(self, **changes: Any) -> None:
-        """Changes what requests have in common."""
+        """Changes fields that all requests have in common."""
         self.form = replace(self.form, **changes)
 
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:

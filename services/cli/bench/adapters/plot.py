@@ -1,4 +1,4 @@
-"""A run as a picture: the distributions of TTFT and ITL, and the load and latencies over time."""
+"""Plots a run: distributions of TTFT and ITL, and the load and latencies over time."""
 
 import math
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ _MAX_COLUMNS = 120
 
 
 def draw(records: Sequence[RequestRecord], summary: Summary, title: str, path: Path) -> None:
-    """Writes the picture, in the format of the file's suffix. The warm-up is in the timeline only.
+    """Writes the plot in the format of the file's suffix. The timeline also shows the warm-up.
 
-    Raises CommandError if nothing succeeded, or if it cannot be drawn or written.
+    Raises CommandError if no request succeeded, or if the plot cannot be drawn or written.
     """
     done = [record for record in records if record.is_ok]
     measured = [record for record in done if not record.is_warmup]
@@ -46,7 +46,7 @@ def _draw_distribution(
     if values is None:
         axes.set_title(f"{title}: none was measured")
         return
-    # Beyond three times p99 lies so little that the rest would not be seen.
+    # So few values exceed three times p99 that including them would hide the others.
     high = min(values.max, 3 * values.percentiles[99]) or 1.0
     counts, _, _ = axes.hist(millis, bins=_BINS, range=(0, high), color=SKY)
     for percent, colour in ((50, BLUE), (95, ORANGE), (99, RED)):
@@ -57,7 +57,7 @@ def _draw_distribution(
 
 
 def _draw_load(axes: "Axes", done: Sequence[RequestRecord]) -> None:
-    """Output per second, and requests under way."""
+    """Draws output tokens per second and the number of running requests."""
     end = max(record.ended or 0.0 for record in done)
     width = max(end / _MAX_COLUMNS, 0.05)
     num_columns = max(1, math.ceil(end / width))
@@ -77,14 +77,14 @@ def _draw_load(axes: "Axes", done: Sequence[RequestRecord]) -> None:
 
 
 def _add_overlap(columns: list[float], width: float, begin: float, end: float) -> None:
-    """Adds to each column the share of its time that lies between `begin` and `end`."""
+    """Adds to each column the fraction of its time between `begin` and `end`."""
     for index in range(int(begin / width), min(int(end / width) + 1, len(columns))):
         overlap = min(end, (index + 1) * width) - max(begin, index * width)
         columns[index] += max(overlap, 0.0) / width
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Each request's latency at the time when it was wanted."""
+    """Draws each request's TTFT at its intended time."""
     highest = 1.0
     for label, colour, chosen in (
         ("TTFT", GREEN, [r for r in records if r.is_ok and not r.is_warmup]),

@@ -1,4 +1,4 @@
-"""Finds out before a load what the server takes, with a request or two."""
+"""Tests before the load which request fields the server accepts, with a few requests."""
 
 from services.cli.bench.adapters.openai_server import CHAT, OpenAIServer
 from services.cli.bench.core.record import RequestRecord
@@ -7,7 +7,7 @@ from services.cli.bench.core.vocabulary import BY_USAGE, WORDS, Vocabulary
 from services.cli.errors import CommandError
 
 OPTIONAL_FIELDS = ("min_tokens", "ignore_eos", "stream_usage")
-"""Of a RequestForm, in the order in which they are given up."""
+"""Optional fields of RequestForm, in the order in which they are dropped."""
 
 _OUTPUT_LEN = 2
 _REFUSED = ("http 400", "http 422")
@@ -15,9 +15,9 @@ _SHORT_WORDS, _LONG_WORDS = 32, 160
 
 
 async def fit_form(server: OpenAIServer) -> list[str]:
-    """Leaves out of the requests the optional fields that the server refuses; returns their names.
+    """Drops optional fields that the server rejects, and returns their names.
 
-    Raises CommandError if a plain request fails, too.
+    Raises CommandError if a request without optional fields fails too.
     """
     left = [name for name in OPTIONAL_FIELDS if getattr(server.form, name)]
     given_up: list[str] = []
@@ -32,9 +32,9 @@ async def fit_form(server: OpenAIServer) -> list[str]:
 
 
 async def vocabulary_by_usage(server: OpenAIServer) -> Vocabulary:
-    """What a word is in tokens on average, by the `usage` of a short and a longer prompt.
+    """Estimates the tokens per word from the `usage` of a short and a longer prompt.
 
-    Raises CommandError if the server reports none.
+    Raises CommandError if the server reports no `usage`.
     """
     short = (await _ask(server, _SHORT_WORDS)).num_input_tokens
     long = (await _ask(server, _LONG_WORDS)).num_input_tokens

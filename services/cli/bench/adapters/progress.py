@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a line that changes in a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: an updated line in a terminal, separate lines elsewhere."""
 
 import asyncio
 import sys
@@ -17,9 +17,9 @@ _PLAIN_SECONDS = 5.0
 
 
 class Progress:
-    """An `Observer` of the load's core that counts, and writes what it counted now and then.
+    """Implements the core's `Observer`: counts requests and periodically writes the counts.
 
-    `total` is the number of requests, warm-up included, None if it is not known.
+    `total` is the number of requests, warm-up included, or None if it is not known.
     """
 
     def __init__(self, total: int | None, stream: TextIO = sys.stderr) -> None:
@@ -45,7 +45,7 @@ class Progress:
         self._before = (self._begun, 0)
         if self._stream.isatty():
             live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
-            # The first line takes longest to draw, so that comes before the load.
+            # The first line takes longest to draw, so it is drawn before the load starts.
             self._open.enter_context(live).update(Text(self._line()), refresh=True)
             self._task = asyncio.create_task(self._in_terminal(live))
         else:

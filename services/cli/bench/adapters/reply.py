@@ -1,4 +1,4 @@
-"""Takes in the answers of the server: streamed ones as events, others whole."""
+"""Receives the answers of the server: streamed ones as events, others as one JSON body."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ _MAX_ERROR_BYTES = 4096
 
 
 class AnswerReply:
-    """The response to one request; `finish` writes what it says into the record."""
+    """The response to one request. `finish` writes its results into the record."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -28,20 +28,20 @@ class AnswerReply:
             self._error += data
 
     def answer(self, data: bytes, now: float) -> None:
-        """A piece of an answer with status 200."""
+        """Accepts a piece of the body of a response with status 200."""
         raise NotImplementedError
 
     def finish(self, failure: Failure | None) -> str | None:
-        """The end of the exchange; the text of the answer if it is whole."""
+        """Ends the exchange. Returns the text of the answer, or None if the request failed."""
         self._record.failure = failure or self._refusal() or self.failure()
         return self.text() if self._record.failure is None else None
 
     def failure(self) -> Failure | None:
-        """What is wrong with the answer; None if it is whole, and its counts are recorded."""
+        """Returns what is wrong with the answer. Of a complete answer it records the counts."""
         raise NotImplementedError
 
     def text(self) -> str:
-        """The text of a whole answer."""
+        """The text of a complete answer."""
         raise NotImplementedError
 
     def _refusal(self) -> Failure | None:
@@ -55,7 +55,7 @@ class AnswerReply:
 
 
 class StreamReply(AnswerReply):
-    """An answer in server-sent events."""
+    """An answer as server-sent events."""
 
     def __init__(self, record: RequestRecord, *, keep_answer: bool) -> None:
         super().__init__(record)
@@ -88,7 +88,7 @@ class StreamReply(AnswerReply):
 
 
 class WholeReply(AnswerReply):
-    """An answer in one piece of JSON."""
+    """An answer as one JSON body."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__(record)
@@ -114,7 +114,7 @@ class WholeReply(AnswerReply):
 
 
 def record_usage(record: RequestRecord, usage: Any) -> None:
-    """Writes the token counts of a `usage` object, as far as it has them."""
+    """Writes the token counts of a `usage` object into the record. Any of them may be missing."""
     if not isinstance(usage, dict):
         return
     record.num_input_tokens = _count(usage, "prompt_tokens")

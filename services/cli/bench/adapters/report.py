@@ -1,4 +1,4 @@
-"""The figures of a run as text, for people."""
+"""Formats the figures of a run as text."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ _NAMES = {
 
 
 def report(summary: Summary, usage: GeneratorUsage, lengths: str, *, is_open: bool) -> str:
-    """Counts and throughput, then a table of latencies, then what the generator took.
+    """Formats counts and throughput, a table of latencies, and the load generator's usage.
 
-    `lengths` says how the prompts' lengths are known; the schedule is that of an open loop.
+    `lengths` describes how prompt lengths were determined. Only an open loop has a schedule lag.
     """
     shown = [name for name in _NAMES if is_open or name != "schedule_lag_ms"]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Ways to count the tokens of a text: the server's own /tokenize, or a tokenizer's files here."""
+"""Counts the tokens of a text with the server's /tokenize or with a local tokenizer file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +8,13 @@ from services.cli.client import Client
 from services.cli.errors import CommandError
 
 CountTokens = Callable[[str], int]
-"""The tokens of a text without special ones such as a beginning of text."""
+"""Returns the number of tokens of a text, without special tokens such as a beginning of text."""
 
 
 def server_counter(client: Client, model: str) -> CountTokens | None:
-    """By the server: in vLLM's form, which SGLang and this project have too, or in llama.cpp's;
-    None if it has neither.
+    """Returns a counter that calls the server's /tokenize, or None if it has no such route.
+
+    It tries the request schema of vLLM, SGLang and this project first, then llama.cpp's.
     """
     for form in (_vllm_form, _llamacpp_form):
 
@@ -42,7 +43,7 @@ def _num_tokens(answer: Any) -> int:
 
 
 def local_counter(directory: Path) -> CountTokens:
-    """By `tokenizer.json` in a directory. Raises CommandError."""
+    """Returns a counter that uses `tokenizer.json` of a directory. Raises CommandError."""
     try:
         from tokenizers import Tokenizer  # noqa: PLC0415 - other commands do not need it
     except ImportError:

@@ -1,1 +1,1 @@
-"""The load generator without a network: loads, loops, figures. What it needs is handed in."""
+"""The load generator's core, without a network: loads, loops, figures."""

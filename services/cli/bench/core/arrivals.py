@@ -1,8 +1,8 @@
-"""When requests arrive in an open loop: a renewal process whose gaps are gamma-distributed.
+"""Arrival times of an open loop: a renewal process with gamma-distributed gaps.
 
-`burstiness` is the gamma distribution's shape, as in `vllm bench serve`: 1 makes the gaps
-exponential, which is a Poisson process; below 1 arrivals come in bursts (the gaps' coefficient of
-variation is 1/√burstiness); above 1 they are more even, and with infinity constant.
+`burstiness` is the shape of the gamma distribution, as in `vllm bench serve`. With 1 the gaps are
+exponential, which is a Poisson process. Below 1 arrivals are bursty (the gaps' coefficient of
+variation is 1/√burstiness). Above 1 they are more regular, and with infinity the gaps are constant.
 """
 
 import math
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 
 def unit_arrivals(burstiness: float, draw: random.Random) -> Iterator[float]:
-    """Times of arrivals of a process with one arrival a second on average, without end.
+    """Yields arrival times without end, at an average of one arrival a second.
 
-    The first gap lies before the first arrival; of constant gaps the first arrival is at 0.
+    The first arrival is after the first gap. With constant gaps it is at 0.
     """
     if burstiness == math.inf:
         yield from _constant()

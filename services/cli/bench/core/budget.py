@@ -1,12 +1,12 @@
-"""How many requests a load sends: a number, a time, or both."""
+"""Limits the requests of a load by number, by time, or by both."""
 
 import math
 
 
 class Budget:
-    """Numbers the requests; the first `num_warmups` are the warm-up, which does not count.
+    """Numbers the requests. The first `num_warmups` are the warm-up and are not measured.
 
-    `num_requests` are counted after the warm-up, `seconds` from its end. None is no limit.
+    At most `num_requests` follow the warm-up, for at most `seconds` after it. None means no limit.
     """
 
     def __init__(self, num_requests: int | None, seconds: float | None, num_warmups: int) -> None:
@@ -17,7 +17,7 @@ class Budget:
         self._num_taken = 0
 
     def take(self, intended: float) -> int | None:
-        """The number of a request that is to be sent at that time; None if there is no more."""
+        """Returns the number of a request for that time, or None if a limit is reached."""
         if self._num_taken == self._num_warmups:
             self._end = intended + self._seconds
         if self._num_taken >= self._limit or intended >= self._end:

@@ -1,8 +1,8 @@
-"""Prompts from a file: JSON lines with `prompt` or `messages`, or a JSON list in ShareGPT's form.
+"""Prompts from a file: JSON lines with `prompt` or `messages`, or a JSON list in ShareGPT's schema.
 
 A line may have `output_tokens`, the length of its answer, as in vLLM's custom datasets. An item of
-ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value": text}`: the human's
-texts are the turns, the recorded answers are left out.
+ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value": text}`. The human texts
+become the turns. The recorded answers are not used.
 """
 
 import itertools
@@ -19,19 +19,19 @@ _HUMAN = ("human", "user")
 
 
 class DatasetError(ValueError):
-    """A dataset that cannot be used; the message names the item and the field."""
+    """An invalid dataset. The message names the item and the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A conversation: what is added before each answer, and how long the answers are, if known."""
+    """A conversation: the messages of each turn, and the answers' length if the file has it."""
 
     turns: tuple[tuple[Message, ...], ...]
     output_tokens: int | None = None
 
 
 def read_dataset(text: str) -> list[Item]:
-    """The items of a file in either form. Raises DatasetError."""
+    """Reads the items of a file in either schema. Raises DatasetError."""
     if text.lstrip().startswith("["):
         items = [_item(f"item {number}", value) for number, value in enumerate(_parse(text), 1)]
     else:
@@ -93,9 +93,10 @@ def _objects(where: str, name: str, values: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetLoad:
-    """The items of a dataset in their order, again from the first after the last, without end.
+    """Yields the items of a dataset in order, and repeats them without end.
 
-    `turns` cuts conversations, `output_len` is for answers whose length the file does not give.
+    `turns` limits the turns of conversations. `output_len` is used for answers whose length the
+    file does not have.
     """
 
     items: Sequence[Item]

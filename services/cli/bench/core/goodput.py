@@ -1,4 +1,4 @@
-"""Goodput: requests a second that met every service level objective (DistServe, OSDI 2024)."""
+"""Goodput: requests per second that met every service level objective (DistServe, OSDI 2024)."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objective(text: str) -> tuple[str, float]:
-    """The figure and its milliseconds, from `ttft:200`; `e2e` is `e2el`. Raises ValueError."""
+    """Parses `ttft:200` into figure and milliseconds; `e2e` means `e2el`. Raises ValueError."""
     name, _, value = text.partition(":")
     name = "e2el" if name == "e2e" else name
     try:
@@ -24,8 +24,9 @@ def parse_objective(text: str) -> tuple[str, float]:
 
 
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within every objective. One whose figure does not exist, such as
-    the time per output token of a single token, meets that objective.
+    """Whether a request succeeded and met every objective.
+
+    A figure that does not exist meets its objective, such as TPOT of an answer with one token.
     """
     if not record.is_ok:
         return False

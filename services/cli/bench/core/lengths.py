@@ -1,4 +1,4 @@
-"""A number that is fixed, or drawn evenly from a range: `128`, or `64-256`."""
+"""A number that is fixed (`128`) or drawn uniformly from a range (`64-256`)."""
 
 import random
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """From `low` to `high`, both included. Of tokens, turns or seconds."""
+    """The range from `low` to `high`, both included, in tokens, turns or seconds."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Sends a load: a closed or an open loop of sessions."""
+"""Sends a load as a closed or an open loop of sessions."""
 
 import asyncio
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,10 @@ _AFTER_FAILURE_SECONDS = 0.1
 
 
 class LoadRun:
-    """One run. `records` has every request that was begun, in that order.
+    """One run. `records` has every started request, in starting order.
 
-    A session whose request fails, or that has no more requests in the budget, ends there. When the
-    run is cancelled, requests without an answer have failed as interrupted.
+    A session ends early if one of its requests fails or the budget has no more requests. When the
+    run is cancelled, unanswered requests are recorded as interrupted.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class LoadRun:
         self._is_chat = is_chat
 
     async def closed_loop(self, sessions: Iterable[Session], num_clients: int) -> None:
-        """`num_clients` at once, each of which begins the next session when its own has ended.
+        """Runs `num_clients` clients, each of which starts a new session when its last one ends.
 
-        After a failure a client waits for a tenth of a second, so that it does not flood a server
-        that refuses.
+        After a failure a client waits for 0.1 s, so that it does not flood a server that rejects
+        requests.
         """
         source = iter(sessions)
         async with asyncio.TaskGroup() as clients:
@@ -43,8 +43,10 @@ class LoadRun:
     async def open_loop(
         self, arrivals: Iterable[tuple[float, Session]], max_concurrency: int | None
     ) -> None:
-        """Each session begins at its time, however many are under way. Above `max_concurrency`
-        requests wait here, and their latencies count that.
+        """Starts each session at its arrival time, however many sessions are running.
+
+        Above `max_concurrency` running requests, further ones wait in the load generator, and their
+        latencies include this wait.
         """
         limit = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         async with asyncio.TaskGroup() as under_way:

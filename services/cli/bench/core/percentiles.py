@@ -1,4 +1,4 @@
-"""Percentiles and moments of a figure over requests."""
+"""Percentiles and moments of a figure over all requests."""
 
 import math
 import statistics
@@ -10,8 +10,10 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What the values of one figure are like, in their unit. `std` is that of the values
-    themselves, not an estimate from a sample (numpy's default, as in `vllm bench serve`).
+    """Statistics of one figure's values, in the unit of the values.
+
+    `std` is the population standard deviation, not an estimate from a sample (numpy's default, as
+    in `vllm bench serve`).
     """
 
     count: int
@@ -23,7 +25,7 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """None of no values."""
+    """Returns the statistics of the values, or None without values."""
     if not values:
         return None
     ordered = sorted(values)
@@ -39,7 +41,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolated between the two values nearest to the rank, as numpy does by default."""
+    """Interpolates linearly between the two values nearest to the rank, as numpy's default."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)

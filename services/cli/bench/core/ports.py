@@ -1,4 +1,4 @@
-"""What a load needs of the world: a server to ask, a clock, and a watcher."""
+"""The ports of a load: the server, a clock, and an observer."""
 
 from typing import Any, Protocol
 
@@ -9,36 +9,36 @@ class Server(Protocol):
     """The server under load."""
 
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
-        """A request as it will be sent, for `prompt` or `messages` and the length of the answer."""
+        """Encodes a request from `prompt` or `messages` and the length of the answer."""
         ...
 
     async def send(self, request: bytes, record: RequestRecord, *, keep_answer: bool) -> str | None:
-        """Sends a request and waits for its end; writes times, counts and failure into `record`.
+        """Sends a request and waits for its end. Writes times, counts and failure into `record`.
 
-        Returns the text of the answer, for which `keep_answer` must be set; None if it failed.
+        Returns the text of the answer if `keep_answer` is set, or None if the request failed.
         """
         ...
 
 
 class Clock(Protocol):
-    """Seconds since the start of the load."""
+    """A clock that counts seconds since the start of the load."""
 
     def now(self) -> float:
-        """The time."""
+        """Returns the current time."""
         ...
 
     async def sleep_until(self, seconds: float) -> None:
-        """Returns at that time, at once if it has passed."""
+        """Returns at that time, or at once if the time has passed."""
         ...
 
 
 class Observer(Protocol):
-    """Sees requests while the load runs."""
+    """Is notified of requests while the load runs."""
 
     def began(self, record: RequestRecord) -> None:
-        """A request is about to be sent."""
+        """Called just before a request is sent."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """A request has its answer, or has failed."""
+        """Called when a request was answered or has failed."""
         ...

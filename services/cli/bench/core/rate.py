@@ -1,8 +1,8 @@
-"""The rate of an open loop over time: constant, in steps, or rising and falling evenly.
+"""The rate of an open loop over time: constant, in steps, or as a linear ramp.
 
-`8` is 8 a second for as long as the load lasts; `2:30,8:30` is 2 a second for 30 s, then 8 for
-30 s; `2-8:60` rises evenly from 2 to 8 within 60 s. After the last piece the load ends, unless that
-piece has no seconds. `inf` sends everything at once.
+`8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second for 30 s, then 8 for 30 s.
+`2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the last piece, except if that
+piece has no seconds. `inf` sends all requests at once.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Arrivals a second, at its beginning and its end, and how many seconds it lasts."""
+    """The arrival rates (per second) at the piece's start and end, and its length in seconds."""
 
     first: float
     last: float
@@ -21,32 +21,32 @@ class Piece:
 
     @property
     def num_arrivals(self) -> float:
-        """Arrivals to expect in it."""
+        """The expected number of arrivals in this piece."""
         if self.seconds == math.inf:
             return math.inf
         return (self.first + self.last) / 2 * self.seconds
 
     def seconds_until(self, num_arrivals: float) -> float:
-        """The time of arrival `num_arrivals`, from the beginning: the inverse of the integral."""
+        """Seconds from the piece's start to arrival `num_arrivals`: inverts the rate's integral."""
         if self.first == math.inf:
             return 0.0
         if self.first == self.last:
             return num_arrivals / self.first
         slope = (self.last - self.first) / self.seconds
-        # slope / 2 t² + first t = num_arrivals, in the form that loses no digits
+        # Solves slope / 2 t² + first t = num_arrivals in the form without cancellation.
         root = math.sqrt(max(self.first**2 + 2 * slope * num_arrivals, 0.0))
         return 2 * num_arrivals / (self.first + root)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRate:
-    """Pieces, one after the other."""
+    """A rate over time: one or more consecutive pieces."""
 
     pieces: tuple[Piece, ...]
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the notation of this module. Raises ValueError with one sentence."""
+        """Parses a rate such as `8`, `2:30,8:30` or `2-8:60`. Raises ValueError."""
         try:
             pieces = tuple(map(_piece, text.split(",")))
         except ValueError:
@@ -61,8 +61,8 @@ class RequestRate:
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
         """Maps arrivals of a process with rate 1 to seconds after the start.
 
-        The time change of a renewal process: its n-th arrival comes when the integral of the rate
-        reaches that of the process. Ends with the last piece.
+        This is the time change of a renewal process: arrival n of the load is at the time when the
+        integral of the rate equals arrival n of the process. The iterator ends with the last piece.
         """
         begun = passed = 0.0
         pieces = iter(self.pieces)

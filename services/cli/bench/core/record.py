@@ -1,4 +1,4 @@
-"""What was measured of one request."""
+"""The measurements of one request."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no whole answer. `kind` is what failures are counted by: `connect`,
-    `timeout`, `http 429`, `broken` (the connection ended first), `stream` (an error within the
-    stream), `malformed`, `no output`, `interrupted`.
+    """Why a request has no complete answer. Failures are counted by `kind`.
+
+    The kinds are `connect`, `timeout`, `http 429` and other statuses, `broken` (the connection
+    ended early), `stream` (an error event), `malformed`, `no output` and `interrupted`.
     """
 
     kind: str
@@ -21,11 +22,12 @@ INTERRUPTED = Failure("interrupted", "the run was ended before the answer")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Times are in seconds after the start of the load.
+    """The measurements of one request. Times are in seconds after the start of the load.
 
-    `intended` is when the load wanted it sent: its arrival in an open loop, the end of the answer
-    before and the time to think in a conversation. Latencies count from there, so that a server or
-    a generator that falls behind cannot hide it (G. Tene's coordinated omission).
+    `intended` is the time at which the load should send the request. In an open loop this is its
+    arrival time. In a conversation it is the end of the previous answer plus the think time.
+    Latencies start at `intended`, so that delays of the server or the load generator are not hidden
+    (G. Tene's coordinated omission).
     """
 
     number: int
@@ -34,15 +36,15 @@ class RequestRecord:
     is_warmup: bool
     intended: float
     output_len: int
-    """Tokens that were asked for."""
+    """The number of requested output tokens."""
     sent: float | None = None
-    """When its first byte was written."""
+    """When the request was written to the connection."""
     token_times: "array[float]" = field(default_factory=lambda: array("d"))
-    """When each event that carries output came."""
+    """The arrival time of each event with output."""
     ended: float | None = None
-    """When the last event of the answer came, or the whole answer that is not streamed."""
+    """The arrival time of the answer's last event, or of the end of an unstreamed answer."""
     num_input_tokens: int | None = None
-    """From `usage`, as are the next two."""
+    """Prompt tokens. All `num_*_tokens` are from the server's `usage`."""
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -50,39 +52,39 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the whole answer came."""
+        """Whether the complete answer arrived."""
         return self.failure is None and self.ended is not None
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the answer: by `usage`, or where the server has none one for each event."""
+        """Tokens of the answer by `usage`; without `usage`, the number of events with output."""
         if self.num_output_tokens is not None:
             return self.num_output_tokens
         return len(self.token_times)
 
     @property
     def schedule_lag(self) -> float | None:
-        """The time by which it was sent later than intended."""
+        """Seconds from the intended to the actual sending."""
         return None if self.sent is None else self.sent - self.intended
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first event that carries output."""
+        """Seconds from `intended` to the first event with output."""
         return self.token_times[0] - self.intended if self.token_times else None
 
     @property
     def e2el(self) -> float | None:
-        """Time to the end of the answer."""
+        """Seconds from `intended` to the end of the answer."""
         return None if self.ended is None else self.ended - self.intended
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None of fewer than two tokens."""
+        """Seconds per output token after the first. None for fewer than two tokens."""
         if not self.token_times or self.ended is None or self.output_tokens < 2:
             return None
         return (self.ended - self.token_times[0]) / (self.output_tokens - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Between each event that carries output and the one before it."""
+        """Seconds between consecutive events with output."""
         return [after - before for before, after in pairwise(self.token_times)]

@@ -1,4 +1,4 @@
-"""The result of a run, as a document: the schema is in docs/bench.md."""
+"""Converts the results of a run to JSON values. docs/bench.md has the schema."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -9,11 +9,11 @@ from services.cli.bench.core.record import RequestRecord
 from services.cli.bench.core.summary import Summary
 
 SCHEMA_VERSION = 1
-"""Counts up when a field changes its meaning or goes; new fields leave it."""
+"""Increases when a field is removed or changes its meaning, but not for new fields."""
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:
-    """The fields of a summary under their names."""
+    """The fields of a summary by name."""
     values = asdict(summary)
     for name in values:
         value = getattr(summary, name)
@@ -34,8 +34,10 @@ def distribution_document(values: Distribution | None) -> dict[str, float] | Non
 
 
 def request_rows(records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
-    """A row for each request, by its number. Times in seconds after the start of the load,
-    latencies in milliseconds; None for what is not known.
+    """One row for each request, ordered by number.
+
+    Times are in seconds after the start of the load, latencies in milliseconds. Unknown values are
+    None.
     """
     return [_row(record) for record in sorted(records, key=lambda record: record.number)]
 

@@ -1,4 +1,4 @@
-"""What is sent: sessions of one or several turns, each a request to the server."""
+"""The requests of a load: sessions of one or several turns. Each turn is one request."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what the conversation gets before it, and how long the answer is to be.
+    """One request: the messages added to the conversation, and the length of the answer.
 
-    `think_seconds` pass between the end of the answer before and this request.
+    The request is sent `think_seconds` after the end of the previous answer.
     """
 
     messages: tuple[Message, ...]
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `arrival_seconds` after the start of the load where the load says when."""
+    """A conversation. `arrival_seconds` counts from the start of the load; None if not given."""
 
     number: int
     turns: Sequence[Turn]
@@ -35,11 +35,10 @@ class Session:
 
 
 class Conversation:
-    """The history of a session, as the server is asked to see it.
+    """The history of a session, from which prompts are built.
 
-    The answer of each turn is part of the next prompt, as the server gave it. In the completions
-    API the prompt is the concatenated text, with a space before what is added after an answer or a
-    message, so that words stay apart.
+    Each answer of the server becomes part of the next prompt. In the completions API the prompt is
+    the concatenated text. A space precedes each added message, so that words stay separate.
     """
 
     def __init__(self, *, is_chat: bool) -> None:
@@ -47,7 +46,7 @@ class Conversation:
         self._messages: list[Message] = []
 
     def ask(self, turn: Turn) -> dict[str, Any]:
-        """Adds a turn; returns the fields of its request, `messages` or `prompt`."""
+        """Adds a turn. Returns the fields of its request, `messages` or `prompt`."""
         self._messages += turn.messages
         if self._is_chat:
             return {

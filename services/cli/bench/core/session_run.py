@@ -1,4 +1,4 @@
-"""The turns of one session, one after the other."""
+"""Runs the turns of one session, one after the other."""
 
 import asyncio
 from contextlib import nullcontext
@@ -10,8 +10,10 @@ from services.cli.bench.core.session import Conversation, Session
 
 
 class SessionRun:
-    """One session under way. Its first request is encoded ahead of the time when it is sent, the
-    following ones while their user thinks.
+    """A running session.
+
+    Its first request is encoded before the time at which it is sent, and each later request during
+    the think time.
     """
 
     def __init__(
@@ -37,9 +39,9 @@ class SessionRun:
         self._request = self._encode(0)
 
     async def run(self, number: int, intended: float) -> bool:
-        """Sends the first request, which has that number, now, and the others in turn.
+        """Sends the first request at once with the given number, then the other requests in order.
 
-        Returns whether all had answers.
+        Returns False if a request failed.
         """
         for index, turn in enumerate(self._session.turns):
             if index:

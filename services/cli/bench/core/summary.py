@@ -1,17 +1,18 @@
 """The figures of a run.
 
-Each is that of `vllm bench serve`, but latencies count from the intended time of a request, and
-only an event that carries output is a token's (as in guidellm: an empty first event, which some
-servers send before they have computed anything, is none).
+They are defined as in `vllm bench serve`, with two differences. Latencies start at a request's
+intended time. Only an event with output counts as a token (as in guidellm): some servers send an
+empty first event before they have computed anything.
 
 * TTFT: from the intended time to the first event with output.
-* TPOT: from the first event with output to the end, divided by the output tokens after the first;
-  of requests with two tokens or more (guidellm calls it the inter-token latency).
-* ITL: between two following events with output, over all of all requests; tokens that share an
-  event share its gap.
+* TPOT: from the first event with output to the end, divided by the number of output tokens after
+  the first. Only requests with at least two tokens have it (guidellm calls it the inter-token
+  latency).
+* ITL: the gaps between consecutive events with output, over all requests. Tokens in one event share
+  its gap.
 * E2EL: from the intended time to the last event of the answer.
-* Throughput: over the time from the first measured request's intended time to the last answer's
-  end, of requests that succeeded.
+* Throughput: successful requests, divided by the time from the first measured request's intended
+  time to the end of the last answer.
 """
 
 from collections import Counter
@@ -27,32 +28,32 @@ _MILLIS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Throughput by the second, distributions in milliseconds, None where nothing was measured.
+    """Throughput per second, and distributions in milliseconds. None means no measurement.
 
-    Requests of the warm-up are left out of everything.
+    Warm-up requests are excluded from all figures.
     """
 
     completed: int
     failed: int
     failures: dict[str, int]
-    """By kind."""
+    """The number of failures by kind."""
     failure_messages: dict[str, str]
-    """What the first of a kind said, if anything."""
+    """The first nonempty message of each kind of failure."""
     duration_seconds: float
     total_input_tokens: int
     total_output_tokens: int
     total_output_len: int
     """Output tokens that the completed requests asked for."""
     total_cached_tokens: int | None
-    """None if the server reports none."""
+    """Prompt tokens served from a prefix cache. None if the server reports no such count."""
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
     request_goodput: float | None
-    """None without objectives."""
+    """Requests per second that met all objectives. None without objectives."""
     max_concurrent_requests: int
     output_tokens_by_usage: bool
-    """Whether tokens are those of the server's `usage`; events are counted otherwise."""
+    """Whether output tokens are from the server's `usage`. If not, events are counted."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
@@ -61,7 +62,7 @@ class Summary:
 
 
 def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float]) -> Summary:
-    """The figures of the requests that are not of the warm-up."""
+    """Computes the figures of all requests except the warm-up."""
     measured = [record for record in records if not record.is_warmup]
     done = [record for record in measured if record.is_ok]
     failed = [record.failure for record in measured if record.failure is not None]
@@ -112,7 +113,7 @@ def _duration(measured: Sequence[RequestRecord], done: Sequence[RequestRecord]) 
 
 
 def _most_at_once(done: Sequence[RequestRecord]) -> int:
-    """The most requests between sending and end at one moment."""
+    """The greatest number of requests in progress at the same time."""
     changes = [(record.sent or record.intended, 1) for record in done]
     changes += [(record.ended, -1) for record in done if record.ended is not None]
     now = most = 0

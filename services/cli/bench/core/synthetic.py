@@ -1,4 +1,4 @@
-"""A synthetic load: random prompts, prefixes that several sessions share, several turns."""
+"""A synthetic load: random prompts with shared prefixes and several turns."""
 
 import itertools
 import random
@@ -12,11 +12,11 @@ from services.cli.bench.core.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLoad:
-    """Sessions without end. Equal settings and an equal seed give equal sessions, each a function
-    of its number alone. Lengths are in tokens.
+    """Yields sessions without end. Lengths are in tokens.
 
-    `num_prefixes` prefixes of `prefix_len` exist, and each session begins with one of them, drawn
-    at random; in the chat API it is the system message. Each turn of `turns` adds `input_len`.
+    A session is a function of the settings, the seed and its number. There are `num_prefixes`
+    prefixes of `prefix_len` tokens. Each session begins with one of them, drawn at random; in the
+    chat API it is the system message. Each of the session's `turns` adds `input_len` tokens.
     """
 
     vocabulary: Vocabulary

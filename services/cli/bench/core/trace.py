@@ -1,9 +1,9 @@
-"""Traces in Mooncake's format: when requests arrived, how long they were, and what they shared.
+"""Traces in Mooncake's format: arrival times, lengths, and shared prompt blocks of requests.
 
-One JSON object a line: `timestamp` in milliseconds after the start of the trace, `input_length` and
-`output_length` in tokens, and `hash_ids`, one id for each block of 512 tokens of the prompt, the
-last of which may be partial. Equal ids are equal blocks after equal prefixes (R. Qin et al.,
-"Mooncake: Trading More Storage for Less Computation", FAST 2025; the traces published with it).
+Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace.
+`input_length` and `output_length` are in tokens. `hash_ids` has one id for each block of 512 prompt
+tokens; the last block may be partial. Equal ids mean equal blocks after equal prefixes (R. Qin et
+al., "Mooncake: Trading More Storage for Less Computation", FAST 2025, and its published traces).
 """
 
 import json
@@ -21,7 +21,7 @@ _CACHED_BLOCKS = 4096
 
 
 class TraceError(ValueError):
-    """A line of a trace that cannot be used; the message names the line and the field."""
+    """An invalid line of a trace. The message names the line and the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class TraceLine:
     """One request of a trace."""
 
     timestamp: float
-    """Milliseconds."""
+    """Milliseconds after the start of the trace."""
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
 
     def to_json(self) -> str:
-        """The line, without its end."""
+        """The line as JSON, without a line break."""
         return json.dumps(
             {
                 "timestamp": self.timestamp,
@@ -47,7 +47,7 @@ class TraceLine:
 
 
 def read_trace(lines: Iterable[str]) -> list[TraceLine]:
-    """The lines of a file, by their timestamps. Empty ones are skipped. Raises TraceError."""
+    """Reads the lines of a file, sorted by timestamp, without empty ones. Raises TraceError."""
     numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
     return sorted((_line(number, line) for number, line in numbered), key=lambda r: r.timestamp)
 
@@ -96,10 +96,10 @@ def _length(line: int, value: dict[str, Any], name: str) -> int:
 
 
 class TraceLoad:
-    """The sessions of a trace, one turn each, in the order of their arrival.
+    """Yields the sessions of a trace in the order of arrival. Each session has one turn.
 
-    `time_scale` multiplies times, `token_scale` lengths, those of blocks too. The text of a block
-    is a function of the seed and its id.
+    `time_scale` multiplies times. `token_scale` multiplies lengths, including the length of blocks.
+    The text of a block is a function of the seed and the block's id.
     """
 
     def __init__(
@@ -136,5 +136,5 @@ class TraceLoad:
         return max(1, round(num_tokens * self._token_scale))
 
     def _make_block_text(self, hash_id: int, num_tokens: int) -> str:
-        """A shorter block is the beginning of the longer one with the same id."""
+        """Random text of a block. A shorter block is a prefix of a longer one with the same id."""
         return self._vocabulary.text(random.Random(f"{self._seed}/block/{hash_id}"), num_tokens)

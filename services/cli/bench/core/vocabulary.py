@@ -1,8 +1,8 @@
-"""The words that prompts are made of, and how many tokens they are.
+"""The words of prompts and their lengths in tokens.
 
-Common English words, each a token of its own after a space in the tokenizers of most models. With a
-tokenizer at hand only such words are used, so that a prompt of n words has n tokens; without one,
-all are, at the average that the server's `usage` shows.
+The words are common in English. In most models' tokenizers each is a single token when it follows a
+space. With a tokenizer only words with exactly one token are used, so that a prompt of n words has
+n tokens. Without a tokenizer all words are used, with the average length from the server's `usage`.
 """
 
 import random
@@ -34,14 +34,14 @@ WORDS = tuple(_FREQUENT.split())
 """Frequent words of written English."""
 
 BY_USAGE = "usage, on average"
-"""The source of a vocabulary whose words were not counted one by one."""
+"""The source of a vocabulary whose token counts are an average by `usage`."""
 _FEWEST_WORDS = 32
 _SAMPLE_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words, the tokens that each is on average, and in words how that is known."""
+    """Words, the average number of tokens per word, and a description of how it was counted."""
 
     words: tuple[str, ...]
     tokens_per_word: float
@@ -49,17 +49,17 @@ class Vocabulary:
 
     @property
     def is_exact(self) -> bool:
-        """Whether a text has the number of tokens that was asked for, not about that number."""
+        """Whether texts have exactly the requested number of tokens, not about that number."""
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 
     def text(self, draw: random.Random, num_tokens: int) -> str:
-        """Random words with `num_tokens` in all, at least one word."""
+        """Random words with `num_tokens` tokens in total, but at least one word."""
         num_words = max(1, round(num_tokens / self.tokens_per_word))
         return " ".join(draw.choices(self.words, k=num_words))
 
 
 def counted_vocabulary(count_tokens: Callable[[str], int], source: str) -> Vocabulary:
-    """The words that are one token each, by a tokenizer that adds no special tokens."""
+    """Builds a vocabulary of single-token words. The tokenizer must not add special tokens."""
     words = _single_token_words(count_tokens)
     if len(words) < _FEWEST_WORDS:
         words = WORDS
@@ -68,7 +68,7 @@ def counted_vocabulary(count_tokens: Callable[[str], int], source: str) -> Vocab
 
 
 def _single_token_words(count_tokens: Callable[[str], int]) -> tuple[str, ...]:
-    """Each word counts as it does inside of a text: by what a second one adds to the first."""
+    """Words that are one token inside a text: a word repeated once must be two tokens."""
     if count_tokens(" ".join(WORDS)) == len(WORDS):
         return WORDS
     return tuple(word for word in WORDS if count_tokens(f"{word} {word}") == 2)
