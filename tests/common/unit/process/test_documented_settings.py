@@ -15,9 +15,11 @@ ROOT = Path(__file__).parents[4]
 PAGES = ("architecture.md", "models.md", "operating.md", "parallel.md", "security.md", "tracing.md")
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags of other programs: of every command, of stepwell replay, of a benchmark, of client commands.
+# Flags of other programs: of every command, stepwell replay, a benchmark, client commands, keys.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
+OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
+OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
 
 
 def test_flags_named_in_the_documentation_exist() -> None:
