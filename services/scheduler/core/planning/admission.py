@@ -20,37 +20,39 @@ from services.scheduler.core.request import Request, RequestStatus
 
 @dataclass(slots=True)  # see Admission
 class PlannedAdmission:
-    """One admission of a step: the terms for the pool, and what it takes of the step's budget."""
+    """One admission of a step: the terms for the pool, and the tokens of the step's budget."""
 
     request: Request
     terms: Admission
     num_new_tokens: int
-    """Tokens that its first step computes, drafts left out. Those up to `num_commit_tokens` can be
-    found by other requests at once, the rest when a Commit publishes them.
+    """Tokens that the request's first step computes, without drafts. Other requests can hit the
+    tokens up to `num_commit_tokens` at once, and the rest after a Commit has published them.
     """
     num_asked: int
-    """Tokens that it would compute if the encoder could compute all items."""
+    """Tokens that the step would compute if the encoder could compute all items."""
     num_drafts: int
-    """Empty drafts that pad its first step; the slots of the terms include them."""
+    """Empty drafts that pad the first step. The number of slots in the terms includes them."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it takes of the step's budget."""
+        """Tokens that the admission takes from the step's budget."""
         return self.num_new_tokens + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over, provided that the first `num_admissions` come about."""
+    """A request that is passed over, provided that the first `num_admissions` admissions succeed."""
 
     request: Request
     reason: WaitReason
     num_admissions: int
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """If the encoder has no budget or room: how many tokens it would compute, and from where on."""
+    """Tokens that the request would compute, from `num_computed_tokens` on, if the encoder had the
+    budget and cache space. 0 if the reason is not the encoder.
+    """
     error: str = ""
-    """Why it can never run, if it cannot."""
+    """Why the request can never run. Empty if it may run later."""
 
 
 @dataclass(slots=True)
@@ -60,13 +62,16 @@ class AdmissionPlan:
     admissions: list[PlannedAdmission] = field(default_factory=list)
     passed_over: list[PassedOver] = field(default_factory=list)
     wait_reason: WaitReason | None = None
-    """Why the first that is in neither list is not; None if all are."""
+    """Why the plan stopped before a candidate. None if each candidate is in one of the lists, or if
+    `has_old_hits`.
+    """
     refused: PlannedAdmission | None = None
-    """The admission of the first, if it certainly does not fit in the pool."""
+    """The admission of the first candidate, if it certainly does not fit in the pool."""
     has_old_hits: bool = False
-    """Whether the first that is in neither list would be passed over or left out for a hit that an
-    admission before it may have changed: that takes blocks which are cached, and with windows and
-    states publishes others. It must be looked up again.
+    """Whether the plan stopped at a candidate whose hit an earlier admission may have changed.
+
+    An admission can evict cached blocks, and with windows and states it publishes others. The
+    candidate must be looked up again before it is passed over or the plan ends.
     """
 
     def pass_over(
@@ -77,15 +82,16 @@ class AdmissionPlan:
         num_asked: int = 0,
         error: str = "",
     ) -> None:
-        """Passes over a request behind the admissions so far; see PassedOver."""
+        """Passes over a request, after the admissions that are planned so far."""
         passed_over = PassedOver(
             request, reason, len(self.admissions), num_computed_tokens, num_asked, error
         )
         self.passed_over.append(passed_over)
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
-        """The plan, as it ends before a request that waits for this reason, as far as is known: if
-        its hit is old, it must be looked up again.
+        """Ends the plan before a request that waits for `reason`, and returns the plan.
+
+        If the request's hit may have changed, the plan records that in place of the reason.
         """
         if hit_is_old:
             self.has_old_hits = True
@@ -96,20 +102,20 @@ class AdmissionPlan:
 
 @dataclass(slots=True)
 class _Trial:
-    """The state of the step as it will be if all admissions that are planned so far come about."""
+    """The state of the step if all admissions that are planned so far succeed."""
 
     budget: int
-    """Tokens that are left."""
+    """Tokens left in the step's budget."""
     published: set[BlockHash]
-    """Blocks that earlier admissions of the step publish."""
+    """Hashes of the blocks that earlier admissions of the step publish."""
     passing_over: PassingOver
     encoder: StepEncoder | None = None
-    """None as long as no candidate has items."""
+    """A copy of the step's encoder state. None until a candidate has items."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlanner:
-    """Plans the admissions of a step ahead, so that one transaction makes them all."""
+    """Plans the admissions of a step ahead, so that one transaction performs all of them."""
 
     config: SchedulerConfig
 
@@ -122,12 +128,12 @@ class AdmissionPlanner:
         num_free_places: int,
         num_free_blocks: int,
     ) -> AdmissionPlan:
-        """Admissions of the candidates, in order, as far as places and budget seem to reach.
+        """Plans admissions of the candidates in order, until rows or budget seem to be used up.
 
-        A prefix hit is what the pool answered last, and beyond it what earlier admissions of the
-        step publish, if the configuration foretells hits. Otherwise only the pool knows hits: the
-        plan stops where one may have changed. If the first candidate certainly does not fit,
-        none is planned: that saves a transaction in every step until it does.
+        A prefix hit is the pool's last answer. If the configuration foretells hits, the blocks that
+        earlier admissions of the step publish extend it. Otherwise only the pool knows hits, and
+        the plan stops at a candidate whose hit may have changed. If the first candidate certainly
+        does not fit, nothing is planned: that saves a transaction in every step until it fits.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -169,8 +175,8 @@ class AdmissionPlanner:
     def _hit(
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
-        """The tokens of a request's hit, and whether an admission before it may have changed them.
-        The blocks of a request that holds some do not change.
+        """The tokens of a request's hit, and whether an earlier admission may have changed them.
+        The count of a request that already holds blocks does not change.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -180,7 +186,7 @@ class AdmissionPlanner:
         return hit, not is_first and (hit > 0 or not foretells_hits)
 
     def _take(self, trial: _Trial, planned: PlannedAdmission) -> None:
-        """Changes what is left of the step as if the admission had come about."""
+        """Updates the trial state as if the admission had succeeded."""
         request, terms, size = planned.request, planned.terms, self.config.hash_block_size
         if self.config.foretells_hits:
             begin, end = terms.num_hit_tokens, terms.num_computed_tokens + planned.num_new_tokens
@@ -192,8 +198,8 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> EncoderDecision | None:
-        """What the encoder computes for `num_new` tokens from `start` on, and how many of these can
-        be computed then; None if they touch no item.
+        """Decides which items the encoder computes for `num_new` tokens from `start` on, and how
+        many of these tokens the step can compute. None if the tokens touch no item.
         """
         if not num_new or start >= request.num_encoded_tokens:
             return None
@@ -206,7 +212,7 @@ class AdmissionPlanner:
     def _num_new_tokens(
         self, builder: StepBuilder, request: Request, start: int, budget: int
     ) -> int:
-        """Tokens of the first step of a request that goes on at `start`; 0 if the budget is too
+        """Tokens that the first step of a request computes from `start` on. 0 if the budget is too
         small.
         """
         gap = builder.cap(request.num_tokens - start)
@@ -240,7 +246,7 @@ class AdmissionPlanner:
         return PlannedAdmission(request, terms, num_new, num_asked, num_drafts)
 
     def _with_published(self, request: Request, hit: int, published: set[BlockHash]) -> int:
-        """A hit, as blocks that earlier admissions publish extend it."""
+        """The hit, extended by blocks that earlier admissions of the step publish."""
         size = self.config.hash_block_size
         blocks = hit // size
         longest = min(request.max_hit_tokens // size, len(request.block_hashes))
@@ -255,11 +261,16 @@ class AdmissionPlanner:
     ) -> int:
         """How many empty drafts are scheduled beside a request that has one token to compute.
 
-        With them a step of decoding requests has one shape. There are none in a step that computes
-        a further chunk of a prompt, in one without running requests if nothing of the prompt is
-        cached, where the model's length, a whole step or the limit of one request in it does not
-        hold them, and where their number goes by that of the requests. What is left of the step,
-        `budget`, is looked at before the limit: where it does not hold them, the request waits.
+        The drafts give all decoding requests of a step one shape. The number is 0 if
+
+        * the number of drafts depends on the number of requests;
+        * the step computes a further chunk of a prompt;
+        * no request runs and nothing of the prompt is cached;
+        * the drafts exceed the model's length, the step's whole budget, or the limit of tokens of
+          one request in the step.
+
+        That limit is not applied if the drafts exceed `budget`, the tokens left in the step: then
+        the request waits.
         """
         if self.config.num_speculative_rows:
             return 0
@@ -309,8 +320,10 @@ class AdmissionPlanner:
         )
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """Blocks that an admission needs at least: those of groups of full attention. Of a request
-        that holds blocks only the pool knows how many it has in each of several groups.
+        """A lower bound of the blocks that an admission needs: the blocks of full attention groups.
+
+        0 for a request that holds blocks, if groups free blocks while it runs: then only the pool
+        knows how many blocks it has in each group.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

@@ -1,4 +1,4 @@
-"""Where the steps of a prompt end if states are cached."""
+"""Cuts prompts into chunks that end where the states of recurrent layers can be cached."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,13 @@ from services.scheduler.core.request import Request
 
 
 def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tokens: int) -> int:
-    """How many of `num_tokens` tokens from `start` on a request gets, so that a step ends where a
-    state can be cached. 0 if the budget does not reach that far. Decoding requests get all tokens.
+    """How many of `num_tokens` tokens from `start` on a step computes, so that it ends where a
+    state can be cached. 0 if the tokens do not reach such a position. A decoding request gets all
+    `num_tokens`.
 
-    1. A step that does not reach the end of the prompt ends on a block boundary, unless a block is
-       larger than any step.
-    2. It ends earlier at a position that must not be passed over; see `_stops`.
+    1. A step that does not reach the end of the prompt ends on a block boundary. If a block is
+       larger than any step, the step may end inside the block.
+    2. The step ends earlier if a position of `_stops` lies inside it.
 
     As in vLLM's "align" mode.
     """
@@ -30,10 +31,12 @@ def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tok
 
 
 def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> Iterator[int]:
-    """Positions at which a step must end if it comes past them: the end of a block that an earlier
-    step left unfinished; the last block boundary that others can hit, and with hits inside a block
-    the last such position in the prompt; and the block boundary up to which another request shares
-    the prefix.
+    """Positions that a step must not cross without ending there:
+
+    * the end of a block that an earlier step left unfinished;
+    * the last block boundary that other requests can hit;
+    * with hits inside a block, the last position in the prompt that other requests can hit;
+    * the last block boundary of the prefix that another request shares.
     """
     size, drops_last = config.block_size, config.drop_last_hit_block
     if start % size:
@@ -52,6 +55,6 @@ def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> I
 
 
 def _longest_step(config: SchedulerConfig) -> int:
-    """Most tokens of one request in a step that others share."""
+    """The largest number of tokens that one request can get in a step with other requests."""
     threshold = config.long_prefill_token_threshold
     return min(config.token_budget, threshold) if threshold else config.token_budget

@@ -1,9 +1,9 @@
-"""How the count of a request's computed tokens is kept.
+"""Stores the count of a request's computed tokens so that a step need not update every request.
 
-Most running requests decode, and each step computes one more token of every one of them. So that a
-step need not write to all of them, the count is the sum of an origin, which is the request's own,
-and a clock that all requests on the fast path share: planning a step advances that clock, and with
-it all their counts. Only this module knows that; others read and set `num_computed_tokens`.
+Most running requests decode, and each step computes one more token of each. The count is the sum of
+an origin, one for each request, and a clock that all requests on the fast path share. Planning a
+step advances the clock, and so all these counts. Other modules read and set `num_computed_tokens`
+and do not depend on this representation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ class StepClock:
 
 
 _STOPPED = StepClock()
-"""The clock of requests off the fast path: their count is the origin alone."""
+"""The clock of requests off the fast path. It stays at 0, so their count is the origin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +27,8 @@ class ComputedTokens:
     """The count of one request's computed tokens; base of `Request`."""
 
     is_on_fast_path: bool = field(init=False, default=False)
-    """Whether each step computes one more token of the request, needs no further block for it, and
-    can end the request only by the token that it samples.
+    """Whether each step computes exactly one more token of the request, without a further block.
+    Such a step can end the request only by the token that it samples.
     """
     origin: int = field(init=False, default=0)
     clock: StepClock = field(init=False, default=_STOPPED)
@@ -47,7 +47,7 @@ _Request = TypeVar("_Request", bound=ComputedTokens)
 
 
 def enter_fast_path(requests: Iterable[ComputedTokens], clock: StepClock) -> None:
-    """Lets the counts grow with a clock."""
+    """Makes the counts of these requests grow with `clock`."""
     now = clock.now
     for request in requests:
         request.origin -= now
@@ -56,7 +56,7 @@ def enter_fast_path(requests: Iterable[ComputedTokens], clock: StepClock) -> Non
 
 
 def leave_fast_path(requests: Iterable[ComputedTokens]) -> None:
-    """Keeps the counts at what they are now."""
+    """Detaches the counts of these requests from their clock, at their present values."""
     for request in requests:
         request.origin += request.clock.now
         request.clock = _STOPPED
@@ -70,7 +70,7 @@ def set_off_fast_path(num_computed_tokens: Mapping[Any, int]) -> None:
 
 
 def num_computed_tokens_of(requests: Iterable[ComputedTokens]) -> list[int]:
-    """The counts of many requests: the property, without a call for each of them."""
+    """The counts of many requests, without a property call for each request."""
     return [request.origin + request.clock.now for request in requests]
 
 

@@ -1,7 +1,7 @@
-"""The cache of encoder outputs on the workers, as the scheduler accounts for it.
+"""The scheduler's account of the cache of encoder outputs on the workers.
 
-Ideas and names are those of vLLM's EncoderCacheManager: sizes count embeddings, an output is shared
-by all requests with the same item, and stays when none uses it any more, until its room is needed.
+Ideas and names follow vLLM's EncoderCacheManager. Sizes count embeddings. All requests with the
+same item share one output. An output that no request uses stays cached until its space is needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,18 @@ class EncoderCacheManager:
 
     def _empty(self) -> None:
         self.num_free = self._size
-        """Embeddings for which there is room."""
+        """Free space, in embeddings."""
         self._users: dict[str, set[Request]] = {}
         """Requests that use an output, by item."""
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
-        """Embeddings of items that no request uses, the one that is longest unused first."""
+        """Numbers of embeddings of the items that no request uses, the longest unused first."""
         self.used_inputs: dict[Request, set[int]] = {}
         """The indexes of the items that a request uses, by request."""
 
     @property
     def num_freeable(self) -> int:
-        """Embeddings for which there is room, or will be once unused items are evicted."""
+        """Space, in embeddings, that is free or can be freed by evicting unused items."""
         return self.num_free + sum(self._unused.values())
 
     @property
@@ -42,17 +42,17 @@ class EncoderCacheManager:
 
     @property
     def used(self) -> Mapping[str, set[Request]]:
-        """Items that requests use, and which do."""
+        """Items in use, each with the requests that use it."""
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":
-        """The same state, to try out on."""
+        """A copy of the state, for trial decisions."""
         copy = EncoderCacheManager(self._size)
         copy.restore(self)
         return copy
 
     def restore(self, earlier: "EncoderCacheManager") -> None:
-        """Takes over the state of a copy."""
+        """Resets the state to an earlier copy."""
         self.num_free = earlier.num_free
         self._users = {name: set(users) for name, users in earlier._users.items()}
         self._num_embeds = dict(earlier._num_embeds)
@@ -61,7 +61,7 @@ class EncoderCacheManager:
         self.evicted = list(earlier.evicted)
 
     def reset(self) -> None:
-        """Forgets all outputs, also those in use, without telling the workers one by one."""
+        """Removes all outputs, also those in use. They are not listed in `evicted`."""
         self.evicted = []
         self._empty()
 
@@ -70,8 +70,8 @@ class EncoderCacheManager:
         return self._num_embeds.get(identifier)
 
     def use_cached(self, request: Request, index: int) -> bool:
-        """Lets a request use the output of one of its items, if it is cached; returns whether it
-        is.
+        """Marks the output of a request's item as used by the request. Returns False if the output
+        is not cached.
         """
         identifier = request.encoder_inputs[index].identifier
         users = self._users.get(identifier)
@@ -83,8 +83,8 @@ class EncoderCacheManager:
         return True
 
     def make_room(self, num_embeds: int) -> bool:
-        """Evicts unused outputs until there is room; evicts none and returns False if there would
-        not be.
+        """Evicts unused outputs until `num_embeds` embeddings fit. If they cannot fit, evicts
+        nothing and returns False.
         """
         if num_embeds > self.num_freeable:
             return False
@@ -96,7 +96,7 @@ class EncoderCacheManager:
         return True
 
     def allocate(self, request: Request, index: int) -> None:
-        """Takes room for the output of an item, for which `make_room` has made some."""
+        """Allocates space for the output of an item. `make_room` must have succeeded for it."""
         item = request.encoder_inputs[index]
         self.num_free -= item.num_embeds
         if self.num_free < 0:
@@ -106,23 +106,25 @@ class EncoderCacheManager:
         self.used_inputs.setdefault(request, set()).add(index)
 
     def free_computed(self, request: Request, num_tokens: int) -> None:
-        """Lets a request give up the items that end within its first `num_tokens`."""
+        """Ends a request's use of the items that end within its first `num_tokens` tokens."""
         for index in sorted(self.used_inputs.get(request, ())):
             if request.encoder_inputs[index].end <= num_tokens:
                 self._free_input(request, index)
 
     def free(self, request: Request) -> None:
-        """Lets a request give up all items."""
+        """Ends a request's use of all its items."""
         for index in sorted(self.used_inputs.get(request, ())):
             self._free_input(request, index)
 
     def take_evicted(self) -> list[str]:
-        """Items that were evicted since the last call and are not cached again."""
+        """Returns the items that were evicted since the last call and are not cached again."""
         evicted, self.evicted = self.evicted, []
         return [identifier for identifier in evicted if identifier not in self._users]
 
     def _free_input(self, request: Request, index: int) -> None:
-        """An item that a prompt has twice is used until the last of both is computed."""
+        """Ends the use of one item. If a prompt contains the same item twice, its output stays in
+        use until both occurrences are freed.
+        """
         inputs = self.used_inputs[request]
         inputs.remove(index)
         items: Sequence[EncoderInput] = request.encoder_inputs

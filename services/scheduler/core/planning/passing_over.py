@@ -1,8 +1,8 @@
-"""Which waiting requests are passed over: they cannot be admitted now for a reason of their own,
-while those behind them can.
+"""Decides which waiting requests are passed over.
 
-A request that is passed over keeps its place in the queue, and does not stop the admission of
-others. One that lacks blocks or budget does: others would take them before it.
+A request is passed over if it cannot be admitted now for a reason of its own. It keeps its position
+in the queue, and requests behind it may be admitted. A request that lacks blocks or budget is not
+passed over: it stops admission, because requests behind it would use up those resources.
 """
 
 from collections.abc import Iterable
@@ -13,10 +13,10 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PassingOver:
-    """The requests that are passed over in one step, as its admissions are planned.
+    """Decides for one step which requests are passed over, while its admissions are planned.
 
-    Once a request is passed over in a step it would be again: admissions take what it lacks and
-    give nothing back.
+    A request that is passed over once stays passed over in that step: admissions only use up
+    resources and free none.
     """
 
     def __init__(
@@ -24,16 +24,16 @@ class PassingOver:
     ) -> None:
         self._max_loras = max_loras
         self._last_updated_step = last_updated_step
-        """The last step whose output was taken in."""
+        """The last step whose output was applied."""
         self._adapters: set[bytes] = set()
-        """Adapters of all running requests, scheduled in this step or not: they may be in the next
-        one.
+        """Adapters of all running requests. Requests that this step does not schedule count too:
+        the next step may schedule them.
         """
         if max_loras is not None:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
-        """The same state, to plan admissions on that may not come about."""
+        """A copy of the state, for planned admissions that may fail."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)
@@ -56,6 +56,6 @@ class PassingOver:
         return WaitReason.ADAPTERS if len(self._adapters) >= self._max_loras else None
 
     def admit(self, request: Request) -> None:
-        """Notes that a request runs from this step on."""
+        """Records that a request runs from this step on."""
         if self._max_loras is not None and request.adapter_digest:
             self._adapters.add(request.adapter_digest)

@@ -1,37 +1,38 @@
-"""Decides in which steps prompts wait, so that these hold only requests that decode."""
+"""Decides which steps schedule no prompts and so contain only decoding requests."""
 
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.planning.step_builder import StepBuilder
 
 
 class PrefillPacing:
-    """Lets steps with prompts follow each other only at an interval, while requests decode.
+    """Spaces out the steps with prompts while requests decode, as vLLM's prefill_schedule_interval.
 
-    A step with prompts takes longer than one without, and every request that decodes waits for it.
-    With an interval of n, n - 1 steps that only decode come between two with prompts. They do not
-    if the last step that could admit left requests waiting, for then prompts come faster than
-    that. As vLLM's prefill_schedule_interval.
+    A step with prompts takes longer than one without and delays every decoding request. With an
+    interval of n, n - 1 decode-only steps lie between two steps with prompts. The interval is
+    ignored if the last step that could admit prompts left requests waiting, because then prompts
+    arrive faster than the interval allows.
     """
 
     def __init__(self, interval: int) -> None:
         self.is_on = interval > 1
-        """Whether there is such an interval."""
+        """Whether the interval has an effect."""
         self._interval = interval
         self._num_steps_between = interval
-        """Steps with tokens since the last one with prompts."""
+        """Number of steps with tokens since the last step with prompts."""
         self.left_waiting = False
         """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
-        """Whether the next step leaves prompts out; `throttled`: whether the caller wants that."""
+        """Whether the next step schedules no prompts. `throttled`: the caller asks for that."""
         is_too_soon = self._num_steps_between < self._interval - 1
         if self.left_waiting or not (throttled or is_too_soon):
             return False
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a step, before its tokens count as computed. A running request that computes again
-        what was not loaded for it does not count as a prompt.
+        """Counts a step. Must be called before the step's tokens count as computed.
+
+        A running request that recomputes tokens whose load failed does not count as a prompt.
         """
         if builder.plan.requests:
             has_prefills = any(

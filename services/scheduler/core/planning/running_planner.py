@@ -18,8 +18,8 @@ from services.scheduler.core.request import Request
 
 
 class RunningPlanner:
-    """Divides the token budget of a step among the running requests, and knows for how many steps a
-    request needs no decision.
+    """Divides the token budget of a step among the running requests, and computes for how many
+    steps a request can stay on the fast path.
     """
 
     def __init__(
@@ -36,21 +36,23 @@ class RunningPlanner:
         self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
         self._max_prompt_len = config.max_prompt_len
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
-        """Whether the token after one in flight can be planned, because workers know it first."""
+        """Whether a token can be planned while the token before it is still in flight. Workers feed
+        their own sampled tokens into the next step.
+        """
 
     def plan(
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
     ) -> list[Request]:
-        """Schedules the running requests from index `begin` on, as far as the budget goes. Returns
-        those whose tokens need further blocks.
+        """Schedules the running requests from index `begin` on, until the budget is used up.
+        Returns the requests whose tokens need further blocks.
 
-        Only requests off the fast path are looked at. What lies between them is a run: requests
-        that get one token each, scheduled together. A request that is looked at and needs just one
-        token, while the budget is enough for all that follow, is left in its run.
+        Only requests off the fast path are examined. The requests between two examined ones are a
+        run: they get one token each and are scheduled together. An examined request stays in its
+        run if it needs one token and the budget suffices for all requests behind it.
 
         `num_decided` is set after a preemption: the tokens that the request at `begin` was to get
-        before. As in vLLM it gets no more, and what the victim gives back of the budget goes to the
-        requests behind it.
+        before. As in vLLM it gets no more than that. The budget that the victim frees is available
+        to the requests behind it.
         """
         running = self._running
         growing: list[Request] = []
@@ -83,8 +85,9 @@ class RunningPlanner:
         return growing
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
-        """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this one runs, and puts requests on the fast path. `steps` are those before.
+        """Counts the tokens of a planned step as computed, and puts requests on the fast path.
+
+        So the next step can be planned while this one runs. `steps` are the earlier steps.
         """
         self._running.advance()
         if not builder.off_fast_path:
@@ -115,8 +118,9 @@ class RunningPlanner:
             self._running.enter_fast_path(entering)
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
-        """Schedules one token of each running request from index `begin` up to `end`. Requests that
-        the budget does not reach leave the fast path: this step computes nothing of them.
+        """Schedules one token of each running request from index `begin` up to `end`. Requests for
+        which no budget is left leave the fast path, because this step computes none of their
+        tokens.
         """
         if begin < end:
             last = min(end, begin + builder.token_budget)
@@ -133,9 +137,10 @@ class RunningPlanner:
         *,
         aligns: bool,
     ) -> int:
-        """Schedules up to `num_new` tokens of a request; returns how many the budget allows.
+        """Schedules up to `num_new` tokens of a request, within the budgets of tokens and encoder.
+        Returns the number that was scheduled.
 
-        `aligns`: they may be fewer, so that the step ends where a state can be cached.
+        `aligns`: the chunk is cut so that the step ends where a state can be cached.
         """
         num_new = min(num_new, builder.token_budget)
         if aligns:
@@ -150,8 +155,8 @@ class RunningPlanner:
     def _schedule_items(
         self, builder: StepBuilder, request: Request, num_computed: int, num_new: int
     ) -> int:
-        """Has the encoder compute the items that tokens of a request touch; returns how many of the
-        tokens can be computed then.
+        """Schedules the encoder inputs of the items that the tokens touch. Returns how many of the
+        tokens can be computed.
         """
         decision = builder.encoder.schedule(request, num_computed, num_new)
         if decision.inputs and decision.num_tokens:
@@ -161,7 +166,7 @@ class RunningPlanner:
         return decision.num_tokens
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
-        """Tokens that a running request lacks and may get in one step."""
+        """Tokens of a running request, drafts included, that one step may compute."""
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
@@ -175,14 +180,17 @@ class RunningPlanner:
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _placeholder_drafts(self, request: Request, num_drafts: int) -> list[int]:
-        """Drafts that the workers make in the step in flight; only they know the tokens."""
+        """Placeholders for drafts that the workers propose in the planned step. With asynchronous
+        scheduling the scheduler does not know their tokens.
+        """
         if not self._config.async_scheduling or request.is_prefill_chunk:
             return []
         return [-1] * num_drafts
 
     def _fast_path_end(self, request: Request) -> int:
-        """The first number of computed tokens at which a decoding request must be looked at: it
-        needs a block, reaches its greatest length, or has filled a block. 0: always.
+        """The first number of computed tokens at which a decoding request must leave the fast path:
+        it needs a block, reaches its maximum length, or has filled a block. 0: it cannot use the
+        fast path.
         """
         if request.sampling.repetition_detection is not None:
             return 0
@@ -198,9 +206,10 @@ class RunningPlanner:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests with more than one token in this step, or more than one in flight:
-    their windows move by more than a token in each of the next steps, and drafts may be rejected.
-    `scheduled` maps each request of the step to its number of computed tokens after it.
+    """The requests with more than one token in this step or in flight. Their windows move by more
+    than one token in each of the next steps, and drafts may be rejected.
+
+    `scheduled` maps each request of the step to its number of computed tokens after the step.
     """
     num_in_flight = steps.num_tokens()
     return {

@@ -1,4 +1,4 @@
-"""The requests that run, and which of them the next step must look at."""
+"""The running requests, and those of them that the next step must examine."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -17,12 +17,12 @@ _admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
-    """The requests that run, in the order of their admission.
+    """The running requests, in the order of their admission.
 
-    Most of them decode: each step computes one more token of them, and nothing else changes for a
-    number of steps that is known in advance. During these they are on the fast path: a step
-    schedules them without looking at them. A calendar holds, by step, the requests that leave the
-    fast path before it: a timing wheel (Varghese and Lauck, 1987).
+    Most of them decode: each step computes one more token, and nothing else changes for a number of
+    steps that is known in advance. During these steps a request is on the fast path and is
+    scheduled without being examined. A calendar maps each step to the requests that leave the fast
+    path before that step: a timing wheel (Varghese and Lauck, 1987).
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class RunningRequests:
         self._off_fast_path.add(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out; it is off the fast path then."""
+        """Removes a request, which also leaves the fast path."""
         self.leave_fast_path(request)
         self._off_fast_path.remove(request)
         index = self.index(request)
         del self._requests[index], self._admission_numbers[index]
 
     def off_fast_path(self, begin: int) -> list[Request]:
-        """The requests that the next step must look at, in order, from index `begin` on. Takes
-        those off the fast path whose steps on it are over.
+        """The requests that the next step must examine, in order, from index `begin` on. First
+        removes the requests from the fast path whose number of steps has passed.
         """
         self.take_due_off_fast_path()
         requests = sorted(self._off_fast_path, key=_admission_number)
@@ -75,7 +75,7 @@ class RunningRequests:
         return [request for request in requests if self.index(request) >= begin]
 
     def take_due_off_fast_path(self) -> None:
-        """Takes those off the fast path whose steps on it are over."""
+        """Removes the requests from the fast path whose number of steps has passed."""
         if due := self._calendar.pop(self._clock.now, None):
             leave_fast_path(due)
             self._off_fast_path |= due
@@ -85,7 +85,7 @@ class RunningRequests:
         return self._calendar.get(self._clock.now + 1, ())
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
-        """Puts requests on the fast path, each for its number of steps, one or more."""
+        """Puts each request on the fast path for its number of steps, at least one."""
         enter_fast_path(requests, self._clock)
         now, calendar = self._clock.now, self._calendar
         for request, num_steps in requests.items():
@@ -94,8 +94,8 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Takes a request off the fast path before its steps are over, if it is on it: the step
-        that is planned may leave it out, or its last one failed.
+        """Removes a request from the fast path early, for example because the step that is planned
+        may not schedule it, or because its last step failed. Does nothing if it is not on it.
         """
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
@@ -106,5 +106,5 @@ class RunningRequests:
             self._off_fast_path.add(request)
 
     def advance(self) -> None:
-        """Counts a step that was planned: one more token of all requests on the fast path."""
+        """Counts a planned step: one more computed token of all requests on the fast path."""
         self._clock.now += 1

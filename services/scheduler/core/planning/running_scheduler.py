@@ -1,4 +1,4 @@
-"""Step 1 of scheduling: memory for the requests that run, and preemption where it lacks."""
+"""Step 1 of scheduling: allocates blocks for running requests, and preempts if none are free."""
 
 from collections.abc import Awaitable, Sequence
 
@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class RunningScheduler:
-    """Schedules the running requests of a step, and preempts those that must make room."""
+    """Schedules the running requests of a step, and preempts requests if blocks are missing."""
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
         self.num_preemptions = 0
@@ -24,9 +24,11 @@ class RunningScheduler:
         self.planner = RunningPlanner(state.config, state.running, state.kv_cache_manager)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
-        """Divides the budget among the running requests and allocates their blocks. Where they do
-        not fit, a request is preempted, and those behind it are planned again. The same
-        transaction looks up what is cached of requests that may be admitted next.
+        """Divides the budget among the running requests and allocates their blocks.
+
+        If the blocks of a request do not fit, a victim is preempted, and planning resumes at that
+        request. The same transaction looks up the cached prefixes of requests that may be admitted
+        next.
         """
         begin, num_decided = 0, None
         while True:
@@ -41,19 +43,23 @@ class RunningScheduler:
             begin, num_decided = self._make_room(builder, request)
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request, in an order that keeps theirs in the queue."""
+        """Preempts every running request. The queue keeps their order of admission."""
         victims = list(reversed(self._running))
         for victim in victims:
             self._preempt(victim)
         return victims
 
     def preempt_waiting(self, builder: StepBuilder) -> None:
-        """Where no request runs and the first that waits lacks blocks, preempts the last of those
-        that hold some while they wait. Two sessions whose next turns lack what the other holds
-        would otherwise wait for each other, and one that alone holds all blocks for itself: where
-        layers keep states it gives none back before it goes on. Sessions between two turns keep
-        theirs, and while transfers or steps in flight are about to give blocks back none is
-        preempted.
+        """Preempts the last of the waiting requests that hold blocks. Called if no request runs and
+        the first waiting request lacks blocks.
+
+        Without this, two sessions could deadlock if the next turn of each needs blocks that the
+        other holds. A session that holds all blocks could wait for itself: where layers keep
+        states, it frees none before its next turn is admitted. So the first request itself is
+        preempted if it is the only holder and no session is between two turns.
+
+        Sessions between two turns keep their blocks. Nothing is preempted while transfers, steps
+        in flight or pending operations are about to free blocks.
         """
         state = self._state
         is_busy = state.transfers is not None and state.transfers.is_moving
@@ -75,8 +81,8 @@ class RunningScheduler:
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
     ) -> Awaitable[Stop | None]:
-        """Also looks up prefixes of waiting requests, unless there was a preemption: the step
-        admits none of them then.
+        """Allocates blocks for `growing`, and looks up prefixes of waiting requests. After a
+        preemption nothing is looked up, because the step then admits no request.
         """
         looked_up: list[Request] = []
         if not builder.plan.preemptions and self._queues.has_queued:
@@ -85,8 +91,8 @@ class RunningScheduler:
         return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
-        """Whether a request that lacks blocks waits for those that transfers, or steps in flight,
-        are about to give back: preempting another would not make room now.
+        """Whether a request that lacks blocks must wait for blocks that transfers or steps in
+        flight are about to free. Preempting another request would free nothing now.
         """
         transfers = self._state.transfers
         if transfers is None:
@@ -97,7 +103,7 @@ class RunningScheduler:
         )
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Leaves out of the step a request and all behind it in the order of admission."""
+        """Ends the plan before a request: it and all requests admitted after it get no tokens."""
         builder.unschedule_from(request)
         builder.encoder.take_back_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
@@ -105,9 +111,10 @@ class RunningScheduler:
         await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts a request because `request` lacks blocks. Returns the index in the order of
-        admission from which to plan again, and the tokens that `request` was scheduled, unless it
-        is the victim itself.
+        """Preempts the policy's victim because `request` lacks blocks.
+
+        Returns the index in the order of admission from which to plan again, and the number of
+        tokens that `request` was scheduled. The number is None if `request` is the victim.
         """
         num_decided = builder.unschedule_from(request)
         builder.encoder.take_back_from(request)
@@ -126,7 +133,7 @@ class RunningScheduler:
     def _preempt(self, request: Request) -> None:
         self._state.take_out(request)
         steps = self._state.steps
-        # Where a token is dropped that comes before others in flight, these are dropped with it.
+        # If a token in flight is dropped, all later tokens in flight are dropped with it.
         if self._state.config.requires_kv_delivery or steps.drops(request):
             steps.drop([request])
         request.awaited_step = steps.last_awaited(request)

@@ -1,4 +1,4 @@
-"""The scheduler: what each engine step computes, of which requests."""
+"""The scheduler: decides which tokens of which requests each engine step computes."""
 
 from collections.abc import Collection, Iterable, Mapping
 
@@ -28,10 +28,10 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class Scheduler:
-    """Requests of one replica: those that run, those that wait, and the plan of each step.
+    """Plans the steps of one replica, and keeps its running and waiting requests.
 
-    Decisions are those of vLLM V1's scheduler; blocks are allocated in transactions with the pool.
-    Not safe for concurrent calls: one engine loop drives it.
+    Its decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions
+    with the pool. Not safe for concurrent calls: one engine loop drives it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Scheduler:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """How steps are paused; None if they are not."""
+        """How steps are paused; None if the engine is not paused."""
         return self._state.pause_mode
 
     @property
@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything, if only send operations to pool or workers."""
+        """Whether a step would do anything, even if it only sends operations to pool or workers."""
         if self.running and self._state.pause_mode is None:
             return True
         has_operations = bool(self._kv_cache_manager.pending or self._state.rows.removed)
@@ -74,20 +74,22 @@ class Scheduler:
 
     @property
     def only_frees(self) -> bool:
-        """Whether a step would do nothing but free what ended requests held: none runs or waits, no
-        block is to be published, and no transfer is under way.
+        """Whether a step would only free blocks of ended requests: no request runs or waits, no
+        block is to be published, and no transfer is in progress.
         """
         has_commits = bool(self._kv_cache_manager.pending.commits)
         return not (self.running or self.num_waiting or has_commits or self.has_transfers)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a transfer of keys and values is under way: steps go on to hear of its end."""
+        """Whether a transfer of keys and values is in progress. Steps must continue, because their
+        outputs report its end.
+        """
         return self.transfers is not None and self.transfers.is_busy
 
     @property
     def has_requests(self) -> bool:
-        """Whether requests run, or could be admitted before something else has happened."""
+        """Whether a request runs, or could be admitted without waiting for an event."""
         if self._state.pause_mode is None:
             return bool(self.running) or self.queues.has_admissible
         if self._state.pause_mode is PauseMode.WAIT:
@@ -96,22 +98,22 @@ class Scheduler:
 
     @property
     def waiting(self) -> RequestQueue:
-        """Requests that wait without blocks, and are not held back."""
+        """Waiting requests that hold no blocks and are not held back."""
         return self.queues.waiting
 
     @property
     def kv_waiting(self) -> RequestQueue:
-        """Requests that wait with blocks."""
+        """Waiting requests that hold blocks."""
         return self.queues.kv_waiting
 
     @property
     def passed_over(self) -> Mapping[Request, WaitReason]:
-        """Requests that were passed over since they began to wait, and why the last time."""
+        """Waiting requests that were passed over, each with the most recent reason."""
         return self.queues.passed_over
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, those that are held back included."""
+        """Number of requests that do not run, including requests that are held back."""
         return len(self.queues)
 
     @property
@@ -121,7 +123,7 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request held after the last transaction."""
+        """Number of blocks that were free after the last transaction."""
         return self._kv_cache_manager.num_free_blocks
 
     @property
@@ -138,8 +140,10 @@ class Scheduler:
         self.queues.add(request)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Gives a session that has not ended its next input; None ends it after the turn that runs
-        or waits, and at once between two turns.
+        """Adds the next input of a session that has not ended.
+
+        None ends the session: between two turns at once, otherwise after the turn that runs or
+        waits.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
@@ -149,9 +153,8 @@ class Scheduler:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
-        """Whether a step without requests would be planned again and again: requests wait for
-        places or blocks that sessions hold which do not run, and no operation is left that could
-        free any.
+        """Whether planning again would give the same empty step: requests wait for slots or blocks
+        that idle sessions occupy, and no pending operation could free any.
         """
         return (
             bool(self.queues.between_turns or self.kv_waiting)
@@ -163,8 +166,9 @@ class Scheduler:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Notes that the workers have the grammar of a request, or why they cannot have it and how
-        the request is to end for that. Does nothing if it has ended.
+        """Records that the workers have compiled the grammar of a request. `error`: compilation
+        failed, and the request must end with this error and `reason`. Does nothing if the request
+        has ended.
         """
         if request.is_finished:
             return
@@ -183,9 +187,11 @@ class Scheduler:
         self._state.remove(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Holds back all requests but these, also those that arrive later; None lets all be
-        admitted again. No request may run. They are queued in the order in which they arrived,
-        and those that wait with blocks lose them, unless a load fills them.
+        """Allows only these requests to be admitted. All others are held back, including requests
+        that arrive later. None allows all requests again.
+
+        No request may run. All requests are queued again in the order of arrival. Waiting requests
+        lose their blocks, except while a load is filling them.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
@@ -194,13 +200,15 @@ class Scheduler:
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Notes that the caller plans no step until `resume`. With ABORT it ends all requests; with
-        WAIT it plans steps, which admit no request, while requests run.
+        """Pauses the engine until `resume`.
+
+        With WAIT the caller plans steps while requests run, and these steps admit no new request.
+        With the other modes the caller plans no steps. With ABORT it also ends all requests.
         """
         self._state.pause_mode = mode
 
     def resume(self) -> None:
-        """Notes that steps are planned again."""
+        """Ends a pause: steps are planned again."""
         self._state.pause_mode = None
 
     async def schedule(
@@ -208,19 +216,19 @@ class Scheduler:
     ) -> SchedulerOutput:
         """Plans one step and reserves its memory.
 
-        There is no prefill and no decode. Each request has tokens, and a count of those that are
-        computed; a step hands out a budget of tokens so that the count catches up:
+        There is no prefill and no decode phase. Each request has tokens, and a count of how many
+        are computed. A step distributes a budget of tokens so that the count catches up:
 
-        1. Running requests, in the order of admission. The blocks that they need are allocated in
-           one transaction with the pool. If they do not fit, the policy chooses a running request
-           to preempt, and the rest is planned again.
-        2. Then, if none was preempted, waiting requests from the head of the queue, each with
-           the cached part of its prompt, until budget, rows or blocks are used up. If the head
-           cannot be admitted, those behind it are not either, unless the reason is its own: then
-           it is passed over, and keeps its place.
+        1. Running requests are scheduled in the order of admission. Their blocks are allocated in
+           one transaction with the pool. If the blocks do not fit, the policy chooses a running
+           request to preempt, and the rest is planned again.
+        2. If none was preempted, waiting requests are admitted from the head of the queue, each
+           with the cached part of its prompt, until budget, rows or blocks are used up. If the head
+           cannot be admitted, admission stops. If the reason concerns the head alone, it is passed
+           over instead: it keeps its position, and the next request is tried.
 
-        `throttle_prefills` lets prompts wait, if requests decode: see `PrefillPacing`. In a pause
-        that keeps or ended all requests nothing is computed.
+        With `throttle_prefills`, prompts wait while requests decode; see `PrefillPacing`. In a
+        pause with a mode other than WAIT the step computes nothing.
         """
         builder, pause_mode = self._new_builder(), self._state.pause_mode
         if pause_mode is not None and pause_mode is not PauseMode.WAIT:
@@ -253,22 +261,24 @@ class Scheduler:
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Appends the sampled tokens of a step, also to requests that were preempted while it ran,
-        and ends requests that are done, among them those whose prompt was pooled. Tokens of
-        requests that ended while it ran, or that are in `plan.dropped`, are discarded. A session
-        begins its next turn, or waits for it.
+        """Applies the output of a step.
+
+        Appends the sampled tokens, also to requests that were preempted while the step ran. Tokens
+        of requests that ended meanwhile, or that are in `plan.dropped`, are discarded. Ends
+        requests that are complete, including requests whose prompt was pooled. A session whose turn
+        is complete begins its next turn, or waits for its input.
         """
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that steps looked at and that can never run, where no step is
-        in flight whose update would. Returns them in the order of their arrival.
+        """Ends the waiting requests that were found unable to ever run. Returns them in the order
+        of arrival. Only needed if no step is in flight: otherwise the step's update ends them.
         """
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request, in an order that keeps theirs in the queue. Their tokens
-        in flight are dropped.
+        """Preempts every running request, and drops their tokens in flight. The queue keeps their
+        order of admission.
         """
         self._state.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
@@ -288,24 +298,26 @@ class Scheduler:
         return victims
 
     async def flush(self) -> None:
-        """Sends the pool now the operations that would otherwise go with the next step."""
+        """Sends the pending operations to the pool now, instead of with the next step."""
         await self._kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
+        """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
         return await self._kv_cache_manager.reset_prefix_cache()
 
     def reset_connector(self) -> None:
-        """Forgets what a connector has stored. No request may hold blocks."""
+        """Removes everything that the connector has stored. No request may hold blocks."""
         if self.transfers is not None:
             self.transfers.connector.reset_cache()
 
     def reset_encoder_cache(self) -> None:
-        """Forgets the embeddings of all items, as for other weights; sends the workers nothing."""
+        """Removes all encoder outputs, for example after weights have changed. The workers are sent
+        nothing.
+        """
         self.encoder_cache.reset()
 
     def _release(self, waiting: Iterable[Request]) -> None:
-        """Frees the blocks of requests that wait with them; they are computed again."""
+        """Frees the blocks of waiting requests. Their tokens are computed again."""
         released = list(waiting)
         self.queues.release(released)
         for request in reversed(released):
@@ -321,7 +333,9 @@ class Scheduler:
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """Most tokens of one request in the step that is planned, if others share it; else 0."""
+        """The largest number of tokens of one request in the step that is planned. 0, for no limit,
+        if there is at most one request.
+        """
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:
@@ -340,7 +354,9 @@ class Scheduler:
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
-        """The planned step; from here on its tokens count as computed, if it `computes` any."""
+        """Completes and returns the planned step. If it `computes`, its tokens count as computed
+        from here on.
+        """
         plan, state = builder.plan, self._state
         plan.wait_reason = wait_reason
         plan.num_tokens = self._token_budget - builder.token_budget

@@ -1,4 +1,4 @@
-"""A step while it is planned: the budget left, what was scheduled, and what can be taken back."""
+"""A step while it is planned: its remaining budget and the tokens scheduled so far."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ class StepBuilder:
 
     plan: SchedulerOutput
     token_budget: int
-    """Tokens left."""
+    """Tokens left in the budget."""
     long_prefill_token_threshold: int
-    """Most tokens of one request in this step; 0: no such limit."""
+    """The largest number of tokens of one request in this step; 0: no limit."""
     make_passing_over: Callable[[], PassingOver]
     make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
     """Whether prompts wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """Of the scheduled requests that are not on the fast path, how many tokens of each are computed
+    """The scheduled requests that are not on the fast path, each with its number of computed tokens
     after the step.
     """
     failed: dict[Request, str] = field(default_factory=dict)
-    """Requests that were looked at and can never run, and why."""
+    """Requests that can never run, each with its error."""
 
     _prefixes: WaitingPrefixes | None = None
     _passing_over: PassingOver | None = None
@@ -37,21 +37,21 @@ class StepBuilder:
 
     @property
     def prefixes(self) -> WaitingPrefixes:
-        """Prefix hits of waiting requests."""
+        """Prefix hits of the waiting requests."""
         if self._prefixes is None:
             self._prefixes = WaitingPrefixes()
         return self._prefixes
 
     @property
     def passing_over(self) -> PassingOver:
-        """Which waiting requests are passed over, as of the admissions so far."""
+        """Which waiting requests are passed over, after the admissions so far."""
         if self._passing_over is None:
             self._passing_over = self.make_passing_over()
         return self._passing_over
 
     @property
     def encoder(self) -> StepEncoder:
-        """The encoder's budget in this step."""
+        """The encoder's budget and decisions in this step."""
         if self._encoder is None:
             self._encoder = self.make_encoder()
         return self._encoder
@@ -67,7 +67,7 @@ class StepBuilder:
         return any(request.is_prefill_chunk for request in self.off_fast_path)
 
     def cap(self, num_tokens: int) -> int:
-        """How many of `num_tokens` tokens the threshold lets one request have."""
+        """`num_tokens`, limited by the threshold of one request."""
         threshold = self.long_prefill_token_threshold
         return threshold if 0 < threshold < num_tokens else num_tokens
 
@@ -80,7 +80,9 @@ class StepBuilder:
         self.token_budget -= len(requests)
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        """Schedules tokens of a request off the fast path; its drafts are the last of them."""
+        """Schedules tokens of a request off the fast path. The last of these tokens are drafts, if
+        the request has any.
+        """
         plan, num_computed_tokens = self.plan, request.num_computed_tokens
         plan.requests.append(request)
         plan.num_scheduled_tokens.append(num_tokens)
@@ -94,8 +96,8 @@ class StepBuilder:
                 plan.draft_token_ids[request] = request.draft_token_ids[:num_drafts]
 
     def unschedule_from(self, request: Request) -> int:
-        """Takes back the tokens of a request and of all that were scheduled after it. Returns the
-        tokens that were scheduled of the request.
+        """Unschedules a request and all requests that were scheduled after it. Returns the number
+        of tokens that the request had been scheduled.
         """
         index = self.plan.requests.index(request)
         num_tokens = self.plan.num_scheduled_tokens[index]
@@ -103,7 +105,7 @@ class StepBuilder:
         return num_tokens
 
     def unschedule(self, request: Request) -> None:
-        """Takes back the tokens of a request, if any were scheduled."""
+        """Unschedules a request, if it was scheduled."""
         if request in self.plan.requests:
             index = self.plan.requests.index(request)
             self.plan.appended_blocks.pop(request, None)

@@ -1,4 +1,4 @@
-"""Which items of prompts the encoder computes in a step, and where chunks end because of it."""
+"""Decides which items of prompts the encoder computes in a step, and cuts chunks accordingly."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,26 @@ class EncoderDecision:
     """The tokens and items of a request that a step computes."""
 
     num_tokens: int
-    """Tokens that the step computes: `num_asked`, or those up to the first item that the encoder
+    """Tokens that the step computes: `num_asked`, or fewer, up to the first item that the encoder
     cannot compute in this step.
     """
     budget: int
-    """The encoder's budget once the items are computed."""
+    """The encoder's remaining budget after the items, in embeddings."""
     num_asked: int
-    """Tokens that would be computed without the encoder's bounds."""
+    """Tokens that would be computed without the encoder's limits."""
     inputs: list[int] = field(default_factory=list)
     """Items to compute, by index."""
     repeated: list[int] = field(default_factory=list)
-    """Items that equal one of these."""
+    """Items, by index, that equal an earlier item in `inputs`."""
     mismatch: str = ""
-    """An item with a cached output of another size; empty if there is none. With it, no tokens."""
+    """Identifier of an item whose cached output has another size. Empty if there is none. With a
+    mismatch `num_tokens` is 0.
+    """
 
 
 @dataclass(slots=True)
 class StepEncoder:
-    """The budget of the encoder that is left in a step, and its cache."""
+    """The encoder's remaining budget in a step, and the cache of its outputs."""
 
     config: SchedulerConfig
     cache: EncoderCacheManager
@@ -39,18 +41,21 @@ class StepEncoder:
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
     """Decisions for running requests with items, in the order in which they were planned."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for running requests for which others were preempted; they are not made again."""
+    """Decisions for running requests that lacked blocks and caused a preemption. They are reused
+    when planning resumes.
+    """
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
-    """Budget and cache before each running request that was looked at, in that order."""
+    """Budget and cache before each decision for a running request, in the order of decisions."""
 
     def copy(self) -> "StepEncoder":
-        """The same state, to plan admissions on that may not come about."""
+        """A copy of the state, for planned admissions that may fail."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
-        """Which items must be computed so that `num_tokens` tokens from `start` on can be: those
-        that the tokens touch. An item is computed as a whole. Cached outputs of such items are in
-        use from here on; where room was needed, unused outputs are evicted.
+        """Decides which items must be computed for `num_tokens` tokens from `start` on: the items
+        that the tokens touch and that are not cached. An item is computed as a whole.
+
+        Marks cached outputs of touched items as used, and evicts unused outputs if space is needed.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}
@@ -82,7 +87,7 @@ class StepEncoder:
         return decision
 
     def allocate(self, request: Request, decision: EncoderDecision) -> None:
-        """Takes budget and room for the items of a decision."""
+        """Allocates budget and cache space for the items of a decision."""
         if decision.inputs:
             self.budget = decision.budget
         for index in decision.inputs:
@@ -91,7 +96,9 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
-        """Decides a running request, and takes budget and room for its items if it gets tokens."""
+        """Decides the items of a running request. If it gets tokens, allocates budget and cache
+        space for the items.
+        """
         decision = self.kept.get(request)
         if decision is None:
             self._mark(request)
@@ -102,8 +109,8 @@ class StepEncoder:
         return decision
 
     def take_back_from(self, request: Request) -> None:
-        """Takes back what was done for this running request, which lacks blocks, and for those
-        after it. Outputs that were evicted for the request itself stay evicted.
+        """Undoes the decisions for a running request that lacks blocks and for all requests
+        admitted after it. Outputs that were evicted for the request itself stay evicted.
         """
         number = request.admission_number
         later = [mark for mark in self._marks if mark[0].admission_number >= number]
@@ -116,14 +123,14 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
-        """Keeps the decision of a request for which another one was preempted."""
+        """Keeps the decision of a request that caused another request's preemption."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Tests the items of a waiting request that then lacks blocks. It uses none of
-        them; outputs that were evicted for it stay evicted.
+        """Decides the items of a waiting request that then lacks blocks, and frees them. Outputs
+        that were evicted for the request stay evicted.
         """
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)
@@ -141,5 +148,5 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    """The error of a request with an item that has another size than the cached one of its name."""
+    """The error of a request with an item whose size differs from the cached item of that name."""
     return f"the item {identifier!r} has another size than the one cached under this identifier"

@@ -1,4 +1,4 @@
-"""Prefixes of waiting requests in a step: the tokens that are cached, and those that are loaded."""
+"""Prefixes of waiting requests in a step: tokens that are cached, and tokens to be loaded."""
 
 from dataclasses import dataclass, field
 
@@ -9,25 +9,27 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class WaitingPrefixes:
-    """Answers of the pool and of a connector, as of the admissions so far."""
+    """Lookup results of the pool and of a connector, after the admissions so far."""
 
     hits: dict[Request, int] = field(default_factory=dict)
-    """Cached tokens, by the pool's newest answer."""
+    """Number of cached tokens, from the pool's latest answer."""
     external: dict[Request, int] = field(default_factory=dict)
-    """Tokens that a connector loads behind the hits."""
+    """Number of tokens after the hit that a connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Tokens that full attention has cached, where the connector supplies states."""
+    """Number of tokens cached for full attention, where the connector supplies states."""
     diverging: set[Request] = field(default_factory=set)
-    """Requests whose hit is one of full attention alone."""
+    """Requests whose hit counts full attention only."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Tokens up to which the windows of requests move on, if not up to all computed ones."""
+    """Number of tokens from which the windows of a request are computed. Only for requests where
+    it is less than the number of computed tokens.
+    """
     published: set[BlockHash] = field(default_factory=set)
-    """Hashes that admissions of this step publish: later admissions of the step hit them."""
+    """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
 
     _cut_hits: dict[Request, int] = field(default_factory=dict)
 
     def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
-        """Keeps the pool's answer."""
+        """Stores the pool's answer for a request."""
         self.hits[request] = num_tokens
         request.shared_prefix_boundary = shared_prefix_boundary
 
@@ -38,19 +40,19 @@ class WaitingPrefixes:
         self._cut_hits[request] = num_tokens
 
     def max_hit_tokens(self, request: Request) -> int:
-        """The longest hit that a request may take."""
+        """The longest hit, in tokens, that a request may use."""
         return self._cut_hits.get(request, request.max_hit_tokens)
 
     def forget_hits(self) -> None:
-        """Drops the known hits, after an admission has changed them."""
+        """Removes the known hits, because an admission may have changed them."""
         self.hits.clear()
         self._cut_hits.clear()
         self.divergent_hits.clear()
         self.diverging.clear()
 
     def go_on(self, request: Request, steps: PlannedSteps) -> None:
-        """Notes the computed tokens of a request that holds blocks. Steps in flight of a session's
-        last turn, whose tokens are dropped, still read the blocks that its windows see.
+        """Records the computed tokens of a request that holds blocks as its hit. Steps in flight of
+        a session's last turn, whose tokens are dropped, still read the blocks of its windows.
         """
         self.hits[request] = request.num_computed_tokens
         if any(request in plan.requests for plan in steps.in_flight):

@@ -1,4 +1,4 @@
-"""The requests that do not run: those that hold blocks, those that do not, and those held back."""
+"""The waiting requests: with blocks, without blocks, and held back."""
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
@@ -12,8 +12,9 @@ from services.scheduler.core.request import Request, RequestStatus
 class WaitingRequests:
     """Queues of a replica, each in the order of the policy.
 
-    A request that holds blocks waits in `kv_waiting`, and is looked at before those in `waiting`.
-    One that cannot be admitted yet, whatever is free, is passed over, and keeps its place.
+    Requests that hold blocks are in `kv_waiting`. They are tried before the requests in `waiting`.
+    A request that cannot be admitted yet, however many resources are free, is passed over and keeps
+    its position.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -23,18 +24,18 @@ class WaitingRequests:
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted; None if all may."""
+        """The only requests that may be admitted; None if all requests may."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions that wait for input, in the order in which they began to. Each keeps one of the
-        places of running requests.
+        """Sessions that wait for input, in the order in which they began to wait. Each occupies one
+        of the slots of running requests.
         """
         self.passed_over: dict[Request, WaitReason] = {}
-        """Requests that were passed over since they began to wait, or came with a grammar, and why
-        the last time.
+        """Requests that were passed over since they began to wait, or that arrived with a grammar,
+        each with its most recent reason.
         """
         self._lost_blocks: dict[Request, None] = {}
-        """Requests in `kv_waiting` that lost their blocks, since nothing could be loaded into them.
-        They keep their place until they are passed over.
+        """Requests in `kv_waiting` that lost their blocks because nothing could be loaded into
+        them. They keep their position until they are passed over.
         """
         self._passed_without_blocks: list[Request] = []
 
@@ -56,12 +57,12 @@ class WaitingRequests:
 
     @property
     def has_admissible(self) -> bool:
-        """Whether one of them can be admitted before something else has happened to it."""
+        """Whether a queued request can be admitted without waiting for an event."""
         return any(not request.is_blocked for request in self.queued)
 
     @property
     def has_admissible_with_blocks(self) -> bool:
-        """The same of those that hold blocks."""
+        """Whether a request that holds blocks can be admitted without waiting for an event."""
         return any(not request.status.is_blocked for request in self.kv_waiting)
 
     def add(self, request: Request) -> None:
@@ -79,14 +80,14 @@ class WaitingRequests:
             self.held_back[request] = None
 
     def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
-        """Gives a session that waits for it its next input."""
+        """Adds the next input of a session that waits for it, and queues the session anew."""
         del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
             self.queue_of(session).reorder()
 
     def hold(self, request: Request) -> None:
-        """A waiting request has blocks from here on, and waits with them."""
+        """Moves a waiting request that was allocated blocks to `kv_waiting`."""
         self.passed_over[request] = WaitReason.REMOTE_KV
         if request in self._lost_blocks:
             del self._lost_blocks[request]
@@ -95,17 +96,17 @@ class WaitingRequests:
             self.kv_waiting.add(request)
 
     def note_lost_blocks(self, request: Request) -> None:
-        """A request in `kv_waiting` holds no blocks any more."""
+        """Records that a request in `kv_waiting` no longer holds blocks."""
         self._lost_blocks[request] = None
 
     def pass_over(self, request: Request, reason: WaitReason) -> None:
-        """A request cannot be admitted in this step, whatever is free."""
+        """Records that a request is passed over in this step, and why."""
         self.passed_over[request] = reason
         if request in self._lost_blocks:
             self._passed_without_blocks.append(request)
 
     def requeue_without_blocks(self) -> None:
-        """Queues those that were passed over without blocks before all others in `waiting`."""
+        """Moves requests that lost their blocks and were passed over to the front of `waiting`."""
         for request in reversed(self._passed_without_blocks):
             del self._lost_blocks[request]
             self.kv_waiting.remove(request)
@@ -113,7 +114,7 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """These in `kv_waiting` lose their blocks, and come before all others in `waiting`."""
+        """Moves these requests, which lose their blocks, to the front of `waiting`."""
         for request in reversed(list(requests)):
             self.kv_waiting.remove(request)
             self._lost_blocks.pop(request, None)
@@ -129,7 +130,7 @@ class WaitingRequests:
         self.waiting.prepend(request)
 
     def remove(self, request: Request) -> None:
-        """Takes a request out, while it still holds its blocks if it does."""
+        """Removes a request. Must be called before the request's blocks are freed."""
         self.between_turns.pop(request, None)
         self.passed_over.pop(request, None)
         if request in self.held_back:
@@ -139,7 +140,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Moves sessions whose rank has changed with their last input."""
+        """Moves sessions whose priority or arrival has changed with their last input."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 
@@ -149,9 +150,11 @@ class WaitingRequests:
         return self.kv_waiting if holds_blocks else self.waiting
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Holds back all requests but these, also those that arrive later; None lets all be
-        admitted again. They are queued in the order in which they arrived; those that hold blocks
-        since they load stay in `kv_waiting`.
+        """Allows only these requests to be admitted. All others are held back, including requests
+        that arrive later. None allows all requests again.
+
+        The requests in `waiting` are queued again in the order of arrival. Requests that hold
+        blocks because they load stay in `kv_waiting`.
         """
         queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests

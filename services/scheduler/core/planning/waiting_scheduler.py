@@ -1,4 +1,4 @@
-"""Step 2 of scheduling: which waiting requests are admitted."""
+"""Step 2 of scheduling: admits waiting requests."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.connector_admission import ConnectorAdmission
 
 LOOKUP_BATCH = 32
-"""Waiting requests whose prefix is looked up in one transaction."""
+"""The largest number of waiting requests whose prefixes one transaction looks up."""
 
 
 class WaitingScheduler:
@@ -37,7 +37,9 @@ class WaitingScheduler:
             self._connector_admission = ConnectorAdmission(state, state.transfers, self._admit)
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits from the head of the queue; returns why it stopped before the queue was empty."""
+        """Admits requests from the head of the queue. Returns why admission stopped; None if no
+        request is left waiting.
+        """
         if self._connector_admission is not None:
             pause_mode = self._state.pause_mode
             return await self._connector_admission.schedule(builder, pause_mode, traceparent)
@@ -81,12 +83,12 @@ class WaitingScheduler:
         return self._not_looked_up(builder, self._candidates(builder))
 
     def left_waiting(self) -> bool:
-        """Whether a request waits for what others have."""
+        """Whether a queued request waits for resources, and not for a reason of its own."""
         passed_over = self._queues.passed_over
         return any(request not in passed_over for request in self._queues.queued)
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
-        """Why those wait that were no candidates for admission."""
+        """Why requests still wait although no candidate for admission is left."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -104,8 +106,10 @@ class WaitingScheduler:
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def _candidates(self, builder: StepBuilder) -> list[Request]:
-        """The head of the queue, as far as rows and budget could reach, without those that were
-        passed over in this step. Those that will be take no row.
+        """The requests at the head of the queue for which rows and budget could suffice.
+
+        Requests that were passed over in this step are left out. Requests that are about to be
+        passed over are included, but do not count against the rows.
         """
         candidates: list[Request] = []
         if not self._queues.has_queued:
@@ -121,8 +125,8 @@ class WaitingScheduler:
         return candidates
 
     def _not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates whose prefix must be looked up: those that may be admitted. Of those that
-        hold blocks the stored tokens are known.
+        """The candidates that may be admitted and whose prefix must be looked up. A candidate that
+        holds blocks needs no lookup: its computed tokens are its hit.
         """
         passing_over = builder.passing_over
         not_looked_up: list[Request] = []
@@ -139,8 +143,8 @@ class WaitingScheduler:
     def _admit_planned(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Admits those that the pool has blocks for, and passes over those planned before and
-        between them.
+        """Admits the requests that the pool allocated blocks for. Passes over the requests that
+        were planned to be passed over before or between them.
         """
         if not planned.passed_over:
             for admission, blocks in zip(planned.admissions, admitted, strict=False):
@@ -164,7 +168,9 @@ class WaitingScheduler:
             self._state.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: PlannedAdmission | None) -> None:
-        """Tests the items of a request that lacks blocks, as vLLM does before it asks for them."""
+        """Decides the items of a request that lacks blocks. As in vLLM, this precedes the block
+        allocation, and its evictions remain.
+        """
         if refused is not None:
             start = refused.terms.num_computed_tokens
             builder.encoder.refuse(refused.request, start, refused.num_asked)
@@ -197,7 +203,7 @@ class WaitingScheduler:
         (builder.plan.resumed if terms.resumed else builder.plan.new).append(request)
 
     def _admit_items(self, builder: StepBuilder, admission: PlannedAdmission) -> None:
-        """Takes room for the items of an admitted request that the encoder computes."""
+        """Allocates encoder budget and cache space for the items of an admitted request."""
         start, request = admission.terms.num_computed_tokens, admission.request
         if start < request.num_encoded_tokens:
             decision = builder.encoder.decide(request, start, admission.num_asked)
