@@ -1,4 +1,4 @@
-"""How many tokens of one request a pool holds, and which configurations cannot be served."""
+"""Computes the longest request that fits in a pool, and finds configurations that cannot work."""
 
 from bisect import bisect_right
 
@@ -6,11 +6,12 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 def max_request_tokens(config: SchedulerConfig) -> int:
-    """Tokens, at most `max_model_len`, that a request alone in the pool could come to hold.
+    """The largest number of tokens of a request that is alone in the pool, at most `max_model_len`.
 
-    All groups take their blocks from the one pool. Full attention needs blocks for all tokens;
-    windows and states need what they hold at once while as many of the largest steps are in flight
-    as may be, or while drafts are verified and those of the step before may still be rejected.
+    All groups allocate from the one pool. Full attention needs blocks for all tokens. Windows and
+    states need the blocks that they hold at one time in the worst case: as many of the largest
+    steps as possible are in flight, or drafts are verified while the drafts of the step before may
+    still be rejected.
     """
     num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
     num_tokens_in_flight += config.num_lookahead_tokens
@@ -26,7 +27,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def config_conflict(config: SchedulerConfig) -> str | None:
-    """Why no request could be served so, in one sentence; None if requests can be."""
+    """Why this configuration cannot serve any request, in one sentence. None if it can."""
     if config.enable_prefix_caching and config.overwrites_states:
         return (
             "prefixes cannot be found where each step overwrites the states of recurrent layers: "

@@ -1,4 +1,4 @@
-"""Blocks that stay taken until the output of a step in flight has come."""
+"""Blocks that are freed only after the output of a step in flight has arrived."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,14 +21,13 @@ class _DeferredFree:
     operation: Operation
     blocks: Sequence[BlockId]
     fence: int
-    """The step with whose output they become free."""
+    """The step whose output makes the blocks free."""
 
 
 class DeferredFrees:
-    """Blocks that a step in flight writes, or copies, and that nothing else holds.
+    """Blocks that a step in flight still writes or copies, and that nothing else holds.
 
-    They are given back in the order in which they were added, as in vLLM: none before those that
-    were added before it.
+    As in vLLM they are freed strictly in the order in which they were added.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -40,26 +39,26 @@ class DeferredFrees:
 
     @property
     def blocks(self) -> list[list[BlockId]]:
-        """The blocks of each request that ended, group after group, and of the copies of each step,
-        the last of them first.
+        """One list of blocks for each ended request and for the copies of each step. The blocks of
+        a request are listed group after group, the blocks of copies in reverse order.
         """
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, key: RequestKey, tables: BlockTables, fence: int) -> None:
-        """The blocks of a request that ended. They become free as one list."""
+        """Adds the blocks of a request that ended. They are freed as one list."""
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         self._waiting.append(_DeferredFree(Release((key,), as_one_list=True), [*held], fence))
 
     def add_copies(self, copies: Sequence[BlockCopy], fence: int) -> None:
-        """The blocks of the copies that a step makes."""
+        """Adds the source and target blocks of the copies that a step makes."""
         blocks = [block for copy in copies for block in (copy.source, copy.target)]
         self._waiting.append(_DeferredFree(ReleaseCopies(len(copies)), blocks[::-1], fence))
 
     def give_back(self, step: int) -> None:
-        """Gives back, with the next transaction, what waited for the output of this step."""
+        """Frees, with the next transaction, the blocks that waited for the output of this step."""
         while self._waiting and self._waiting[0].fence <= step:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 
     def forget(self) -> None:
-        """Starts over: the pool is empty."""
+        """Removes all entries, because the pool was reset."""
         self._waiting.clear()

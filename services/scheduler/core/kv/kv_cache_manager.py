@@ -1,4 +1,4 @@
-"""The scheduler's side of the pool: which operations it sends when, and what it keeps of answers.
+"""The scheduler's client-side view of the pool: sends operations, and stores parts of the answers.
 Every method makes at most one transaction.
 """
 
@@ -32,12 +32,12 @@ from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 
 _Filling = tuple[int, int, Request]
-"""Admission number, known tokens that are computed after the step, and the request."""
+"""Admission number, number of known tokens that are computed after the step, and request."""
 
 
 class KVCacheManager:
-    """Allocates blocks for requests, publishes full ones, and looks up cached prefixes. The
-    scheduler keeps the length of each block table, and how much of it is published.
+    """Allocates blocks for requests, publishes full blocks, and looks up cached prefixes. Tracks
+    the length of each block table, and how much of the table is published.
     """
 
     def __init__(self, config: SchedulerConfig, pool: KVPool) -> None:
@@ -45,28 +45,28 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self.pending = PendingOperations()
-        """Operations that the next transaction begins with."""
+        """Operations that precede all others in the next transaction."""
         self.block_ids_to_zero: list[BlockId] = []
-        """Blocks that were allocated since the last step, and must be cleared before their use."""
+        """Blocks that were allocated since the last step and must be zeroed before use."""
         self.copies: list[BlockCopy] = []
-        """Copies that transactions of this step made, whose blocks are held."""
+        """Copies that transactions of this step requested. Their blocks are not free yet."""
         self._hash_block_size = config.hash_block_size
         self._only_grows = config.only_grows
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
         """Whether the operations of each step begin with BeginStep."""
         self._step_begins = False
-        """Whether BeginStep of the step that is planned has yet to be sent."""
+        """Whether the BeginStep of the step that is planned has not been sent yet."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
         self._longest = config.max_model_len
         self._with_divergent_hits = config.hits_may_diverge
 
     def num_slots(self, num_tokens: int) -> int:
-        """Slots that a running request needs for its first `num_tokens` to be computed."""
+        """Slots that a running request needs to compute its first `num_tokens` tokens."""
         return min(num_tokens + self._num_lookahead_tokens, self._longest)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request lacks slots for its first `num_tokens` to be computed. Where
-        groups give blocks back, every request that is looked at is sent to the pool.
+        """Whether a running request must be sent to the pool before its first `num_tokens` tokens
+        can be computed: it lacks slots. Always True if groups free blocks while a request runs.
         """
         num_slots = request.num_slots
         if not self._only_grows:
@@ -74,7 +74,7 @@ class KVCacheManager:
         return num_slots < num_tokens + self._num_lookahead_tokens and num_slots < self._longest
 
     def begin_step(self) -> None:
-        """Lets the operations of the step that is about to be planned begin with BeginStep."""
+        """Makes BeginStep the first operation of the step that is about to be planned."""
         self._step_begins = True
 
     async def grow(
@@ -90,10 +90,13 @@ class KVCacheManager:
         step fills, and looks up cached prefixes of waiting requests. Sends nothing if there are no
         operations.
 
-        A block is filled by a request off the fast path, or by one of `leaving`, for which this
-        step is the last on it. Publishing comes after all growth, so that no victim is published.
-        Returns where the pool stopped: it names one of `growing`; those before it have grown, and
-        nothing was published or looked up. `steps` are those before.
+        Only requests off the fast path, and requests of `leaving`, fill blocks: this step is the
+        last one of `leaving` on the fast path. Publishing follows all growth, so that no block of a
+        preempted request is published.
+
+        Returns None if all fits. Otherwise returns the stop at one request of `growing`: the
+        requests before it have grown, and nothing was published or looked up. `steps` are the
+        earlier steps.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None
@@ -142,12 +145,12 @@ class KVCacheManager:
         return await self._transact(operations, traceparent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies that the workers make before the step. Their blocks are still held."""
+        """Returns the copies that the workers make before the step. Their blocks are not free yet."""
         copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
         return copies
 
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
-        """Gives back the blocks of the first copies that hold some, if nothing else holds them."""
+        """Drops the references of the oldest `num_copies` copies that still have blocks."""
         await self._transact([ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
@@ -155,24 +158,24 @@ class KVCacheManager:
         await self._transact(self.pending.take(), "")
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix. Returns False, and changes nothing, if blocks are in use."""
+        """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
         outcome = await self._transact([*self.pending.take(), ResetPrefixCache()], "")
         return outcome.reset_done
 
     def take_block_ids_to_zero(self) -> list[BlockId]:
-        """The blocks that the workers clear before the step."""
+        """Returns the blocks that the workers zero before the step."""
         block_ids, self.block_ids_to_zero = self.block_ids_to_zero, []
         return block_ids
 
     def publish_known(self, request: Request) -> None:
-        """Publishes blocks that a step filled with tokens that were not known when it was planned.
-        The last token is known, but not computed.
+        """Publishes blocks that a step filled with tokens unknown at the time of planning. The last
+        token of the request is known but not computed, so it does not count.
         """
         self._publish(request, len(request.token_ids) - 1)
 
     def publish_computed(self, request: Request) -> None:
-        """Publishes the blocks of a victim that was scheduled in this step, as far as earlier steps
-        fill them with tokens that are known.
+        """Publishes the blocks of a victim that was scheduled in this step. Only blocks that
+        earlier steps fill with known tokens are published.
         """
         self._publish(request, min(request.num_computed_tokens, len(request.token_ids)))
 
@@ -184,9 +187,10 @@ class KVCacheManager:
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def publish_loaded(self, request: Request) -> None:
-        """Publishes the blocks of a request that waited until they were loaded. Where layers keep
-        states, a prompt that was loaded in full has the state before its last token, which is
-        computed again: only then is there a state of the whole prompt.
+        """Publishes the blocks of a request whose load is complete.
+
+        With states, the last token of a fully loaded prompt is not published: the loaded state
+        precedes that token, which is computed again.
         """
         end = request.num_computed_tokens
         if self._config.holds_states:
@@ -198,19 +202,19 @@ class KVCacheManager:
             request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request) -> None:
-        """Gives back the blocks of a request, if it has any, with the next transaction."""
+        """Frees the blocks of a request, if it has any, with the next transaction."""
         if request.known_to_pool:
             self.pending.release(request.key)
 
     def forget(self) -> None:
-        """Starts over with an empty pool: no request holds blocks, no operation is pending."""
+        """Resets the state for an empty pool: no request holds blocks, no operation is pending."""
         self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """Operations of the step that is planned, after BeginStep if they are its first."""
+        """The operations, preceded by BeginStep if they are the first of the planned step."""
         if operations and self._step_begins:
             self._step_begins = False
             return [BeginStep(), *operations]
@@ -222,8 +226,10 @@ class KVCacheManager:
         growing: Sequence[Request],
         steps: PlannedSteps,
     ) -> Grow:
-        """Windows move on to the tokens that are certainly computed, which steps in flight do not
-        change any more: they may read what lies before, and drafts of theirs may be rejected.
+        """Builds the Grow operation of the step.
+
+        Windows advance only to tokens that no step in flight computes. Steps in flight may still
+        read earlier blocks, and their drafts may be rejected.
         """
         starts = num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
@@ -243,8 +249,8 @@ class KVCacheManager:
     def _note_growth(
         self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
     ) -> None:
-        """Takes in the new blocks of requests, as far as they fitted. Raises PoolLost if they are
-        not as many as were asked for.
+        """Records the new blocks of the requests that grew. Raises PoolLost if a number of blocks
+        differs from the number requested.
         """
         size, appended = self._config.block_size, builder.plan.appended_blocks
         if not self._only_grows:
@@ -264,7 +270,7 @@ class KVCacheManager:
             appended[request] = blocks
 
     def _filling(self, builder: StepBuilder, leaving: Collection[Request]) -> list[_Filling]:
-        """Requests of which the step fills blocks, in the order of admission."""
+        """The requests whose blocks the step fills, in the order of admission."""
         if not self._config.enable_prefix_caching:
             return []
         size = self._hash_block_size
@@ -316,20 +322,21 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """The hashes that the pool lacks of all full blocks, or of the first `num_blocks`. A Commit
-        has only those that it publishes: the last token of a session may yet be taken back.
+        """The hashes of the full blocks, or of the first `num_blocks`, that were not sent to the
+        pool. A Commit contains only the hashes that it publishes, because the last token of a
+        session may still be removed.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        """One transaction, or none if there are no operations."""
+        """Makes one transaction. Sends nothing if there are no operations."""
         if not operations:
             return Outcome(self.num_free_blocks)
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Keeps the part of an outcome that concerns the pool as a whole."""
+        """Stores the parts of an outcome that concern the whole pool, and returns the outcome."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

@@ -1,4 +1,4 @@
-"""Operations of the pool that are kept until the next transaction. All of them always fit."""
+"""Pool operations that wait for the next transaction. They need no free blocks, so none fails."""
 
 from collections.abc import Sequence
 
@@ -14,55 +14,53 @@ from services.common.pool.operations import (
 
 
 class PendingOperations:
-    """Collects them, and joins those of one kind into one operation.
+    """Collects pool operations, and merges operations of one kind into one.
 
-    Blocks are published before others are given back, so that a request that ends leaves its last
-    full block findable.
+    Blocks are published before blocks are freed, so that the last full block of an ended request
+    can still be hit.
     """
 
     def __init__(self) -> None:
         self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
-        """Tokens that are stored and further hashes, by request."""
+        """Number of stored tokens and new hashes, by request."""
         self.evictions: list[BlockId] = []
-        """Blocks whose hash is removed."""
+        """Blocks whose hash is to be removed."""
         self._releases: list[RequestKey] = []
-        """Requests whose blocks are given back."""
+        """Requests whose blocks are to be freed."""
         self._early_releases: list[Operation] = []
-        """Operations that give blocks back before those of `_releases` do."""
+        """Operations that free blocks before `_releases`."""
 
     def __bool__(self) -> bool:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
 
     def commit(self, key: RequestKey, num_tokens: int, new_hashes: list[BlockHash]) -> None:
-        """Publishes the full blocks of a request's first `num_tokens`. `new_hashes` are those that
-        follow the hashes of earlier commits.
+        """Publishes the full blocks of a request's first `num_tokens` tokens. `new_hashes` follow
+        the hashes of earlier commits.
         """
         _, earlier = self.commits.get(key, (0, []))
         self.commits[key] = num_tokens, earlier + new_hashes
 
     def release(self, key: RequestKey) -> None:
-        """Gives back all blocks of a request."""
+        """Frees all blocks of a request."""
         self._releases.append(key)
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
-        """Gives back the blocks that no query from `num_computed_tokens` on sees."""
+        """Frees the blocks that no query from position `num_computed_tokens` on attends to."""
         self.give_back_in_order(RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: Operation) -> None:
-        """Gives blocks back by an operation, after the releases so far and before later ones."""
+        """Adds an operation that frees blocks after the releases so far and before later ones."""
         if self._releases:
             self._early_releases.append(Release(tuple(self._releases)))
             self._releases = []
         self._early_releases.append(operation)
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
-        """Removes the hashes of blocks."""
+        """Removes the hashes of these blocks."""
         self.evictions += blocks
 
     def take(self) -> list[Operation]:
-        """Removes and returns the operations, in the order in which the pool applies them. They
-        count as done from here on.
-        """
+        """Removes and returns the operations, in the order in which the pool applies them."""
         operations: list[Operation] = []
         if self.commits:
             num_tokens, new_hashes = zip(*self.commits.values(), strict=True)

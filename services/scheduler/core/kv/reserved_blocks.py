@@ -1,4 +1,4 @@
-"""Blocks that prefills in progress still lack, as vLLM counts them."""
+"""Counts the blocks that prefills in progress will still need, as vLLM does."""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockTables
@@ -7,7 +7,9 @@ from services.scheduler.core.request import Request
 
 
 class ReservedBlocks:
-    """Counts the blocks that a load must leave free, since it cannot be preempted."""
+    """Counts the blocks that a load must leave free. A load cannot be preempted, so it must not use
+    up the blocks of running prefills.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._longest = config.max_model_len
@@ -16,7 +18,7 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """Blocks of each group that are counted of one request, at most; None: all."""
+        """The largest number of blocks of one request to count, by group; None: no limit."""
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -25,13 +27,16 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Blocks of the first drafts of a request that loads; states have theirs from the start."""
+        """Blocks for the first drafts of a loading request. State groups are not counted: they get
+        the blocks for drafts at admission.
+        """
 
     def lacking(
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None
     ) -> int:
-        """Blocks that a request still needs for all its tokens and its next step's drafts.
-        `tables` are None if it holds no blocks; `appended` is what they are yet to be extended by.
+        """Blocks that a request still needs for all its tokens and the drafts of its next step.
+        `tables` is None if it holds no blocks. `appended` lists blocks that were allocated but are
+        not in `tables` yet.
         """
         num_tokens = min(request.num_tokens, self._longest)
         total = 0
@@ -45,7 +50,10 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """In one group: of windows no more than an admission counts, of states one."""
+        """Blocks that a request still needs in one group. `most` limits the count in groups with
+        windows. A state group needs one block, and further blocks for drafts only if the request
+        holds none yet.
+        """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:
             num_states = 1 if num_held is not None else 1 + num_drafts

@@ -1,4 +1,4 @@
-"""When the blocks of a decoding request change, where groups of layers give blocks back."""
+"""Computes when a decoding request's block tables change, if groups free blocks while it runs."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,13 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class WindowClock:
-    """Counts computed tokens before a step at which some group takes a block or gives one back.
+    """Computes the token counts at which some group allocates or frees a block. A count is the
+    number of computed tokens before a step.
 
-    A group takes a block where the tokens, and those that are looked ahead, fill whole blocks. It
-    gives one back when a window or a state has moved on by a block, by the tokens that are stored.
-    Of those that are computed the last is in flight with asynchronous scheduling, unless nothing
-    is: both are counted, so that no change is missed.
+    A group allocates a block when the tokens, lookahead tokens included, fill whole blocks. It
+    frees a block when its window or state has advanced by a block of stored tokens. The number of
+    stored tokens lags behind the computed tokens by the steps in flight, whose number varies. All
+    possible lags are included, so that no change is missed.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -26,7 +27,7 @@ class WindowClock:
         )
 
     def next_change(self, num_computed_tokens: int) -> int:
-        """The first number of computed tokens, from this one on, at which something changes."""
+        """The first count, from `num_computed_tokens` on, at which a block table changes."""
         return min(
             num_computed_tokens + (phase - num_computed_tokens) % size
             for size, phase in self._phases
@@ -34,7 +35,7 @@ class WindowClock:
 
 
 def _phases(group: KVCacheGroup, num_lookahead_tokens: int, lags: Iterable[int]) -> list[int]:
-    """The counts, modulo the block size, at which a group changes."""
+    """The counts, modulo the block size, at which a group allocates or frees a block."""
     match group.attention_type:
         case AttentionType.FULL:
             return [-num_lookahead_tokens]

@@ -41,7 +41,7 @@ class PlannedAdmission:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over, provided that the first `num_admissions` admissions succeed."""
+    """A request that is passed over if the first `num_admissions` admissions succeed."""
 
     request: Request
     reason: WaitReason

@@ -1,5 +1,5 @@
-"""The scheduling policies, by the name that a setting gives. A new policy is a module beside this
-file, and one line of the table.
+"""The scheduling policies by name, as used in settings. A new policy needs a module in this folder
+and one entry in `POLICIES`.
 """
 
 from services.common.errors import InvalidArgument

@@ -20,15 +20,15 @@ class FCFSPolicy:
 
 
 class FCFSRequestQueue(deque[Request]):
-    """Requests in the order of arrival; those that were preempted come first, the last one of them
-    at the head.
+    """Requests in the order of arrival. Preempted requests precede all others; the request that was
+    preempted last is at the head.
     """
 
     add = deque[Request].append
     prepend = deque[Request].appendleft
 
     def reorder(self) -> None:
-        """All keep their places."""
+        """Does nothing: no attribute of a request changes the order."""
 
     def put_in_order(self) -> None:
-        """All are in their order."""
+        """Does nothing: the queue is always in order."""

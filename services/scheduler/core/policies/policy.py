@@ -14,16 +14,16 @@ class RequestQueue(Protocol):
         """Queues a request that arrived."""
 
     def prepend(self, request: Request, /) -> None:
-        """Queues a request that was preempted: at the head, unless the order ranks it elsewhere."""
+        """Queues a request that was preempted: at the head, or where its priority ranks it."""
 
     def reorder(self) -> None:
-        """Notes that what orders one of the requests has changed."""
+        """Must be called after a request's priority or arrival time has changed."""
 
     def put_in_order(self) -> None:
-        """Moves requests to where they belong, by what orders them now."""
+        """Sorts the requests by their present priority and arrival time."""
 
     def remove(self, request: Request, /) -> None:
-        """Takes a request out. Raises ValueError if it is not in the queue."""
+        """Removes a request. Raises ValueError if it is not in the queue."""
 
     def __iter__(self) -> Iterator[Request]: ...
 
@@ -31,13 +31,13 @@ class RequestQueue(Protocol):
 
 
 class SchedulingPolicy(Protocol):
-    """One policy. Has no state: what it orders is in the queue that it creates."""
+    """A scheduling policy. It has no state of its own: the queues that it creates have the state."""
 
     uses_priority: bool
-    """Whether it heeds `Request.priority`. If not, requests that have a priority are refused."""
+    """Whether `Request.priority` has an effect. If not, requests with a priority are refused."""
 
     def create_request_queue(self) -> RequestQueue:
         """An empty waiting queue."""
 
     def victim(self, running: RunningRequests) -> Request:
-        """The running request to preempt where blocks are missing. At least one request runs."""
+        """The running request to preempt if blocks are missing. At least one request runs."""

@@ -1,4 +1,4 @@
-"""The policy PRIORITY: by priority, and by arrival among requests of one priority."""
+"""The policy PRIORITY: orders requests by priority, then by arrival time."""
 
 from bisect import insort
 from heapq import heappop, heappush
@@ -25,10 +25,10 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 
 class PriorityRequestQueue(list[Request]):
-    """Smallest (priority, arrival time, id) first, preempted or not.
+    """Waiting requests, smallest (priority, arrival time, id) first. Preempted requests are sorted
+    in the same way.
 
-    A sorted list: bisection and moving pointers take less time than the comparisons of a heap,
-    which are made in Python.
+    A sorted list is faster than a heap here: a heap makes more comparisons, which run in Python.
     """
 
     def add(self, request: Request, /) -> None:
@@ -40,8 +40,8 @@ class PriorityRequestQueue(list[Request]):
     """Whether a rank has changed since the queue was put in order."""
 
     def reorder(self) -> None:
-        """As in vLLM, whose heap moves no request when its rank changes, only when others are added
-        or taken out.
+        """Orders the requests as vLLM's heap would pop them. That heap does not move a request when
+        its rank changes, only when requests are added or removed.
         """
         self.has_misplaced = True
         self[:] = _given_out([self[index] for index in _layout(len(self))])
@@ -53,8 +53,8 @@ class PriorityRequestQueue(list[Request]):
 
 
 def _layout(count: int) -> list[int]:
-    """The indexes of `count` requests in the order of a heap that they were pushed to, the last one
-    first.
+    """The indexes of `count` requests in the layout of a heap to which they were pushed in reverse
+    order.
     """
     heap: list[int] = []
     for index in reversed(range(count)):
@@ -63,6 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """Requests in the order in which they are popped from a heap; one may be misplaced in it."""
+    """The requests of a heap in the order in which they are popped. One may be misplaced in it."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]
