@@ -1,4 +1,4 @@
-"""The batch queue: steps that were sent to the workers and whose answer was not taken in."""
+"""The batch queue: steps that were sent to the workers and whose answer was not yet received."""
 
 import asyncio
 from collections import deque
@@ -11,14 +11,14 @@ from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps, and waits for their answers, oldest first. It is full with `depth` steps.
+    """Sends steps, and waits for their answers, oldest first. Holds at most `depth` steps.
 
-    `now` gives steady seconds.
+    `now` returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
         self.awaits_answer = False
-        """Whether the oldest answer is being waited for."""
+        """Whether a task waits for the oldest answer."""
         self.planning = PlanningClock()
         self._executor = executor
         self._depth = depth
@@ -32,12 +32,12 @@ class BatchQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further step may be sent before the oldest is taken in."""
+        """Whether no further step may be sent before the oldest answer is received."""
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
-        """Waits, while a step runs, until the next one is to be planned, or that step is done. Its
-        planning begins then.
+        """Waits until the next step should be planned, or the running step is done. Returns at once
+        if no step runs.
         """
         now = self._now()
         if self._steps and (seconds := self.planning.due - now) > 0:
@@ -62,7 +62,7 @@ class BatchQueue:
         self._unsent = None
 
     async def take_answer(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Waits for the answer of the oldest step, which is in flight no more then. Raises
+        """Waits for the answer of the oldest step, and removes the step from the queue. Raises
         WorkersLost.
         """
         plan, answer = self._steps[0]
@@ -78,8 +78,10 @@ class BatchQueue:
         return plan, output
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
-        """Waits for the answer of the oldest step, and returns whether it is there: not if
-        `is_interrupted`, which is called before the wait and each time that `wake` is set.
+        """Waits for the answer of the oldest step. Returns True when it has arrived, and False as
+        soon as `is_interrupted()` is true.
+
+        `is_interrupted` is called before the wait and each time that `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True
@@ -99,8 +101,8 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Cancels all steps; their outputs are discarded. Returns their plans, that of a step whose
-        sending failed included.
+        """Cancels all steps, and discards their outputs. Returns their plans. A step that could not
+        be sent is included.
         """
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:
@@ -116,7 +118,7 @@ class BatchQueue:
 
 
 async def _until_done(answer: asyncio.Future[Any], seconds: float) -> None:
-    """Waits until the answer is there or `seconds` are over. As `asyncio.wait`, at less cost."""
+    """Waits until the answer has arrived, at most `seconds`. Like `asyncio.wait`, but cheaper."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 

@@ -4,17 +4,17 @@ from services.scheduler.core.request import Request
 
 
 class BatchRows:
-    """Which rows are free, and which ones the workers are to empty. The row that was freed last is
-    taken first.
+    """Allocates the rows of the batch, and lists rows that the workers must clear. The row that was
+    freed last is allocated first.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []
-        """Rows that were freed since the last step that the workers were told of."""
+        """Rows that were freed since the last step that was sent to the workers."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self, request: Request) -> None:
-        """Gives a request a row."""
+        """Allocates a row for a request."""
         request.row = self._free.pop()
 
     def free(self, request: Request) -> None:
@@ -25,6 +25,6 @@ class BatchRows:
             request.row = None
 
     def take_removed(self) -> list[int]:
-        """The rows that the workers are to empty with the step that is planned."""
+        """Returns the rows that the workers must clear with the step that is planned."""
         removed, self.removed = self.removed, []
         return removed

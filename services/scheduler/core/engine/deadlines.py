@@ -1,21 +1,24 @@
-"""How long work may take, by how long such work took before.
+"""Computes deadlines of work from the times that similar work took before.
 
-For each class of sizes, one for each power of two, about the longest recent time is kept (a maximum
-that decays), and work may take a multiple of it: a fixed timeout that suits the slowest machine
-would notice a hang late. A class without a measured time gets the longest time allowed: its first
-step may compile or allocate. Times are of work that had processors: `Silence` counts them.
+Sizes are grouped in classes, one for each power of two. For each class a decaying maximum of the
+recent times is kept, and the deadline is a multiple of it. A fixed timeout that suits the slowest
+machine would detect a hang late. A class without a measured time gets the longest deadline, because
+its first step may compile or allocate. Only time in which the work had processors counts;
+`Silence` measures it.
 """
 
 IDLE_CHECK_SECONDS = 5.0
 """Time without work after which a pool or worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""By a shorter time the longest one decays to this share of itself, plus the rest of that time."""
+"""Decay of the maximum: a shorter time sets it to a weighted mean of both, with this weight for the
+old maximum.
+"""
 
 
 class Deadlines:
-    """Times allowed for work of a size: from `floor_seconds`, below which a busy machine would be
-    taken for one that hangs, to `ceiling_seconds`.
+    """Deadlines of work, by size, between `floor_seconds` and `ceiling_seconds`. With a smaller
+    floor a busy machine would look like one that hangs.
     """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
@@ -37,5 +40,5 @@ class Deadlines:
         self._longest[kind] = max(seconds, _KEPT_SHARE * longest + (1 - _KEPT_SHARE) * seconds)
 
     def forget(self) -> None:
-        """Forgets all times, as when another process does the work."""
+        """Removes all measured times, for example because another process does the work now."""
         self._longest.clear()

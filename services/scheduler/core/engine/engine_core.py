@@ -1,4 +1,4 @@
-"""The engine loop: plans steps, sends them to the workers, and takes in their tokens."""
+"""The engine loop: plans steps, sends them to the workers, and applies their outputs."""
 
 import asyncio
 import enum
@@ -33,13 +33,13 @@ from services.scheduler.core.request import Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.01
-"""How long the blocks and rows of the last requests wait to be given back. Where a request arrives
-meanwhile, as from a client that sends one after another, its first step gives them back, and they
-take no step and no transaction of their own.
+"""Delay before the blocks and rows of the last requests are freed in a step of their own. If a
+request arrives meanwhile, as from a client that sends one after another, its first step frees them
+without an additional step and transaction.
 """
 RETRY_SECONDS = 0.001
-"""Wait before requests are looked at again where none was scheduled and no step is in flight: what
-they wait for, such as a connector's answer, comes from outside. As in vLLM.
+"""Delay before planning is tried again if no request was scheduled and no step is in flight: the
+requests wait for an external event, such as a connector's answer. As in vLLM.
 """
 
 
@@ -53,10 +53,11 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler: takes in requests, sends steps to the workers, and delivers tokens.
+    """Drives one scheduler: accepts requests, sends steps to the workers, and delivers tokens.
 
-    The scheduler is changed only in the turns of `run` and in a `standstill` between them. The
-    other methods note what is to be done and may be called at any time from the same event loop.
+    The scheduler is changed only by iterations of `run` and in a `standstill` between them. The
+    other methods record changes to be applied later. They may be called at any time from the same
+    event loop.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class EngineCore:
         now: Callable[[], float],
         linger_seconds: float = LINGER_SECONDS,
     ) -> None:
-        """`now` gives steady seconds."""
+        """`now` returns the time of a monotonic clock, in seconds."""
         self.scheduler = scheduler
         self.state = EngineState.IDLE
         self.state_reason = ""
@@ -79,7 +80,9 @@ class EngineCore:
         self._readiness = readiness
         self._changes = PendingChanges(scheduler, observer, self._report_ended)
         self._awaits_sessions = False
-        """Whether the last step had no room for any request, since sessions hold what they need."""
+        """Whether the last step could schedule no request because idle sessions occupy the slots or
+        blocks.
+        """
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
@@ -95,23 +98,23 @@ class EngineCore:
 
     @property
     def planning(self) -> PlanningClock:
-        """When steps are planned."""
+        """The clock that delays planning."""
         return self._batch_queue.planning
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run: not scheduled yet, or preempted."""
+        """Number of requests that do not run: not scheduled yet, or preempted."""
         return self.scheduler.num_waiting + len(self._changes.arrivals)
 
     def add(self, request: Request) -> None:
-        """Queues a request for the next turn."""
+        """Queues a request. The next iteration of the loop adds it to the scheduler."""
         self._changes.add(request)
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends requests that run or wait: at once while the loop waits for a step's answer, and
-        otherwise before the next step is planned. A step in flight is not held up. QUEUE_TIMEOUT
-        ends only requests that have not been scheduled by then.
+        """Ends running or waiting requests: at once while the loop waits for a step's answer,
+        otherwise before the next step is planned. A step in flight is not delayed. QUEUE_TIMEOUT
+        ends only requests that were never scheduled by then.
         """
         self._changes.abort(requests, reason)
         if self._batch_queue.awaits_answer:
@@ -122,22 +125,24 @@ class EngineCore:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Notes that the workers have the grammar of a request, or why they cannot have it and how
-        the request is to end for that, before the next step is planned.
+        """Records, before the next step is planned, that the workers have compiled the grammar of a
+        request. `error`: compilation failed, and the request must end with this error and `reason`.
         """
         self._changes.grammar_compiled(request, error, reason)
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Gives a session its next input before the next step is planned; None ends it after the
-        turn that runs, and at once between two turns. Does nothing if it has ended by then.
+        """Adds the next input of a session, before the next step is planned. Does nothing if the
+        session has ended by then.
+
+        None ends the session: between two turns at once, otherwise after the present turn.
         """
         self._changes.add_chunk(session, chunk)
         self._wake.set()
 
     @property
     def unfinished(self) -> list[Request]:
-        """All requests that run or wait."""
+        """All running and waiting requests."""
         return [*self.scheduler.requests, *self._changes.arrivals]
 
     def abort_late(self, now: float) -> None:
@@ -151,12 +156,12 @@ class EngineCore:
             self.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def unscheduled(self) -> Iterator[Request]:
-        """Requests that wait and were never scheduled."""
+        """Waiting requests that were never scheduled."""
         waiting = chain(self.scheduler.queues, self._changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: PoolLost | WorkersLost) -> None:
-        """Notes that pool or workers were lost while no step in flight showed it."""
+        """Records a loss of pool or workers that was detected outside a step."""
         self._lost = lost
         self._wake.set()
 
@@ -179,24 +184,26 @@ class EngineCore:
             self._observer.stopped()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops planning; returns when no step is in flight and the blocks of ended requests are
-        free. ABORT ends all requests. WAIT admits no more and lets those that run end; it raises
-        Aborted if the engine is resumed meanwhile.
+        """Stops planning. Returns when no step is in flight and the blocks of ended requests are
+        free.
+
+        ABORT ends all requests. WAIT admits no requests, and waits until the running requests have
+        ended. It raises Aborted if the engine is resumed meanwhile.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
             self.state = EngineState.PAUSED
 
     async def resume(self) -> None:
-        """Plans steps again after a pause."""
+        """Ends a pause: steps are planned again."""
         await self._pauses.end()
 
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
-        """Forgets every cached prefix, and, with `reset_connector`, what a connector has stored.
-        Raises FailedPrecondition while requests hold blocks, and Unavailable while pool or workers
-        are away.
+        """Removes every cached prefix and, with `reset_connector`, everything that a connector has
+        stored. Raises FailedPrecondition while requests hold blocks, and Unavailable during a
+        recovery of pool or workers.
         """
         async with self.standstill():
             if self.state is EngineState.RECOVERING:
@@ -210,15 +217,17 @@ class EngineCore:
                 self.scheduler.reset_connector()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
-        """Holds the loop between turns, with no step in flight. The caller may be cancelled."""
+        """Stops the loop between two iterations, with no step in flight. The caller may be
+        cancelled.
+        """
         return self._turns.standstill()
 
     async def _turn(self) -> None:
-        """Adds and ends requests, plans and sends a step, and takes in the tokens of the oldest.
+        """Adds and ends requests, plans and sends a step, and applies the output of the oldest one.
 
-        With asynchronous scheduling the oldest is the step before, which runs while this one is
-        planned, shortly before its end: what comes meanwhile is part of this one. In a pause blocks
-        of ended requests are still given back at once.
+        With asynchronous scheduling the oldest step is the step before. It still runs while this
+        step is planned, shortly before its end, so that requests that arrive meanwhile are part of
+        this step. In a pause the blocks of ended requests are still freed at once.
         """
         self._changes.apply()
         planned = False
@@ -243,14 +252,14 @@ class EngineCore:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:
-        """Whether a change waits and steps are planned: it may be a request for which a pipeline
-        stage is free.
+        """Whether a change is pending while steps may be planned. It may be a new request that a
+        free pipeline stage can run.
         """
         return bool(self._changes) and not (self._pauses.is_on or self._turns.is_held)
 
     async def _complete(self) -> None:
-        """Takes in a step's tokens. They are delivered while the loop waits for pool or workers, so
-        that their computation is not delayed.
+        """Applies a step's output. Its tokens are delivered while the loop waits for pool or
+        workers, so that delivery does not delay the next step.
         """
         plan, output = await self._batch_queue.take_answer()
         self._changes.apply()
@@ -264,15 +273,15 @@ class EngineCore:
             self._report_begun(update.turns)
 
     def _deliver(self) -> None:
-        """Delivers the outputs that were not delivered yet. If that raises they are kept, and the
-        engine loop raises the same error at its next attempt.
+        """Delivers the outputs that were not delivered yet. If delivery raises, the outputs are
+        kept, and the next attempt in the engine loop raises the same error.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
             self._undelivered = None
 
     def _report_begun(self, sessions: Iterable[Request]) -> None:
-        """Reports sessions whose next turn begins at once, with input that came before."""
+        """Reports sessions whose next turn begins at once, with input that arrived earlier."""
         begun = [one for one in sessions if one.status is not RequestStatus.WAITING_FOR_CHUNK]
         if begun:
             self._observer.arrived(begun)
@@ -303,7 +312,7 @@ class EngineCore:
             await self._linger()
 
     async def _linger(self) -> None:
-        """Waits a short time for a request, if the next step would only free what others held."""
+        """Waits a short time for a request if the next step would only free blocks and rows."""
         if self.scheduler.only_frees:
             self._wake.clear()
             timer = asyncio.get_running_loop().call_later(self._linger_seconds, self._wake.set)
@@ -313,8 +322,8 @@ class EngineCore:
                 timer.cancel()
 
     async def _recover(self, lost: PoolLost | WorkersLost) -> None:
-        """Starts over with an empty pool and empty workers, as soon as both can be opened. Requests
-        keep their tokens; meanwhile requests are added and ended as usual.
+        """Restarts with an empty pool and empty workers as soon as both can be opened. Requests
+        keep their tokens. Meanwhile requests are added and ended as usual.
         """
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
@@ -336,8 +345,8 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. If the search for a fault wants other requests to run, the
-        steps in flight are completed first.
+        """Whether a step may be planned. Before the fault search changes which requests may run,
+        the steps in flight are completed.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

@@ -1,4 +1,4 @@
-"""The search for a request whose steps always fail, among those that were in a failed step."""
+"""Searches the requests of failed steps for a request whose steps always fail."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -8,39 +8,39 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2
-"""Failed steps with nothing but one suspect in them after which the suspect is given up."""
+"""Number of failed steps that contain only one suspect after which the suspect is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Suspects that run together, and nothing beside them."""
+    """Suspects that run together, without any other request."""
 
     requests: Sequence[Request]
     other_half_is_next: bool = False
-    """Whether the group behind is the other half of a group that failed: if this one passes, the
-    fault must be in that one.
+    """Whether the next group in the queue is the other half of a failed group. If this group
+    passes, the fault must be in the other half.
     """
 
 
 class FaultSearch:
-    """Finds the requests that break the steps they are in, by halving.
+    """Finds the requests that break their steps, by halving.
 
-    1. When a step fails, the requests in it become suspects. A suspect is cleared when it gets past
-       the tokens that it had in the failed step, or ends. After one failure all run on as before:
-       most often the workers were lost for a reason of their own.
-    2. When a step with suspects fails again, the suspects of that step are split in two, and from
-       here on one group runs at a time, the requests that arrived first before the others. A group
-       that passes is cleared; one that fails is split again.
-    3. A suspect whose steps failed `MAX_FAILURES_ALONE` times with no other request in them is
-       given up. That takes three failures in a row at one place of one request, so that workers
-       that are killed for other reasons do not end it.
+    1. When a step fails, its requests become suspects. A suspect is cleared when its number of
+       computed tokens exceeds its number in the failed step, or when it ends. After one failure all
+       requests continue, because most losses of workers have other causes.
+    2. When a step with suspects fails again, its suspects are split into two groups. From then on
+       one group runs at a time, the requests that arrived first before the others. A group that
+       passes is cleared. A group that fails is split again.
+    3. A suspect is given up after `MAX_FAILURES_ALONE` failed steps that contain no other request.
+       That takes three failures in a row at the same token of one request, so that a request does
+       not end if workers are killed for other reasons.
 
     Group testing by binary splitting is Dorfman's (1943) and Hwang's (1972).
     """
 
     def __init__(self) -> None:
         self._goals: dict[Request, int] = {}
-        """Suspects, and how many computed tokens clear each of them."""
+        """The number of computed tokens that clears each suspect."""
         self._groups: deque[_Group] = deque()
         self._failures_alone: Counter[Request] = Counter()
 
@@ -50,8 +50,8 @@ class FaultSearch:
         return bool(self._goals)
 
     def trial(self) -> Sequence[Request] | None:
-        """The only requests that may run now: the same ones until all of them are cleared. None
-        when every request may.
+        """The only requests that may run now. They stay the same until all of them are cleared.
+        None: every request may run.
         """
         if not self._goals and not self._groups:
             return None
@@ -67,7 +67,7 @@ class FaultSearch:
         return None
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """A step came back: clears the suspects in it that are past the failed one."""
+        """Clears the suspects of a successful step that have reached their number of tokens."""
         steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
         for request, start, num_tokens in steps:
             goal = self._goals.get(request)
@@ -75,11 +75,11 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Steps were lost with pool or workers; returns the request that is to be given up, if one
-        is.
+        """Records steps that were lost with pool or workers. Returns a request that must be given
+        up, or None.
 
-        Which of several steps in flight broke the workers is not known: all of their requests
-        count.
+        If several steps were in flight, the step that broke the workers is not known, so the
+        requests of all these steps count.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

@@ -1,15 +1,15 @@
-"""Losses of pool and workers: how many there were, and the wait before the next recovery."""
+"""Counts losses of pool and workers, and computes the delay before the next recovery."""
 
 from services.common.errors import Unavailable
 from services.scheduler.core.ports import WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Wait before the second of several recoveries in a row; it doubles with each further one."""
+"""Delay before the second of several recoveries in a row. It doubles with each further recovery."""
 LAST_BACKOFF_SECONDS = 5.0
 
 
 class Losses:
-    """Counts losses; those without progress between them are in a row."""
+    """Counts losses. Losses without progress between them are in a row."""
 
     def __init__(self) -> None:
         self.num_of_pool = 0
@@ -18,12 +18,12 @@ class Losses:
 
     @property
     def is_in_a_row(self) -> bool:
-        """Whether the next loss would follow an earlier one without progress between them."""
+        """Whether there was a recovery without progress since."""
         return self._num_in_a_row > 0
 
     @property
     def backoff_seconds(self) -> float:
-        """Time to wait before the next recovery."""
+        """Delay before the next recovery, in seconds."""
         if self._num_in_a_row == 0:
             return 0.0
         doublings = min(self._num_in_a_row - 1, 16)
@@ -37,9 +37,9 @@ class Losses:
             self.num_of_pool += 1
 
     def recovered(self) -> None:
-        """A recovery succeeded: a loss from here on is one more in a row."""
+        """Records a successful recovery. The next loss counts as one more in a row."""
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
-        """The next loss is the first of a row."""
+        """Records progress. The next loss counts as the first in a row."""
         self._num_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Pauses of the engine, which operators ask for."""
+"""Pauses of the engine that operators request."""
 
 import asyncio
 from contextlib import suppress
@@ -13,8 +13,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 
 class Pauses:
-    """Begins and ends pauses between two turns: in a step whose planning has begun some requests
-    would be looked at before it, and others in it.
+    """Begins and ends pauses between two iterations of the engine loop. A pause that began while a
+    step is planned would apply only to some of its requests.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Pauses:
 
     @property
     def is_on(self) -> bool:
-        """Whether an operator wants no step; a pause that waits wants steps while requests run."""
+        """Whether a pause forbids steps. A pause with mode WAIT allows steps while requests run."""
         mode = self._scheduler.pause_mode
         return mode is not None and not (mode is PauseMode.WAIT and self._scheduler.running)
 
     async def begin(self, mode: PauseMode) -> None:
-        """See `EngineCore.pause`."""
+        """Begins a pause, with the effects described in `EngineCore.pause`."""
         if mode is PauseMode.WAIT:
             await self._finish_running()
         else:
@@ -49,7 +49,7 @@ class Pauses:
             self._changes.apply()
             if mode is PauseMode.ABORT:
                 self._changes.end(dict.fromkeys(self._scheduler.requests, FinishReason.ABORT))
-            with suppress(PoolLost):  # the next step finds out, and recovers
+            with suppress(PoolLost):  # the next step detects the loss and recovers
                 await self._scheduler.flush()
 
     async def _finish_running(self) -> None:
@@ -66,7 +66,7 @@ class Pauses:
             raise Aborted("the engine was resumed while requests ran", reason="RESUMED")
 
     async def end(self) -> None:
-        """Plans steps again."""
+        """Ends the pause: steps are planned again."""
         async with self._turns:
             self._scheduler.resume()
         self._observer.resumed()

@@ -1,4 +1,4 @@
-"""Changes that are applied between two steps: requests that arrived, go on, or are to end."""
+"""Changes that are applied between two steps: requests that arrive, continue or must end."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -10,7 +10,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """Changes that were asked for while a step may have been planned, until they are applied.
+    """Collects changes that must not be applied while a step is planned.
 
     `report_ended` is called with requests that end between steps.
     """
@@ -33,25 +33,25 @@ class PendingChanges:
         return bool(self.arrivals or self._compiled or self._chunks or self._ends)
 
     def add(self, request: Request) -> None:
-        """A request arrived."""
+        """Records a request that arrived."""
         self.arrivals.append(request)
 
     def abort(self, requests: Iterable[Request], reason: FinishReason) -> None:
-        """Requests are to end. QUEUE_TIMEOUT ends only those that were never scheduled by then."""
+        """Records requests that must end. QUEUE_TIMEOUT ends only requests that were never
+        scheduled by then.
+        """
         self._ends |= dict.fromkeys(requests, reason)
 
     def grammar_compiled(self, request: Request, error: str, reason: FinishReason) -> None:
-        """The workers have the grammar of a request, or cannot have it, for which it ends."""
+        """Records that a request's grammar was compiled. A non-empty `error` ends the request."""
         self._compiled[request] = error, reason
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """A session has its next input, or is to end."""
+        """Records the next input of a session, or with None that the session must end."""
         self._chunks.append((session, chunk))
 
     def apply(self) -> None:
-        """Adds the requests that arrived, notes whose grammar is compiled, gives sessions their
-        input, then ends those that are to end.
-        """
+        """Applies the changes: arrivals, then compiled grammars, inputs of sessions, and ends."""
         if self.arrivals:
             arrivals, self.arrivals = self.arrivals, []
             for request in arrivals:
@@ -68,7 +68,7 @@ class PendingChanges:
             self.end(ends)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
-        """Ends requests now, those that have not ended."""
+        """Ends these requests now. Requests that have already ended are skipped."""
         ended = [request for request, reason in ends.items() if _can_end(request, reason)]
         for request in ended:
             self._scheduler.abort(request, ends[request])
@@ -90,5 +90,5 @@ class PendingChanges:
 
 def _can_end(request: Request, reason: FinishReason) -> bool:
     if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
-        return False  # it has been scheduled since
+        return False  # was scheduled in the meantime
     return not request.is_finished

@@ -1,45 +1,46 @@
-"""How fast the queue moves, from what the replica has done lately."""
+"""Estimates how fast the queue moves, from the replica's recent work."""
 
 from collections import deque
 
 MIN_COMPLETIONS = 8
 """Fewest completions from which the rate at which requests end is estimated."""
 MIN_BUSY_SECONDS = 0.5
-"""Busy time before anything is estimated from tokens: the first steps take longer."""
+"""Least busy time before anything is estimated from tokens, because the first steps take longer."""
 WINDOW_COMPLETIONS = 64
-"""Newest completions from which the rate is taken."""
+"""Number of newest completions from which the rate is estimated."""
 MARGIN = 1.4
-"""Factor of the mean in estimates: a late eviction costs a client more than an early refusal."""
+"""Factor on estimated means, because a late eviction costs a client more than an early refusal."""
 
 
 class QueueEstimate:
-    """The rate at which requests leave a replica that is full, and what follows from it by Little's
-    law: by how much each request that waits delays those behind it, and the time that one runs.
+    """Estimates the rate at which requests complete on a full replica. By Little's law the rate
+    gives the delay that each waiting request causes to requests behind it, and the running time of
+    a request.
 
-    Until enough requests have ended, the rate is that of computed tokens divided by the tokens that
-    a request is expected to take.
+    Until enough requests have ended, the rate is estimated as the rate of computed tokens, divided
+    by the tokens that a request is expected to have.
 
-    While fewer than `max_running` run, and none waits, the rate is that of arrivals, not what the
-    replica can do. That time counts by the share of `max_running` that run, and as much longer as
-    steps take when all do.
+    While fewer than `max_running` requests run and none waits, the completion rate equals the
+    arrival rate and does not show the capacity. Such time is scaled by the fraction of
+    `max_running` that run, and by the slowdown of a step in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:
         self._max_running = max_running
         self._busy_seconds = 0.0
         self._running_seconds = 0.0
-        """Sum over requests of the time that they ran."""
+        """Sum of the running times of all requests."""
         self._num_tokens = 0
-        """Computed in the busy seconds."""
+        """Tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
-        """Busy seconds, running seconds and completions at each sample that saw some."""
+        """Busy seconds, running seconds and completions, at each sample with new completions."""
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
-        """Time by which each request that waits delays those behind it, 0 while not known."""
+        """Delay that each waiting request causes to the requests behind it. 0 while unknown."""
         self.service_seconds = 0.0
-        """Time from a request's admission to its end, 0 while not known."""
+        """Time from a request's admission to its end. 0 while unknown."""
 
     def sample(
         self,
@@ -52,10 +53,12 @@ class QueueEstimate:
         num_tokens: int = 0,
         tokens_per_request: float = 0.0,
     ) -> None:
-        """Takes in the present counts. `num_completed`: all requests that ended after running.
-        `slowdown`: how many times as long a step takes when `max_running` run. `num_tokens`: all
-        tokens that were computed. `tokens_per_request`: the tokens that a running request is
-        expected to take in all. The last two are used while `counts_tokens`.
+        """Updates the estimates from the present counts.
+
+        `num_completed`: total of requests that ended after running. `slowdown`: ratio of the time
+        of a step with `max_running` requests to the time of a present step. `num_tokens`: total of
+        computed tokens. `tokens_per_request`: tokens that a running request is expected to have at
+        its end. The last two are used while `counts_tokens`.
         """
         last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
@@ -79,16 +82,16 @@ class QueueEstimate:
         self.service_seconds = MARGIN * running_seconds / num_requests if num_requests else 0.0
 
     def stand_still(self) -> None:
-        """No request can run now: the time until the next sample does not count."""
+        """Excludes the time until the next sample, because no request can run."""
         self._last = None
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether too few requests have ended to know their rate."""
+        """Whether too few requests have ended to estimate their rate from completions."""
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
-        """Busy and running seconds, and how many requests were done in them; 0 where unknown."""
+        """Busy seconds, running seconds, and the requests completed in them. All 0 if unknown."""
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
                 return 0.0, 0.0, 0.0
@@ -103,9 +106,9 @@ class QueueEstimate:
 
 
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
-    """Tokens that a request that runs is expected to take in all, prompt and output.
+    """Tokens, prompt and output, that a running request is expected to have at its end.
 
-    Its answer becomes twice as long as it is now: all that is known of it is that it has not ended,
-    and by Lindy's law as much is expected again (Eliazar, 2017).
+    The answer is expected to become twice as long as it is now. Only its present length is known,
+    and by Lindy's law the expected remaining length equals the present length (Eliazar, 2017).
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

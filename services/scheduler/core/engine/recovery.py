@@ -1,5 +1,5 @@
-"""Recovery from a loss of pool or workers: both are opened again, and a request whose steps always
-fail is looked for.
+"""Recovers from a loss of pool or workers: reopens both, and searches for a request whose steps
+always fail.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Counts losses, and has the scheduler run the requests that the search for a fault wants.
+    """Counts losses, and restricts the scheduler to the requests that the fault search selects.
 
-    `turns` and `wake` are those of the engine loop: changes are applied under the first while it
-    recovers, and the second is set when there are any.
+    `turns` is the lock of the engine loop: changes are applied under it during the recovery. `wake`
+    is the loop's event, which is set when there are changes.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the search for a fault wants other requests to run than those that may."""
+        """Whether the fault search selects other requests than the ones that may run now."""
         return self._search.trial() != self._scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """Stands for a step that failed while it was planned, with the requests that the pool was
-        sent then: the next token of each.
+        """A stand-in for a step whose planning failed. It contains the next token of each request
+        that the failed pool transaction named.
         """
         requests = [one for one in self._scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Suspects the requests of steps that were lost with pool or workers, and ends the one
-        whose steps always fail, if it was found. Workers that were ended from outside show nothing.
+        """Makes the requests of lost steps suspects, and ends a request whose steps always fail, if
+        one was found. Does nothing if the workers were ended from outside.
         """
         if self._replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
@@ -70,15 +70,15 @@ class Recovery:
             self._changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """A step was done after a loss: the losses in a row are over once nothing is suspected."""
+        """Records a successful step after a loss. The row of losses ends without suspects."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Has the scheduler admit the requests that the search for a fault wants to run. None may
-        run now.
+        """Restricts admissions to the requests that the fault search selects. No request may run
+        now.
         """
         if (trial := self._search.trial()) != self._scheduler.queues.admitted_only:
             self._scheduler.admit_only(trial)
@@ -90,7 +90,7 @@ class Recovery:
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Waits until pool and workers are opened, and meanwhile adds and ends requests."""
+        """Reopens pool and workers. Meanwhile applies changes: requests are added and ended."""
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

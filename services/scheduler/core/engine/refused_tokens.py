@@ -1,4 +1,4 @@
-"""Requests whose grammar refuses a token: they end with an error that names the field."""
+"""Ends requests whose grammar refuses a token, with an error that names the field."""
 
 from services.common.request.finish_reason import FinishReason
 from services.common.request.structured_outputs import FIELD
@@ -7,8 +7,8 @@ from services.scheduler.core.request import Request
 
 
 def end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
-    """Ends the request at `index` of a step, one of `refused_tokens`, unless it ended before the
-    refused token. `num_kept` tokens of the step were appended to it.
+    """Ends the request at `index` of a step, which is one of `refused_tokens`. Does nothing if the
+    request ended before the refused token. `num_kept`: tokens of the step that were appended.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):

@@ -1,4 +1,4 @@
-"""The requests of a replica, and what they hold."""
+"""The requests of a replica, and the resources that they hold."""
 
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
@@ -17,7 +17,7 @@ from services.scheduler.core.transfers.kv_transfers import KVTransfers
 
 
 class ReplicaState:
-    """The state that the parts of the scheduler share. It decides nothing."""
+    """The state that the parts of the scheduler share. It makes no decisions."""
 
     def __init__(
         self, config: SchedulerConfig, pool: KVPool, connector: KVConnector | None
@@ -35,17 +35,19 @@ class ReplicaState:
             self.transfers = KVTransfers(config, connector, self.kv_cache_manager)
         self.pause_mode: PauseMode | None = None
         self.failed: dict[Request, str] = {}
-        """Waiting requests that steps looked at and that can never run, and why."""
+        """Waiting requests that were found unable to ever run, each with its error."""
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests may run. A session between two turns keeps its place."""
+        """How many more requests may run. A session between two turns still occupies a slot."""
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
-        """The copies that the workers make before the step that is planned. Their blocks can be
-        reused from then on, but not for a load that is not ordered with the steps, as in vLLM.
+        """Returns the copies that the workers make before the planned step, and frees their blocks.
+
+        Later steps may reuse the blocks at once. As in vLLM, if loads are not ordered with the
+        steps, the blocks are freed only after the step's output.
         """
         copies = self.kv_cache_manager.take_copies()
         if self.transfers is not None and self.config.fences_frees:
@@ -55,7 +57,7 @@ class ReplicaState:
         return copies
 
     def take_out(self, request: Request) -> None:
-        """Takes a request out of those that run or wait."""
+        """Removes a request from the running requests or the queues."""
         if request.row is None:
             self.queues.remove(request)
             self.queues.put_in_order()
@@ -75,8 +77,8 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that has ended, and frees what it held. It may have ended in the
-        queue: by a token that was in flight when it was preempted.
+        """Removes a request that has ended, and frees its resources. The request may have ended in
+        the queue, by a token that was in flight when it was preempted.
         """
         self.take_out(request)
         self.free(request)

@@ -1,36 +1,36 @@
-"""The time that a step takes for each prompt token and for each decoding request in it."""
+"""Estimates the time that a step takes for each prompt token and for each decoding request."""
 
 from collections import deque
 from statistics import fmean
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Fewest steps that only decode from which costs are estimated."""
+"""Fewest decode-only steps from which costs are estimated."""
 MIN_PROMPT_TOKENS = 16
-"""Fewest prompt tokens of a step from which the cost of prompts is estimated."""
+"""A step with fewer prompt tokens is not used to estimate the cost of prompts."""
 MIN_COMPUTED_TOKENS = 128
-"""Fewest prompt tokens in all recent steps from which the cost of prompts is estimated."""
+"""Fewest prompt tokens, summed over recent steps, from which the cost of prompts is estimated."""
 
 
 class StepCosts:
-    """Fits the times of recent steps to three costs, in seconds: one of the step itself, one for
-    each request that decodes, and one for each further token, which is one of a prompt.
+    """Fits three costs, in seconds, to the times of recent steps: one for each step, one for each
+    decoding request, and one for each further token. Further tokens are prompt tokens.
 
-    The first two come from steps without prompts, by least squares; the last one is what steps with
-    prompts take beyond them.
+    The first two costs are fitted to decode-only steps by least squares. The third is the remaining
+    time of steps with prompts.
     """
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         """Requests and seconds of steps in which each request got one token."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
-        """Requests, further tokens and seconds of the others."""
+        """Requests, further tokens and seconds of steps with prompts."""
         self._fitted: tuple[float, float] | None = None
-        """The costs by the steps so far; None if they were not asked for since the last step."""
+        """The cached fit; None after a new step until the costs are needed."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """Records the time of a step. Steps without requests, which carry transfers or free rows,
-        are left out.
+        """Records the time of a step. Steps without requests, which only contain transfers or free
+        rows, are ignored.
         """
         if not num_requests:
             return
@@ -43,12 +43,12 @@ class StepCosts:
 
     @property
     def seconds_per_decode(self) -> float:
-        """Seconds for each request that decodes; 0 while it is not known."""
+        """Seconds for each decoding request; 0 while unknown."""
         return self._fit()[1]
 
     @property
     def seconds_per_prompt_token(self) -> float:
-        """Seconds for each token of a prompt; 0 while it is not known."""
+        """Seconds for each token of a prompt; 0 while unknown."""
         num_tokens = sum(tokens for _, tokens, _ in self._computing)
         if num_tokens < MIN_COMPUTED_TOKENS:
             return 0.0
@@ -60,9 +60,11 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """The time to compute `num_tokens` of a prompt, in steps whose budget is full of prompts
-        and in which `num_requests` decode; 0 while it is not known. While the cost of a prompt's
-        token is not known, as with very short prompts, that of a decoding request is used.
+        """Seconds to compute `num_tokens` tokens of a prompt, in steps that prompts fill up and in
+        which `num_requests` requests decode. 0 while unknown.
+
+        The cost of a decoding request replaces the cost of a prompt token while that is unknown, as
+        with very short prompts.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -70,9 +72,8 @@ class StepCosts:
         return num_tokens * (seconds_per_token + seconds_beside / token_budget)
 
     def slowdown(self, num_requests: int, more_requests: int) -> float:
-        """How many times as long a step takes that has more requests; 1 while it is not known.
-
-        At most as many times as there are more requests: each one takes no more than its part.
+        """Ratio of the time of a step with `more_requests` to the time of a step with
+        `num_requests`. 1 while unknown. The ratio does not exceed the ratio of the requests.
         """
         each_step, each_decode = self._fit()
         seconds = each_step + each_decode * num_requests
@@ -81,15 +82,15 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds of every step, and for each request in it; 0 while they are not known."""
+        """Seconds for each step, and seconds for each request in it; 0 while unknown."""
         if self._fitted is None:
             self._fitted = self._least_squares()
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """Computes what `_fit` returns.
+        """Fits the costs of a step and of a request to the decode-only steps.
 
-        Steps of one size do not show which is which: a half of their time is taken for each.
+        If all steps have the same size, the two costs cannot be separated: each gets a half.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

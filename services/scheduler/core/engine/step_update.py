@@ -1,4 +1,4 @@
-"""What the output of a step changes: tokens are appended, requests and turns of sessions end."""
+"""Applies the output of a step: appends tokens, and ends requests and turns of sessions."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,11 @@ from services.scheduler.core.request import Request, TurnEnd
 from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
-"""Reasons for which a session ends with its turn."""
+"""Finish reasons of a turn that also end its session."""
 
 
 class StepUpdate:
-    """Takes in the outputs of steps, in their order."""
+    """Applies the outputs of steps, in the order of the steps."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -22,7 +22,7 @@ class StepUpdate:
         self._running = state.running
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """See `Scheduler.update_from_output`."""
+        """Applies the output of a step, as described in `Scheduler.update_from_output`."""
         state = self._state
         state.steps.updated(plan)
         failed = [] if state.transfers is None else self._failed_loads(plan, output)
@@ -64,12 +64,15 @@ class StepUpdate:
         output: ModelRunnerOutput,
         taken: list[Sequence[int] | None],
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Appends tokens, and leaves in `taken` those that were; None for a request that had ended.
-        Returns how many were, the requests that end, and the sessions with a turn that ends.
+        """Appends the sampled tokens, and stores the appended ones in `taken`: None for a request
+        that had already ended.
+
+        Returns the number of appended tokens, the requests that end, and the sessions whose turn
+        ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
-        num_tokens = len(taken)  # as if all were on the fast path
+        num_tokens = len(taken)  # one for each request; corrected below off the fast path
         indexes = range(len(taken))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if tokens and request.is_on_fast_path:
@@ -92,9 +95,11 @@ class StepUpdate:
     def _kept(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
-        """Appends the tokens of a request that may end, or is not on the fast path. Returns those
-        that were appended; None if it had ended, or its tokens are dropped. Its drafts are kept
-        even then, as in vLLM: those that workers propose follow the tokens that it has.
+        """Appends the tokens of a request that may end or is not on the fast path. Returns the
+        appended tokens; None if the request had ended or its tokens are dropped.
+
+        As in vLLM, drafts are kept even if the tokens are dropped: the workers propose drafts that
+        follow the request's present tokens.
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
@@ -113,8 +118,8 @@ class StepUpdate:
         return tokens
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that steps looked at and that can never run. Returns them in
-        the order of their arrival.
+        """Ends the waiting requests that were found unable to ever run. Returns them in the order
+        of arrival.
         """
         failures, self._state.failed = self._state.failed, {}
         failed = [request for request in failures if not request.is_finished]
@@ -125,9 +130,9 @@ class StepUpdate:
         return failed
 
     def _failed_loads(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[Request]:
-        """Drops what the step computed from keys and values that were not loaded, and what steps in
-        flight go on to compute from that. Returns the requests that end for that, in the order in
-        which they arrived.
+        """Drops the tokens that this step and the steps in flight computed from keys and values
+        whose load failed. Returns the requests that end for that reason, in the order of arrival.
+        None end if the policy is to recompute.
         """
         transfers, steps = self._state.transfers, self._state.steps
         if transfers is None:
@@ -146,8 +151,8 @@ class StepUpdate:
         return sorted(affected, key=lambda request: request.key)
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Takes requests off the fast path whose tokens are not just appended; in a pause also
-        those whose steps on it are over, which planning does otherwise.
+        """Removes requests with NaN logits or refused tokens from the fast path. In a pause also
+        removes requests whose number of steps has passed, because no planning does it.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()
@@ -155,9 +160,10 @@ class StepUpdate:
             self._running.leave_fast_path(plan.requests[index])
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
-        """The tokens that are computed, and that no draft refused can take back, of each request of
-        a step that uses items; pooling models sample none. One whose output is dropped keeps its
-        items.
+        """The number of computed tokens of each request of a step that uses items. Tokens that a
+        rejected draft could remove do not count; pooling models sample no tokens.
+
+        Requests whose output is dropped are left out, and keep their items.
         """
         used_inputs = self._state.encoder_cache.used_inputs
         samples_ahead = self._config.async_scheduling and not self._config.pooling
@@ -170,13 +176,15 @@ class StepUpdate:
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
-        """Appends the tokens of a request; returns those up to its end, if it ended."""
+        """Appends the tokens of a request. Returns the appended tokens: if the request ends, the
+        tokens after the end are left out.
+        """
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:
             end_if_refused(request, output, index, len(kept))
         if plan.draft_token_ids and request.num_computed_tokens:
-            # Drafts that were rejected, or came after the end, were never computed.
+            # Rejected drafts, and drafts after the end, do not count as computed.
             drafts = plan.draft_token_ids.get(request, ())
             request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
         if output.draft_token_ids:
@@ -186,16 +194,20 @@ class StepUpdate:
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
-        """Notes the drafts that the next step verifies, unless they were noted with its plan."""
+        """Stores the drafts that the next step verifies. With asynchronous scheduling placeholders
+        were already stored at planning.
+        """
         if not self._config.async_scheduling:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _end_turn(self, session: Request) -> TurnEnd:
-        """Lets a session begin its next turn, or wait for its input. What steps in flight sample of
-        it comes after the end of the turn, and is dropped. Where layers keep a state, these steps
-        overwrite it with what follows the token that is dropped, and drafts leave it where only the
-        workers know: then the session gives its blocks back, and goes on from what is cached.
+        """Ends the turn of a session. The session begins its next turn, or waits for its input.
+
+        Tokens that steps in flight sample for the session lie after the end of the turn and are
+        dropped. With state-space layers these steps overwrite the state, and with drafts only the
+        workers know the state's position. Then the session frees its blocks, and continues from
+        the cached prefix.
         """
         state = self._state
         is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)

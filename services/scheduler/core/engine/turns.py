@@ -1,4 +1,4 @@
-"""The turns of the engine loop, and what happens between two of them."""
+"""The lock of the engine loop: separates its iterations from other changes of the scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """A lock that each turn of the loop holds, as does all else that changes the scheduler.
+    """A lock that is held by each iteration of the loop, and by all other code that changes the
+    scheduler.
 
-    The end of a turn wakes the callers of `until`. `wake` wakes the loop where it waits for work;
+    Each release of the lock wakes the callers of `until`. `wake` wakes a loop that waits for work.
     `has_steps` returns whether steps are in flight.
     """
 
@@ -21,7 +22,7 @@ class Turns:
 
     @property
     def is_held(self) -> bool:
-        """Whether a standstill is wanted: no step is to be planned."""
+        """Whether a standstill was requested, so that no step may be planned."""
         return self._num_holds > 0
 
     async def __aenter__(self) -> None:
@@ -33,7 +34,9 @@ class Turns:
         self._condition.release()
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Within a turn: gives the lock to other turns until `is_over`, called after each one."""
+        """Releases the lock until `is_over()` is true, which is checked after each iteration. The
+        caller must hold the lock.
+        """
         self._num_waits += 1
         try:
             await self._condition.wait_for(is_over)
@@ -42,8 +45,8 @@ class Turns:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """Holds the loop between turns, with no step in flight. The caller may be cancelled: the
-        loop itself takes in the steps that are in flight.
+        """Stops the loop between two iterations, with no step in flight. The caller may be
+        cancelled, because the loop itself completes the steps in flight.
         """
         self._num_holds += 1
         self._wake.set()

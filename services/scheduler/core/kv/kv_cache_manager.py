@@ -145,7 +145,7 @@ class KVCacheManager:
         return await self._transact(operations, traceparent)
 
     def take_copies(self) -> list[BlockCopy]:
-        """Returns the copies that the workers make before the step. Their blocks are not free yet."""
+        """Returns the copies that the workers make before the step. Their blocks are in use."""
         copies, self.copies = sorted(self.copies, key=lambda copy: copy.group), []
         return copies
 

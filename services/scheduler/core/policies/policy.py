@@ -31,7 +31,7 @@ class RequestQueue(Protocol):
 
 
 class SchedulingPolicy(Protocol):
-    """A scheduling policy. It has no state of its own: the queues that it creates have the state."""
+    """A scheduling policy. It has no state of its own: its queues have the state."""
 
     uses_priority: bool
     """Whether `Request.priority` has an effect. If not, requests with a priority are refused."""
