@@ -1,8 +1,8 @@
-"""Steps that consist of decodes, as programs over fixed memory.
+"""Decode-only steps as programs over fixed memory.
 
 A step of n decodes runs as the program for the next power of two. Its inputs are copied into the
-program's memory and its logits read from there. Nothing else changes from step to step, so that a
-device can record the program once and repeat it without calls from Python.
+program's memory, and its logits are read from there. Nothing else changes between steps, so a
+device can record the program once and replay it without calls from Python, as with CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from services.worker.models.model import Model
 
 
 class DecodeStep(LayerAttention, Protocol):
-    """Attention of a step of decodes, whose inputs are replaced in place."""
+    """Attention of a decode-only step, whose inputs are replaced in place."""
 
     @property
     def num_lanes(self) -> int:
-        """The number of tokens that it is called for."""
+        """The number of tokens that the program computes, including unused lanes."""
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in the inputs of a step of at most `num_lanes` decodes, with one layout for each
-        KV-cache group. The lanes behind them write to no request's blocks.
+        KV-cache group. Unused lanes write to no request's blocks.
         """
 
 
 class StaticAttention(Protocol):
-    """An attention implementation whose steps of decodes can be repeated."""
+    """An attention implementation whose decode-only steps can be replayed."""
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
         """Attention for `num_decodes`, rounded up to a power of two."""

@@ -12,26 +12,26 @@ from services.common.errors import InvalidArgument, StepwellError
 
 
 class InvalidStep(InvalidArgument):
-    """A step contradicts the batch or the worker's limits; nothing of it was applied."""
+    """A step contradicts the batch or the worker's limits; no part of it was applied."""
 
     reason = "INVALID_STEP"
 
 
 class KVCacheTooSmall(StepwellError):
-    """The memory set aside for keys and values cannot hold one sequence of the asked length."""
+    """The memory for keys and values cannot hold one sequence of the configured length."""
 
     reason = "KV_CACHE_TOO_SMALL"
 
 
 class NoTier(StepwellError):
-    """Offloaded keys and values cannot be kept on this device or in this much memory."""
+    """Offloaded keys and values cannot be kept on this device or in this amount of memory."""
 
     reason = "NO_TIER"
 
 
 class NoSpeculation(StepwellError):
-    """The model, or the way that it is divided, does not allow drafts to be verified, or the
-    machine has no code that proposes them.
+    """Speculation is not possible: the model or its division among workers does not allow drafts to
+    be verified, or this machine has no code that proposes them.
     """
 
     reason = "NO_SPECULATION"

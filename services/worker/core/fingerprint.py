@@ -1,5 +1,5 @@
-"""The fingerprint of a model: workers with the same one have interchangeable KV blocks. It is the
-root of block hashes.
+"""The fingerprint of a model, the root of block hashes. Workers with equal fingerprints have
+interchangeable KV blocks.
 
 It covers configuration, weights, tokenizer, block size, the cache's data type, a draft model and
 the version of the block hash. It does not cover the path: a copy of a model has the same
@@ -22,7 +22,7 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Weights up to this size are hashed whole; of larger ones a sample of each tensor."""
+"""Files up to this total size are hashed whole. Of larger ones, a sample of each tensor is."""
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
@@ -41,12 +41,13 @@ def model_fingerprint(
 ) -> bytes:
     """32 bytes, equal for two workers exactly if their cached keys and values are interchangeable.
 
-    `rope_length`: the length that rotary frequencies are fixed for; 0 if they depend on none.
-    `groups`: the layers that share a block; these may depend on the longest sequence. `pooling`:
-    how prompts are pooled, since workers that pool otherwise answer otherwise.
+    `rope_length`: the sequence length that fixes rotary frequencies; 0 if they depend on none.
+    `groups`: the layers that share a block, which may depend on the longest sequence. `pooling`:
+    how prompts are pooled, since workers that pool differently return different vectors.
     `quantization`: of weights that are stored unquantized. `draft_model`: the fingerprint of the
-    draft model with keys and values in the same blocks; empty if there is none. `kv_dtype`: the
-    data type of keys and values before they are cached; `kv_cache_dtype`: the one in the cache.
+    draft model whose keys and values are in the same blocks; empty if there is none. `kv_dtype`:
+    the data type of keys and values before they are cached. `kv_cache_dtype`: their type in the
+    cache.
     """
     parts = [
         *_model_parts(checkpoint),
@@ -94,7 +95,7 @@ def _group_part(group: LayerGroup) -> tuple[str, bytes]:
 
 
 def _hash_weights(file: Path, tensors: list[TensorInfo], *, whole: bool) -> bytes:
-    """SHA-256 of the bytes of each tensor, or of the first, middle and last few of them."""
+    """SHA-256 of the bytes of each tensor, or of its first, middle and last _SAMPLE_BYTES bytes."""
     digest = sha256()
     with file.open("rb") as stream:
         for tensor in sorted(tensors, key=lambda tensor: tensor.name):

@@ -1,18 +1,19 @@
 """Keeps the ranks of a group at the same step, and compares their results.
 
-The ranks receive the same bytes, each over a stream of its own. When streams end, one rank may have
+The ranks receive the same bytes, each over its own stream. When streams end, one rank may have
 received a step that another did not. So before each step the ranks exchange the numbers of the
 steps that they are about to run. A rank with an older generation drops its step, and the others
-wait until it has one of the newest. A newer generation is a greater number even if a clock was set
-back: workers report the last generation that they received, and a pool begins none below it.
+wait until it has a step of the newest generation. Newer generations are greater numbers even if a
+clock was set back: workers report the last generation that they received, and a pool does not begin
+a generation below it.
 
-With the numbers they exchange digests of the messages. If one rank was sent another message, all
-refuse the step, since none could go on without the others.
+The ranks exchange digests of the messages with these numbers. If one rank was sent another message,
+all ranks refuse the step, since a step needs all ranks.
 
-At regular intervals a digest of a step's input and output is exchanged too, some steps later, when
-no device computes it any more. Sums over ranks are the same bits on each rank, and so must be
-everything computed from them. If digests differ, memory or a kernel is faulty, and no later token
-can be trusted.
+At regular intervals the ranks also exchange a digest of a step's input and output. This happens
+some steps later, when no device computes the step any more. Sums over ranks have the same bits on
+each rank, so everything computed from them must be equal. If digests differ, memory or a kernel is
+faulty, and no later token can be trusted.
 """
 
 from collections import deque
@@ -30,16 +31,16 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""Steps from one to the comparison of its results: as many as may be in flight."""
+"""Steps between a step and the comparison of its results: the maximum of steps in flight."""
 
 _Output = StepOutput | PendingOutput
 
 
 class Lockstep:
-    """Runs this rank's steps together with those of the other ranks.
+    """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` takes a failure and returns the error to raise: the end of another rank if that caused
-    it. The owner of the group ends the process then.
+    `explain` maps a failure to the error to raise: if the end of another rank caused the failure,
+    an error that names this rank's end. The owner of the group then ends the process.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank`: by which an error names this one; by default its place among `ranks`."""
+        """`rank`: this rank's number in errors; by default its index in `ranks`."""
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
@@ -83,12 +84,12 @@ class Lockstep:
         return output
 
     def add_hidden_states(self, hidden: torch.Tensor) -> None:
-        """Takes the hidden states of the current step into its digest, if it is compared."""
+        """Adds the current step's hidden states to its digest, if its results are compared."""
         if self._current is not None:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 
     def _agree_on(self, step: StepInput) -> None:
-        """Returns when every rank is about to run this step."""
+        """Waits until every rank is about to run this step."""
         if step.generation != self._generation:
             self._generation = step.generation
             self._begun.extend([None] * _LAG)
@@ -112,7 +113,7 @@ class Lockstep:
 
 
 class _Checked:
-    """A step whose results are compared."""
+    """A step whose results are compared between ranks."""
 
     def __init__(self, step: StepInput) -> None:
         self.step = step
@@ -130,12 +131,12 @@ class _Checked:
             self.add(array)
 
     def add(self, array: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]") -> None:
-        """Takes an array into the digest."""
+        """Adds an array to the digest."""
         self._digest.update(len(array).to_bytes(8, "little"))
         self._digest.update(np.ascontiguousarray(array).data)
 
     def digest(self) -> int:
-        """The digest of input, hidden states and output. Waits until these are computed."""
+        """The digest of input, hidden states and output. Waits until the output is computed."""
         output = self.output.wait() if isinstance(self.output, PendingOutput) else self.output
         if output is not None:
             for array in (output.num_tokens, output.token_ids, output.nan_requests):

@@ -1,10 +1,9 @@
-"""The runner: runs one step, from a difference to the batch to sampled tokens.
+"""The model runner: applies a step's difference to the batch and computes its tokens.
 
 1. The difference is applied to the persistent batch.
 2. Requests are put in the order that attention needs: single tokens by length, then chunks.
 3. The model runs once over all scheduled tokens.
-4. Logits are computed for positions that are sampled, or whose prompt log-probabilities are asked
-   for, and for no others.
+4. Logits are computed only for positions that are sampled or that need prompt log-probabilities.
 5. Sampled tokens are appended to the batch, so that the next step need not send them: see
    `step_sampler`.
 """
@@ -41,27 +40,27 @@ from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
-"""In place of the digest of a step for which this rank lacks an adapter: no rank begins it if
-another has the adapter.
+"""Replaces the digest of a step if this rank lacks an adapter of the step. If another rank has the
+adapter, the digests differ and no rank begins the step.
 """
 
 
 class ModelRunner:
     """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe.
 
-    What only some workers have:
+    Optional parts:
 
     * `device_tokens` keeps sampled tokens on the device, so that `begin` does not wait for them.
-    * `buckets` run steps that consist of decodes.
+    * `buckets` run decode-only steps.
     * `lockstep` runs each step together with the other ranks.
-    * `pooler`: prompts are pooled, and nothing is sampled.
-    * `states`: the same object as `attention` if layers are recurrent, whose states are copied from
-      block to block.
-    * `stage`: the model is a StagedModel, one pipeline stage of a larger one.
-    * `tier` holds offloaded blocks.
-    * `grammars`: what outputs may be held to.
-    * `adapters`: those that requests may have.
-    * `drafter` proposes drafts; without it, steps bring their own, if any.
+    * `pooler` pools prompts; nothing is sampled.
+    * `states`: the same object as `attention`, if the model has recurrent layers. It copies states
+      between blocks.
+    * `stage`: `model` is a StagedModel, one pipeline stage of a larger model.
+    * `tier` stores offloaded blocks.
+    * `grammars` compiles the grammars that constrain outputs.
+    * `adapters`: the LoRA adapters that requests may use.
+    * `drafter` proposes drafts; without it, only drafts that a step contains are verified.
     * `row_sampler` draws tokens; without it, NumPy does.
     """
 
@@ -109,7 +108,7 @@ class ModelRunner:
         return self._batch.limits
 
     def reset(self) -> None:
-        """Empties the batch, also after a step that failed half-way."""
+        """Empties the batch, also after a step that failed."""
         self._batch.clear()
         self._adapter_of.clear()
         self._embedded.clear()
@@ -208,7 +207,7 @@ class ModelRunner:
         return output
 
     def _prepare_blocks(self, step: StepInput) -> None:
-        """Copies and clears blocks as the step says, before it computes anything."""
+        """Stores, clears and copies blocks, and begins loads, before the step computes anything."""
         if self.tier is not None and step.tier_stores is not None:
             self.tier.store(step.tier_stores)
         if len(step.block_ids_to_zero):
@@ -219,7 +218,7 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's difference, and returns what `InputBatch.apply` does."""
+        """Applies the step's difference. Returns the computed tokens, like `InputBatch.apply`."""
         if self._pooler is not None:
             self._pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -271,7 +270,7 @@ class ModelRunner:
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the step's tokens, and the wanted logits: see Model.forward."""
+        """Hidden states of the step's tokens, and the logits at `wanted`, as in Model.forward."""
         hidden, logits = self.model.forward(
             token_ids,
             self._device.upload(tokens.positions),
@@ -288,5 +287,5 @@ class ModelRunner:
 
 
 def _no_indexes(token_ids: torch.Tensor) -> torch.Tensor:
-    """Indexes of no tokens, where the tokens are."""
+    """An empty index tensor, on the device of the tokens."""
     return torch.empty(0, dtype=torch.int64, device=token_ids.device)

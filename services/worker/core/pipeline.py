@@ -1,16 +1,16 @@
-"""A pipeline stage: some layers of the model, between the stages that compute those before and
-behind.
+"""A pipeline stage: a range of the model's layers.
 
-Every stage is sent the same steps, in order, and runs each when it has the hidden states of the
-stage before. Meanwhile that one runs the next step. As many steps are in flight as there are
-stages. Only the last stage samples, and the scheduler sends the token on with the next step of its
-request: until it has the token it plans no such step. This is vLLM's pipeline parallelism; GPipe
-(Huang et al.) has the name.
+Every stage is sent the same steps, in order. A stage runs a step when it has received the hidden
+states from the previous stage, which meanwhile runs the next step. As many steps are in flight as
+there are stages. Only the last stage samples. The scheduler sends the sampled token with the next
+step of its request, and does not plan that step before it has the token. This is vLLM's pipeline
+parallelism; the term is from GPipe (Huang et al.).
 
-Hidden states follow a header: generation, number, digest and tokens of their step. When streams
-end, one stage may have received a step that another did not. A stage drops hidden states of an
-older generation than its step, and gives its step up for those of a newer one, which the scheduler
-sends to all stages as soon as it has begun. It refuses a step that the stage before was not sent.
+Hidden states follow a header: generation, number, digest and token count of their step. When
+streams end, one stage may have received a step that another did not. A stage drops hidden states of
+an older generation than its step. It aborts its step if hidden states are of a newer generation,
+which the scheduler sends to all stages when it begins. It refuses a step that the previous stage
+was not sent.
 """
 
 import time
@@ -30,18 +30,18 @@ _HEADER_LENGTH = 4
 
 
 class Link(Protocol):
-    """The way from stage to stage. Tensors arrive in the order in which they were sent."""
+    """Connects neighbouring stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor to the stage behind. It must not be changed any more."""
+        """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Waits for the next tensor of the stage before, and fills `tensor` with it."""
+        """Waits for the next tensor from the previous stage and copies it into `tensor`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Generation, number and digest of a step, and the tokens whose hidden states follow."""
+    """Generation, number and digest of a step, and the number of rows of its hidden states."""
 
     generation: int
     step: int
@@ -50,8 +50,8 @@ class _Header:
 
 
 class PipelineStage:
-    """The stage `index` of `num_stages`, on this rank. `hidden_size` and `dtype`: of its hidden
-    states.
+    """The stage `index` of `num_stages`, on this rank. `hidden_size` and `dtype` describe the
+    hidden states.
     """
 
     def __init__(
@@ -60,29 +60,30 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
-        """Time for which the current step waited for the stage before."""
+        """Time that the current step waited for the previous stage."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._step: StepInput | None = None
         self._received: _Header | None = None
-        """A header whose hidden states have not been received."""
+        """A header that was received ahead of its hidden states."""
 
     def begin(self, step: StepInput) -> None:
-        """Notes the step whose hidden states come and go next."""
+        """Sets the step whose hidden states are received and sent next."""
         self._step = step
         self.waited_nanos = 0
 
     def skip(self) -> None:
-        """Runs a step without tokens: the stages learn of its generation from each other."""
+        """Runs a step without tokens: only headers are exchanged, which carry its generation."""
         if not self.is_first:
             self._receive(0)
         if not self.is_last:
             self._send_header(0)
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """The hidden states [num_tokens, hidden_size] that the stage before computed in this step.
-        Raises Aborted if a newer generation has begun, and InvalidStep if that is no such step.
+        """The hidden states [num_tokens, hidden_size] that the previous stage computed in this
+        step. Raises Aborted if a newer generation has begun, and InvalidStep if the previous stage
+        was sent another step.
         """
         began = time.perf_counter_ns()
         hidden = self._receive(num_tokens)
@@ -90,7 +91,7 @@ class PipelineStage:
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Begins to send hidden states [num_tokens, hidden_size] of this step."""
+        """Begins to send the hidden states [num_tokens, hidden_size] of this step."""
         self._send_header(len(hidden))
         self._link.send(hidden.contiguous())
 
@@ -132,8 +133,8 @@ class PipelineStage:
 
 
 class StagedModel:
-    """See Model: the layers of one stage, whose hidden states come from the stage before and go to
-    the one behind.
+    """A Model with the layers of one stage. It receives hidden states from the previous stage and
+    sends its own to the next stage.
     """
 
     def __init__(self, model: Model, stage: PipelineStage) -> None:
@@ -141,7 +142,7 @@ class StagedModel:
         self._stage = stage
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See Model; for the first stage."""
+        """Embeddings of tokens, as in Model; only the first stage needs them."""
         return self._model.embed(token_ids)
 
     def forward(
@@ -153,7 +154,7 @@ class StagedModel:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model."""
+        """Runs the stage's layers; arguments and results as in Model."""
         if not self._stage.is_first:
             embedded = self._stage.receive(len(token_ids))
         hidden, logits = self._model.forward(
@@ -164,5 +165,5 @@ class StagedModel:
         return hidden, logits
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model; for the last stage."""
+        """Logits of hidden states, as in Model; only the last stage needs them."""
         return self._model.compute_logits(hidden)

@@ -1,8 +1,8 @@
-"""Makes the vectors of prompts from hidden states, chunk by chunk.
+"""Computes the vectors of prompts from hidden states, chunk by chunk.
 
-The mean is a sum in float64 that a row keeps from chunk to chunk. Its terms are added one after the
-other in the order of the tokens, so that it does not depend on where chunks end. A request that was
-preempted enters again, and its sum begins again.
+The mean is a sum in float64 that a row keeps between chunks. States are added one by one in the
+order of the tokens, so that the sum does not depend on chunk boundaries. When a preempted request
+enters again, its sum starts from zero.
 """
 
 from collections.abc import Callable
@@ -22,18 +22,18 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
 _SMALLEST_NORM = 1e-12
-"""A vector is divided by no less than this, as in torch and sentence-transformers."""
+"""Lower bound of the norm that divides a vector, as in torch and sentence-transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorEnd:
-    """The last operations on vectors: they are cut, and their activation is applied."""
+    """The last operations on vectors: truncation and the activation."""
 
     pooler: Pooler
     config: PoolingConfig
 
     def finish(self, vector: Float64Array, params: PoolingParams) -> Float32Array:
-        """The vector as the client gets it."""
+        """The vector as it is returned to the client."""
         vector = vector[: params.dimensions]
         activation = self.config.activation
         if params.use_activation is not None:
@@ -50,8 +50,8 @@ class VectorEnd:
 
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
-    """The end of a model of this width. Where the directory does not say which state is used it is
-    the last, or of models that take whole prompts the first, as in vLLM.
+    """The final operations for a model of this width. If the model's directory does not set a
+    pooling type, it is LAST, or CLS for models that process whole prompts, as in vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(
@@ -68,8 +68,8 @@ def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: 
 def pooled_output(
     step: StepInput, vectors: dict[int, Float32Array], num_requests: int
 ) -> StepOutput:
-    """The output of a step without tokens; vectors by index of the request. Those that hold NaN are
-    reported as such.
+    """The output of a step that pools. `vectors`: by index of the request. Vectors with NaN are
+    reported in `nan_requests` and not returned.
     """
     broken = [index for index, vector in vectors.items() if np.isnan(vector).any()]
     return StepOutput(
@@ -84,15 +84,15 @@ def pooled_output(
 
 @dataclass(slots=True)
 class PromptPooler:
-    """Pools the prompts of a batch. `class_scores` projects states to classes: hidden states
-    [n, hidden_size] to float32 [n, num_labels].
+    """Pools the prompts of a batch. `class_scores` maps hidden states [n, hidden_size] to class
+    scores, float32 [n, num_labels].
     """
 
     end: VectorEnd
     class_scores: Callable[[torch.Tensor], torch.Tensor]
     _params: dict[int, PoolingParams] = field(default_factory=dict)
     _kept: dict[int, Float64Array] = field(default_factory=dict)
-    """By row: the sum of its states so far, or the first of them."""
+    """By row: the sum of its states so far, or its first state."""
 
     def clear(self) -> None:
         """Forgets all rows."""
@@ -100,8 +100,8 @@ class PromptPooler:
         self._kept.clear()
 
     def check(self, step: StepInput) -> None:
-        """Raises InvalidStep if a prompt enters behind its first token, and that token's state is
-        needed.
+        """Raises InvalidStep if a new prompt has a prefix hit and the pooling type needs the states
+        of its first tokens.
         """
         if self.end.pooler.reads_prefix_cache or not step.new_requests:
             return
@@ -115,7 +115,7 @@ class PromptPooler:
             )
 
     def update(self, step: StepInput) -> None:
-        """Takes in which rows leave and enter."""
+        """Removes rows that leave the batch, and adds new requests."""
         for row in step.removed_rows.tolist():
             self._params.pop(row, None)
             self._kept.pop(row, None)
@@ -126,10 +126,10 @@ class PromptPooler:
     def pool(
         self, step: StepInput, tokens: StepTokens, num_tokens: Int32Array, hidden: torch.Tensor
     ) -> StepOutput:
-        """The vectors of the requests whose prompt this step computes to its end.
+        """The vectors of the requests whose prompts are complete after this step.
 
-        `num_tokens`: tokens of each request, `hidden` [n, hidden_size]: of the step's tokens, both
-        in the order of the layout.
+        `num_tokens`: tokens of each request. `hidden` [n, hidden_size]: states of the step's
+        tokens. Both are in the order of the layout.
         """
         ended = np.flatnonzero(tokens.seq_lens == num_tokens)
         states = self._states(tokens, ended, hidden)
@@ -142,7 +142,7 @@ class PromptPooler:
     def _states(
         self, tokens: StepTokens, ended: npt.NDArray[np.int64], hidden: torch.Tensor
     ) -> Float64Array:
-        """The pooled states of the requests `ended`, or their scores, [len(ended), size]."""
+        """The pooled states of the requests `ended`, or their class scores, [len(ended), size]."""
         kind, pooler = self.end.pooler.pooling_type, self.end.pooler
         if kind is not PoolingType.LAST:
             self._keep(tokens, hidden, kind)
@@ -158,7 +158,7 @@ class PromptPooler:
         return np.array(kept, np.float64).reshape(-1, width) / divisors[:, None]
 
     def _keep(self, tokens: StepTokens, hidden: torch.Tensor, kind: PoolingType) -> None:
-        """Adds the step's states to the sums of their rows, or keeps first ones."""
+        """Adds the step's states to the sums of their rows, or keeps each row's first state."""
         states = hidden.float().numpy(force=True).astype(np.float64)
         for index, row in enumerate(tokens.rows.tolist()):
             first, count = int(tokens.first_tokens[index]), int(tokens.num_scheduled_tokens[index])

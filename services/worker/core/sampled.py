@@ -14,14 +14,14 @@ from services.worker.sampling.sampler import SamplerOutput
 class Sampled:
     """Collects sampled tokens and log-probabilities by request.
 
-    `parts`: pairs as for `add`.
+    `parts`: pairs of `add`'s arguments.
     """
 
     def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
         self.parts = list(parts)
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
-        """Adds one token of each request in `indexes`; rows of `output` are in that order."""
+        """Adds one token for each request in `indexes`; rows of `output` are in that order."""
         self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
@@ -53,7 +53,7 @@ class Sampled:
         return np.sort(found).astype(np.int32)
 
     def _refused_tokens(self) -> dict[int, int]:
-        """By request, the number of tokens before the one that its grammar refuses."""
+        """By request, the index of the first token that its grammar refuses."""
         found: dict[int, int] = {}
         for number, (indexes, output) in enumerate(self.parts):
             for index in indexes[output.refused_rows].tolist():
@@ -85,10 +85,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class PendingOutput:
-    """The output of a step of which the device may still sample some tokens.
+    """The output of a step while the device may still be sampling some of its tokens.
 
-    `known`: what the host has sampled. `pending`: one token of each of the other requests, those at
-    the indexes `sampling`. `prompt`: log-probabilities of prompt tokens, by request.
+    `known`: tokens sampled on the host. `pending`: one token for each request in `sampling`, which
+    has indexes in the step. `prompt`: log-probabilities of prompt tokens, by request.
     """
 
     step: StepInput
@@ -98,7 +98,7 @@ class PendingOutput:
     prompt: dict[int, LogprobRows]
 
     def wait(self) -> StepOutput:
-        """Waits for the device; the output. May be called from any thread, and repeatedly."""
+        """Waits for the device and returns the output. Callable from any thread, and repeatedly."""
         parts = *self.known.parts, (self.sampling, self.pending.wait())
         return Sampled(parts).output(self.step, self.prompt)
 

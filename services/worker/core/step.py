@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def no_ints() -> Int32Array:
-    """An empty array."""
+    """An empty int32 array."""
     return np.empty(0, np.int32)
 
 
@@ -25,29 +25,27 @@ class NewRequest:
 
     row: int
     token_ids: Int32Array
-    """Prompt, then the output known so far."""
+    """Prompt tokens, then output tokens known so far."""
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
-    """Block ids, a table for each KV-cache group."""
+    """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings of the last of its placeholders; those of tokens that are computed already may be
-    left out.
-    """
+    """Embeddings of the last placeholders. Embeddings of computed tokens may be omitted."""
     num_placeholders: int = 0
-    """Tokens at the beginning that are placeholders for embeddings."""
+    """Number of tokens at the beginning that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
-    """How its prompt is pooled; None where the model generates."""
+    """How its prompt is pooled; None for models that generate."""
     adapter_digest: bytes = b""
-    """SHA-256 of the files of its adapter; empty if it has none."""
+    """SHA-256 of the adapter's files; empty without an adapter."""
     cache_key: bytes = b""
-    """See block_hash.cache_key."""
+    """The root that separates cached blocks, see block_hash.cache_key."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Blocks appended to tables of one group: `num_blocks[i]` of the concatenated ids to the table
-    of `rows[i]`.
+    """Blocks appended to the tables of one group. `block_ids` is concatenated: `num_blocks[i]` ids
+    are for the table of `rows[i]`.
     """
 
     rows: Int32Array
@@ -57,8 +55,9 @@ class AppendedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Blocks of the cache, the tier's blocks with the same contents, and the keys of what they
-    hold: a block hash and the KV-cache group as a big-endian uint32. Parallel.
+    """Pairs of blocks with the same contents, in the cache and in the tier. Parallel lists.
+
+    `keys` identify the contents: a block hash, then the KV-cache group as a big-endian uint32.
     """
 
     block_ids: Int32Array
@@ -68,7 +67,7 @@ class TierBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """A load of one request from the tier into blocks that no step uses before it has ended."""
+    """A load for one request from the tier, into blocks that no step uses before it has ended."""
 
     request: int
     blocks: TierBlocks
@@ -76,7 +75,7 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedTierLoad:
-    """A load that has ended, and the blocks of the cache that were not loaded."""
+    """A load that has ended, and the cache blocks that were not loaded."""
 
     request: int
     invalid_block_ids: Int32Array
@@ -85,7 +84,7 @@ class EndedTierLoad:
 @dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
 class StepInput:
     """A difference to the batch, and the tokens to compute. Arrays of requests are parallel to
-    `rows`; those that most steps do not need may be empty.
+    `rows`; the optional ones may be empty.
 
     The parts are applied in this order:
 
@@ -95,33 +94,33 @@ class StepInput:
     """
 
     generation: int
-    """If this is another one than that of the step before, batch and cache start empty."""
+    """The batch and the cache are emptied first if the previous step's generation differs."""
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array
-    """Tokens to compute, drafts included."""
+    """Number of tokens to compute, including drafts."""
     num_computed_tokens: Int32Array
     removed_rows: Int32Array = field(default_factory=no_ints)
     new_requests: tuple[NewRequest, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """How many of the scheduled tokens, the last ones, are drafts."""
+    """Number of drafts among the scheduled tokens. Drafts are the last ones."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts, concatenated; -1 where they are to be proposed here, see drafter.py."""
+    """The drafts, concatenated; -1 if the worker is to propose the draft, see drafter.py."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
-    """Blocks that are cleared in all layers."""
+    """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
-    """Blocks that are copied in all layers, one after the other, to those of `copy_targets`."""
+    """Blocks to copy in all layers, pair by pair in order, to `copy_targets`."""
     copy_targets: Int32Array = field(default_factory=no_ints)
     last_token_ids: Int32Array = field(default_factory=no_ints)
     """The last scheduled token of each request, for pipeline stages that do not sample."""
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
     digest: int = 0
-    """Of the message, below 2^32, where ranks compare what they were sent."""
+    """Digest of the message, below 2^32; 0 if ranks do not compare their messages."""
 
     def copy(self) -> "StepInput":
-        """A step of the same fields. `dataclasses.replace` takes several times as long."""
+        """A shallow copy. `dataclasses.replace` takes several times as long."""
         return StepInput(*_fields_of(self))
 
 
@@ -130,8 +129,8 @@ _fields_of = attrgetter(*(one.name for one in fields(StepInput)))
 
 @dataclass(frozen=True, slots=True)
 class RequestLogprobs:
-    """Log-probabilities of one request: of its sampled tokens and of prompt tokens; None where the
-    request does not ask for them.
+    """Log-probabilities of one request's sampled tokens and of its prompt tokens; None if not
+    requested.
     """
 
     sampled: LogprobRows | None
@@ -140,26 +139,26 @@ class RequestLogprobs:
 
 @dataclass(slots=True)  # see StepInput
 class StepOutput:
-    """The output of a step. Requests are named by their index in it."""
+    """The output of a step. Requests are identified by their index in the step."""
 
     generation: int
     step: int
     num_tokens: Int32Array
-    """Tokens of each request."""
+    """Number of sampled tokens of each request."""
     token_ids: Int32Array
-    """The tokens, concatenated."""
+    """The sampled tokens, concatenated."""
     logprobs: dict[int, RequestLogprobs] = field(default_factory=dict)
     nan_requests: Int32Array = field(default_factory=no_ints)
-    """Requests whose logits held NaN."""
+    """Requests whose logits contained NaN."""
     refused_tokens: dict[int, int] = field(default_factory=dict)
-    """Which of a request's tokens is the first that its grammar refuses."""
+    """By request, the index of the first sampled token that its grammar refuses."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
-    """Why the grammar of such a request failed, if it did."""
+    """By request, why its grammar failed."""
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Vectors of the requests whose prompt the step computed to its end."""
+    """Vectors, by request, of prompts that are complete after the step."""
     waited_nanos: int = 0
-    """Time for which the step waited for the pipeline stage before."""
+    """Time that the step waited for the previous pipeline stage."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
-    """Loads that ended since the step before."""
+    """Loads that ended since the previous step."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """Drafts that the step verified of each request; empty if it verified none."""
+    """Number of drafts that the step verified, by request; empty if it verified none."""

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 PROPOSED_HERE = -1
-"""The id of a draft that the worker is to propose itself."""
+"""The id of a draft that the worker proposes itself."""
 
 _NO_DRAFTS = np.zeros(1, np.int32)
 
 
 class StepCheck:
-    """Checks one step against the batch as it will be once the step's difference is applied."""
+    """Checks one step against the batch as it will be after the step's difference is applied."""
 
     def __init__(self, batch: "InputBatch", step: StepInput) -> None:
         self._batch = batch
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
-        """The rows in use once the requests of the step have left and entered."""
+        """The rows in use after removed requests have left and new ones have entered."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
         """By group: the number of blocks appended to each row's table."""
@@ -52,7 +52,7 @@ class StepCheck:
         return num_computed_tokens
 
     def _check_rows(self) -> None:
-        """Checks which requests leave, then those that enter."""
+        """Checks removed rows, then new requests."""
         in_use = set(self._in_use)
         for row in self._step.removed_rows.tolist():
             self._require(row in in_use, "removed_rows", f"row {row} is not in use")
@@ -157,10 +157,11 @@ class StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> Int32Array:
-        """Checks all requests at once, and then the first invalid one by itself. Counts of computed
-        tokens, which may be any int32, are compared with bounds: sums with them could overflow.
-        Some of them may have been rejected as drafts of the step before, and are not known here:
-        returns the counts without these.
+        """Checks all requests at once, and on failure the first invalid one by itself.
+
+        Counts of computed tokens may be any int32. They are compared with bounds, since sums with
+        them could overflow. The scheduler counts the previous step's drafts as computed. Returns
+        the counts without the drafts that were rejected.
         """
         step, most_rejected = self._step, self._limits.num_speculative_tokens
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
@@ -190,8 +191,9 @@ class StepCheck:
         self._check_block_ids(targets, "copy_targets")
 
     def _check_states(self, group: int) -> None:
-        """Each request has a block for the state behind the step, and if it has computed tokens one
-        with the state before it. Drafts are refused: a state cannot be taken back.
+        """Checks that each request has a block for the state after the step, and, if it has
+        computed tokens, a block with the state before it. Refuses drafts: a state cannot be rolled
+        back.
         """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
@@ -208,7 +210,7 @@ class StepCheck:
                 self._require(holds, "block_tables", problem)
 
     def _entry(self, group: int, row: int, index: int) -> int:
-        """An entry of a row's table, once the step's difference is applied."""
+        """An entry of a row's block table, after the step's difference is applied."""
         held = self._batch.block_tables[group, row, : self._batch.num_blocks[group, row]]
         if row in self._new:
             held = self._new[row].block_tables[group]
@@ -225,7 +227,7 @@ class StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """The number of known tokens of each request, and of tokens that fit in its blocks."""
+        """For each request, the number of known tokens and the number that fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
@@ -276,7 +278,9 @@ class StepCheck:
         self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
-        """Checks entries of a table; those of states may be null, where none is kept."""
+        """Checks entries of a block table. In groups of recurrent layers, null entries are
+        allowed.
+        """
         holds_states = group >= self._limits.first_state_group
         self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 
@@ -293,5 +297,5 @@ class StepCheck:
 
 
 def _leading_nulls(table: Int32Array) -> int:
-    """The number of null blocks before a table's first block; 0 if it has no other block."""
+    """The number of null blocks before a table's first real block; 0 if all are null."""
     return int(np.argmax(table != 0)) if len(table) else 0

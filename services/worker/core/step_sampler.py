@@ -1,9 +1,9 @@
-"""Samples the tokens of a step, and verifies the drafts in it.
+"""Samples the tokens of a step, and verifies its drafts.
 
-A draft token is accepted if it is the token that the sampler draws at its position. The first one
-that is not is replaced by the sampler's token. Since draws are a function of seed and position, the
-output is the same, token for token, as without drafts, and a draft is accepted with the probability
-that the model gives it: the rate of rejection sampling (Leviathan et al.) for drafts that are
+A draft token is accepted if the sampler draws the same token at its position. The first draft that
+differs is replaced by the sampler's token. A draw is a function of seed, position and logits, so
+the output is the same, token for token, as without drafts. A draft is accepted with the probability
+that the model assigns to it. This is the rate of rejection sampling (Leviathan et al.) for drafts
 proposed with certainty.
 """
 
@@ -25,13 +25,13 @@ from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 
 _PROMPT_LOGPROB_ROWS = 128
-"""Prompt positions whose logits are held at once."""
+"""Maximum of prompt positions whose logits are in memory at once."""
 
 
 class StepSampler:
-    """Samples for the requests of a batch, and appends their tokens to it.
+    """Samples for the requests of a batch, and appends the tokens to it.
 
-    `device_tokens`: samples on the device where the host need not know the token before the step
+    `device_tokens`: samples on the device if the host need not know the token before the step
     returns. `row_sampler`: draws tokens, see Sampler.
     """
 
@@ -50,7 +50,7 @@ class StepSampler:
         self._row_sampler = row_sampler
         self._sampler = self._new_sampler()
         self._num_prompt_logprobs: dict[int, int] = {}
-        """By row, for requests that ask for log-probabilities of their prompts."""
+        """By row, the number of top tokens, for requests with prompt log-probabilities."""
 
     def clear(self) -> None:
         """Forgets all requests."""
@@ -59,11 +59,11 @@ class StepSampler:
 
     @property
     def forced_tokens(self) -> Callable[[int], Sequence[int]]:
-        """By row, the tokens about which a grammar leaves no choice."""
+        """By row, the tokens that a grammar forces."""
         return self._sampler.forced_tokens
 
     def update(self, step: StepInput) -> None:
-        """Takes in which requests leave and enter."""
+        """Removes requests that leave the batch, and adds new ones."""
         for row in step.removed_rows.tolist():
             self._sampler.remove(row)
             self._num_prompt_logprobs.pop(row, None)
@@ -90,8 +90,8 @@ class StepSampler:
     ) -> StepOutput | PendingOutput:
         """Samples the next tokens, and verifies drafts.
 
-        `logits` [n, vocab_size] are those of the positions in `sampling`, None if there are none;
-        `logits_of` computes those of tokens at other indexes.
+        `logits` [n, vocab_size]: at the positions in `sampling`; None if there are none.
+        `logits_of` computes the logits of tokens at other indexes.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -131,13 +131,13 @@ class StepSampler:
         )
 
     def _of_rows(self, logits: torch.Tensor, indexes: np.ndarray) -> torch.Tensor:
-        """These rows of the logits, without a copy if they are all."""
+        """These rows of the logits; no copy if all rows are selected."""
         if len(indexes) == len(logits):
             return logits
         return logits.index_select(0, self._device.upload(indexes))
 
     def _append(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        """Appends a token that the host knows to each of these rows."""
+        """Appends a token to each of these rows. The host knows the token."""
         self._batch.append_one(rows, token_ids)
         if self._device_tokens is not None:
             self._device_tokens.release(rows)
@@ -150,8 +150,8 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples each request token by token, until one is not the draft at its position. Tokens
-        that do not depend on those before are drawn at all positions at once.
+        """Samples each request token by token, until a token differs from the draft at its
+        position. Tokens that do not depend on earlier ones are drawn for all positions at once.
         """
         logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens

@@ -1,4 +1,4 @@
-"""Runs steps of whole prompts: no cache, no chunks, and no prompt depends on another."""
+"""Runs steps of whole prompts, without a KV cache; prompts do not depend on each other."""
 
 import numpy as np
 import torch
@@ -12,8 +12,8 @@ from services.worker.models.whole_model import WholeModel
 
 
 class WholeRunner:
-    """A StepRunner over a model that takes whole prompts. Block tables are checked as ever, but
-    their blocks hold nothing. Not thread-safe.
+    """A StepRunner for a model that processes whole prompts. Block tables are checked, but their
+    blocks store nothing. Not thread-safe.
     """
 
     def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:
@@ -38,8 +38,8 @@ class WholeRunner:
         return self.begin(step)
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Runs one step. Raises InvalidArgument for an invalid one, with the batch unchanged, and
-        for one that cuts a prompt.
+        """Runs one step. Raises InvalidArgument for an invalid step, with the batch unchanged, and
+        for a step that splits a prompt.
         """
         if step.generation != self._generation:
             self.reset()

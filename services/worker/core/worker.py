@@ -1,4 +1,4 @@
-"""A worker that is ready for steps, and its description."""
+"""A worker that is ready to run steps, and its description."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,10 +20,10 @@ class StepRunner(Protocol):
         """Limits of the batch and of its steps."""
 
     def reset(self) -> None:
-        """Empties the batch, also after a step that failed half-way."""
+        """Empties the batch, also after a step that failed."""
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step, or queues it on a device. Raises InvalidArgument for an invalid one."""
+        """Runs one step, or queues it on a device. Raises InvalidArgument for an invalid step."""
 
     def execute(self, step: StepInput) -> StepOutput:
         """Runs one step and waits for its output."""
@@ -34,12 +34,12 @@ class WorkerDescription:
     """Model, capacity and identity: the fields of the contract's DescribeResponse."""
 
     incarnation: str
-    """Another one in each process."""
+    """Unique to each process."""
     model_name: str
     fingerprint: bytes
     """See core/fingerprint.py; 32 bytes."""
     tokenizer_fingerprint: bytes
-    """32 bytes; empty where the model has no tokenizer files."""
+    """32 bytes; empty if the model has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     hidden_size: int
@@ -48,34 +48,32 @@ class WorkerDescription:
     """In the order of block tables."""
     block_size: int
     num_blocks: int
-    """Blocks of the KV cache, the null block included."""
+    """Blocks of the KV cache, including the null block."""
     bytes_per_block: int
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_sizing: str
-    """How the number of blocks was found, in words."""
+    """Explains the number of blocks, as text."""
     dtype: str
     """Data type of weights."""
     kv_cache_dtype: str
-    """The form in which keys and values are cached."""
+    """Data type of cached keys and values."""
     rank: int = 0
     world_size: int = 1
-    """Ranks of all pipeline stages."""
+    """Number of ranks, over all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
-    """None for a model that generates."""
+    """None if the model generates."""
     num_tier_blocks: int = 0
-    """Blocks of offloaded keys and values."""
+    """Number of blocks of the offload tier."""
     max_loras: int = 0
-    """Adapters that the requests of a step may have; 0: none are served."""
+    """Maximum of LoRA adapters in one step; 0: LoRA is not enabled."""
     max_cpu_loras: int = 0
-    """Adapters that may be loaded."""
+    """Maximum of LoRA adapters in memory."""
     num_speculative_tokens: int = 0
-    """Most drafts of a request in a step; 0: none are proposed."""
+    """Maximum of draft tokens of a request in a step; 0: no speculation."""
     num_speculative_rows: int = 0
-    """Rows that decoding requests and their drafts are to fill in a step, at most; 0: any
-    number.
-    """
+    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
 
     @property
     def pipeline_stage(self) -> int | None:
@@ -87,11 +85,11 @@ class WorkerDescription:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The runner of steps, and the description that the scheduler asks for."""
+    """The runner of steps, and the description that is sent to the scheduler."""
 
     runner: StepRunner
     description: WorkerDescription
     grammars: Grammars | None = None
-    """The grammars that outputs may conform to; None if it samples no tokens."""
+    """Compiles the grammars that constrain outputs; None if the worker samples no tokens."""
     adapters: LoraAdapters | None = None
-    """The adapters that are loaded; None if none are served."""
+    """The loaded LoRA adapters; None if LoRA is not enabled."""

@@ -1,9 +1,9 @@
 """Sampled tokens that stay on the device, so that the host does not wait for them between steps.
 
-A step samples on the device, keeps the token of each row there, and starts a download. The next
-step copies its inputs from there: it is planned, laid out and queued while this one runs. Tokens
-that are sampled on the host, because their logits are edited or drafts are verified, are known to
-the host at once.
+A step samples on the device, keeps the last token of each row there, and starts a download. The
+next step is planned, laid out and queued while this step runs; its input tokens are copied on the
+device. Some tokens are sampled on the host, because their logits are edited or drafts are verified.
+The host has these at once.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Tokens that the device may still be sampling, one of each row.
+    """Tokens that the device may still be sampling, one for each row.
 
-    `logprobs`: by row; None if no row asks for them.
+    `logprobs`: by row; None if no row requests log-probabilities.
     """
 
     token_ids: Download
@@ -48,8 +48,8 @@ class PendingTokens:
 class DeviceTokens:
     """The last token of each row of the batch that was sampled on the device.
 
-    `by_row`: rows are sampled, and their log-probabilities computed, one after the other, since on
-    a GPU the order in which a row is summed depends on the number of rows.
+    `by_row`: samples and computes log-probabilities for one row at a time. On a GPU the summation
+    order within a row depends on the number of rows.
     """
 
     def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
@@ -59,20 +59,20 @@ class DeviceTokens:
         self._is_held = np.zeros(max_num_seqs, np.bool_)
 
     def reset(self) -> None:
-        """Forgets every row."""
+        """Forgets the tokens of every row."""
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Forgets the tokens of these rows: the host knows their last tokens."""
+        """Forgets the tokens of these rows, whose last tokens the host has."""
         self._is_held[rows] = False
 
     def fill_in(
         self, token_ids: torch.Tensor, step: StepInput, tokens: StepTokens, num_tokens: Int32Array
     ) -> None:
-        """Writes last tokens that are on the device alone into a step's token ids, in place.
+        """Writes last tokens that only the device has into a step's token ids, in place.
 
         `num_tokens`: tokens of each request, in the order of the layout. Raises InvalidStep for a
-        request that computes tokens before its last one, since the host does not know them.
+        request that computes tokens before its last one, since the host does not have them.
         """
         held = np.flatnonzero(self._is_held[tokens.rows])
         if not len(held):
@@ -95,10 +95,11 @@ class DeviceTokens:
         metadata: SamplingMetadata,
         num_logprobs: dict[int, int],
     ) -> PendingTokens:
-        """Samples one token for each of these rows of the batch, from that row of the logits.
+        """Samples one token for each of these rows of the batch; row i of the logits is for
+        rows[i].
 
-        `num_logprobs`: the number of most probable tokens to report, by row of the logits, of those
-        that ask for log-probabilities.
+        `num_logprobs`: by row of the logits, the number of most probable tokens to report. Rows
+        without log-probabilities are absent.
         """
         token_ids = self._sampled(logits, metadata)
         self._last_tokens.index_copy_(0, self._device.upload(rows), token_ids.clamp(min=0))

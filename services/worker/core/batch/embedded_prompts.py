@@ -1,4 +1,4 @@
-"""Prompts that are given as embeddings, in place of the embeddings of their tokens."""
+"""Prompts that are sent as embeddings instead of tokens."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from services.worker.models.model import Model
 
 @dataclass(frozen=True, slots=True)
 class _Embeds:
-    """The embeddings of the tokens [begin, end) of a row, [end - begin, hidden_size]."""
+    """The embeddings of tokens [begin, end) of a row, [end - begin, hidden_size]."""
 
     begin: int
     end: int
@@ -22,8 +22,8 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of each row whose prompt has them: those of its first tokens. Without a model,
-    as in a later pipeline stage, they are ignored.
+    """The embeddings of rows whose prompts begin with embeddings. Without a model, as in a later
+    pipeline stage, embeddings are ignored.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -37,8 +37,8 @@ class EmbeddedPrompts:
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
         """The embeddings of new requests, by row, in the model's data type and on its device.
 
-        Raises InvalidArgument for embeddings of another width than the model's, or of other tokens
-        than those of the prompt that are not computed.
+        Raises InvalidArgument if their width differs from the model's, or if they do not cover the
+        placeholder tokens that are not computed yet.
         """
         found: dict[int, _Embeds] = {}
         if not step.new_requests or self._model is None:
@@ -62,13 +62,13 @@ class EmbeddedPrompts:
         return found
 
     def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
-        """Drops the embeddings of rows that the step removes, and adds those that enter."""
+        """Drops the embeddings of removed rows and adds the embeddings of new requests."""
         for row in step.removed_rows.tolist():
             self._embeds.pop(row, None)
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """Embeddings [num_tokens, hidden_size] of a step; None if all are those of token ids."""
+        """Input embeddings [num_tokens, hidden_size] of a step; None if it needs only token ids."""
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:
             return embedded
@@ -85,7 +85,7 @@ class EmbeddedPrompts:
 
 
 def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
-    """The embeddings, in the model's data type. Raises InvalidArgument for another width."""
+    """The embeddings in the model's data type. Raises InvalidArgument if their width differs."""
     like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
     embeds.check(like.shape[1])
     numbers = np.frombuffer(embeds.data, np.uint8).copy()

@@ -1,8 +1,8 @@
 """The input batch: the state of each running request that the worker keeps between steps.
 
-A request is sent once, in full, and takes a row. After that only differences are sent. The worker
+A request is sent once, in full, and gets a row. Later steps send only differences. The worker
 appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
-step ahead of it has run. It is vLLM's persistent batch.
+previous step has run. This is vLLM's persistent batch.
 """
 
 from collections.abc import Iterable
@@ -26,49 +26,51 @@ class BatchLimits:
     max_num_batched_tokens: int
     vocab_size: int
     block_size: int
-    """Tokens of the smallest blocks of layers that attend."""
+    """Tokens of the smallest attention blocks."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
-    """By KV-cache group, the number of tokens that its layers see; None: all."""
+    """Window of each KV-cache group in tokens; None: full attention."""
     state_block_sizes: tuple[int, ...] = ()
-    """Tokens that a block of each group of recurrent layers stands for; these groups come last."""
+    """Tokens that a block stands for, by group of recurrent layers. These groups come last."""
     num_tier_blocks: int = 0
-    """Blocks of the tier of offloaded keys and values."""
+    """Blocks of the offload tier."""
     num_speculative_tokens: int = 0
-    """Drafts that are proposed here for a request and step, at most."""
+    """Maximum of drafts that this worker proposes for a request in a step."""
     num_speculative_rows: int = 0
-    """Rows that tokens and drafts of decoding requests fill in a step, at most; 0: any number."""
+    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited."""
     block_scales: tuple[int, ...] = ()
-    """By group of layers that attend, how many times `block_size` tokens its blocks hold; empty:
-    once.
+    """By group of attention layers, the tokens of its blocks as a multiple of `block_size`; empty:
+    1 for all.
     """
 
     @property
     def num_groups(self) -> int:
-        """KV-cache groups, those of recurrent layers included."""
+        """Number of KV-cache groups, including groups of recurrent layers."""
         return len(self.windows)
 
     @property
     def first_state_group(self) -> int:
-        """The number of groups of layers that attend; those of recurrent layers follow."""
+        """Index of the first group of recurrent layers: the number of groups of attention
+        layers.
+        """
         return len(self.windows) - len(self.state_block_sizes)
 
     @property
     def max_sampled_rows(self) -> int:
-        """Most rows of logits of a step, those of drafts included."""
+        """Maximum of rows of logits in a step, including rows for drafts."""
         if self.num_speculative_rows:
             return max(self.max_num_seqs, self.num_speculative_rows)
         return self.max_num_seqs * (1 + self.num_speculative_tokens)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """Tokens that a block of each group stands for."""
+        """Tokens that a block stands for, by group."""
         scales = self.block_scales or (1,) * self.first_state_group
         return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of max_model_len tokens, in the group with the smallest."""
+        """Blocks of a sequence of max_model_len tokens, in the group with the smallest blocks."""
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
@@ -82,19 +84,20 @@ class BatchLimits:
 class InputBatch:
     """Rows with their tokens, block tables and sampling parameters.
 
-    `apply` checks a step against the batch and only then changes it. Arrays are indexed by row:
+    `apply` checks a step against the batch and only then changes the batch. Arrays are indexed by
+    row:
 
-    * `token_ids` int32 [max_num_seqs, max_model_len + 1], of which `num_tokens` are known:
-      the prompt, the output sent with the request, and the tokens sampled here since;
+    * `token_ids` int32 [max_num_seqs, max_model_len + 1]. The first `num_tokens` of a row are
+      known: the prompt, the output sent with the request, and the tokens sampled here since;
     * `num_prompt_tokens`;
     * `counting`: 0, 1, 2, ..., up to max_num_seqs;
     * `room`: tokens that fit in a request's blocks, in the group with the fewest;
-    * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq], of which
-      `num_blocks` [num_groups, max_num_seqs] are set. Entries before a group's window are the null
-      block or an earlier block of the request, and are not read; of those of states, all but the
-      ones of the last token before a step and of the step's last.
+    * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq]. The first `num_blocks`
+      [num_groups, max_num_seqs] entries of a table are set. Entries before a group's window are the
+      null block or an earlier block of the request, and are not read. In groups of recurrent layers
+      only two entries are read: of the last token before a step, and of the step's last token.
 
-    `groups`: of each group its `block_tables` and the tokens that a block stands for.
+    `groups`: for each group, its `block_tables` and the tokens that a block stands for.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -122,9 +125,10 @@ class InputBatch:
         self.sampling.clear()
 
     def apply(self, step: StepInput) -> Int32Array:
-        """Applies the difference in `step`. Raises InvalidStep before anything is changed. Returns
-        the number of tokens of each request that are computed: those that the step counts, but for
-        drafts of the step before that were rejected.
+        """Applies the difference in `step`. Raises InvalidStep before anything is changed.
+
+        Returns the number of computed tokens of each request: the step's counts without drafts of
+        the previous step that were rejected.
         """
         num_computed_tokens = StepCheck(self, step).run()
         for row in step.removed_rows.tolist():
@@ -139,8 +143,8 @@ class InputBatch:
         return num_computed_tokens
 
     def place_last_tokens(self, step: StepInput) -> None:
-        """Writes the last of each request's scheduled tokens, where others sample. Raises
-        InvalidStep if the step does not have them.
+        """Writes the last scheduled token of each request. For pipeline stages that do not sample.
+        Raises InvalidStep if the step does not have these tokens.
         """
         if len(step.last_token_ids) != len(step.rows):
             name = "last_token_ids"
@@ -150,7 +154,7 @@ class InputBatch:
         self.token_ids[step.rows, ends - 1] = step.last_token_ids
 
     def place_drafts(self, step: StepInput) -> None:
-        """Writes drafts behind the known tokens. They count as known once they are accepted."""
+        """Writes drafts after the known tokens. Accepted drafts are counted as known later."""
         if not len(step.draft_token_ids):
             return
         first = 0
@@ -161,22 +165,23 @@ class InputBatch:
             first += count
 
     def tokens_at(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Int64Array:
-        """The tokens at positions of rows. With one index NumPy keeps the interpreter's lock, and
-        with two it does not: an event loop that waits for the lock would run before the step
-        instead of during it.
+        """The tokens at these positions of these rows.
+
+        Uses one flat index, for which NumPy keeps the interpreter's lock. With two indexes NumPy
+        releases it, and a waiting event loop would run before the step instead of during it.
         """
         indexes = rows * np.int64(self.token_ids.shape[1]) + positions
         token_ids: Int64Array = self._tokens_in_a_line[indexes].astype(np.int64)
         return token_ids
 
     def append_one(self, rows: Int64Array, token_ids: Int32Array) -> None:
-        """Adds one sampled token to each of some requests."""
+        """Appends one sampled token to each of these rows."""
         num_tokens = self.num_tokens[rows]
         self.token_ids[rows, num_tokens] = token_ids
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Counts one more token of each of these requests, whose id is not known here yet."""
+        """Counts one more token for each of these rows. Its id is not known on the host yet."""
         self.num_tokens[rows] += 1
 
     def _enter(self, request: NewRequest) -> None:

@@ -9,14 +9,15 @@ from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 _BEHIND_DECODES = np.int32(2**31 - 1)
-"""The key of a request with several tokens, which is above all lengths."""
+"""The sort key of a request with several tokens. It exceeds all lengths."""
 _FEW_REQUESTS = 64
 
 
 def _rising(keys: Int32Array) -> Int64Array:
-    """The order in which keys rise; equal ones keep theirs. NumPy releases the interpreter's lock
-    while it sorts more than one, and an event loop that waits for the lock would run before the
-    step instead of during it. So Python sorts a few.
+    """Indexes that sort keys in ascending order; the sort is stable.
+
+    NumPy releases the interpreter's lock while it sorts more than one key, and a waiting event loop
+    would run before the step instead of during it. So Python sorts short lists.
     """
     if not 1 < len(keys) <= _FEW_REQUESTS:
         return keys.argsort(kind="stable")
@@ -27,10 +28,10 @@ def _rising(keys: Int32Array) -> Int64Array:
 class StepTokens:
     """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
 
-    Arrays over requests are in the layout's order: `order` are their indexes in the step, `rows`
-    their rows in the batch, which NumPy takes as indexes several times faster than the layout's
-    int32. `num_draft_tokens` is None if the step has no drafts. There is one layout for each
-    KV-cache group; they differ in their tables.
+    Arrays over requests are in the layout's order. `order`: indexes of the requests in the step.
+    `rows`: their rows in the batch, as int64: NumPy indexes with int64 several times faster than
+    with the layout's int32. `num_draft_tokens` is None if the step has no drafts. There is one
+    layout for each KV-cache group; layouts differ in their block tables and block sizes.
     """
 
     token_ids: Int64Array
@@ -57,7 +58,7 @@ class StepTokens:
         return self.seq_lens - self.num_scheduled_tokens
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
-        """The requests to sample for: those whose last known token is computed.
+        """The requests that get a sample: the step computes their last known token.
 
         `num_tokens`: known tokens of each request.
         """
@@ -79,8 +80,9 @@ class StepTokens:
 class SamplingRequests:
     """The requests of a step that tokens are sampled for, by index in the layout's order.
 
-    `logits_indices`: rising indexes of the step's tokens whose logits are needed: each request's
-    last known token and its drafts. `firsts`: index in `logits_indices` of each request's first.
+    `logits_indices`: ascending indexes of the step's tokens whose logits are needed. For each
+    request these are its last known token and its drafts. `firsts`: index in `logits_indices` of
+    the first token of each request.
     """
 
     requests: Int64Array
@@ -89,7 +91,7 @@ class SamplingRequests:
 
 
 def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
-    """Orders requests: those with one token by length, then the others in the step's order."""
+    """Orders requests: single-token requests by length, then the others in the step's order."""
     counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
     seq_lens = step.num_computed_tokens + counts
     num_decodes = counts.tolist().count(1)

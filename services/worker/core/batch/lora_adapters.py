@@ -1,4 +1,4 @@
-"""The adapters that a worker holds, by the digest of their files."""
+"""The LoRA adapters in a worker's memory, by the digest of their files."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,22 +11,23 @@ from services.worker.core.step import StepInput
 
 
 class LoraAdapters:
-    """At most `max_cpu_loras` adapters in memory. Which ones is decided elsewhere. One that is
-    forgotten while a request in the batch has it stays until that leaves.
+    """At most `max_cpu_loras` adapters in memory. The scheduler decides which. If an adapter is
+    dropped while requests in the batch use it, its memory is freed when these requests leave.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
-        """`read` returns the adapter of a directory. Raises InvalidArgument if it cannot be
-        served.
+        """`read` loads the adapter of a directory, and raises InvalidArgument for an unsupported
+        one.
         """
         self._read = read
         self._max_cpu_loras = max_cpu_loras
         self._loaded: dict[bytes, PackedLora] = {}
 
     def load(self, digest: bytes, directory: Path, kept: Collection[bytes] = ()) -> None:
-        """Forgets all adapters but those `kept`, and reads one, unless it is loaded. Raises
-        InvalidArgument if it cannot be served, FailedPrecondition if its files are not those of the
-        digest, and ResourceExhausted if more would be loaded than may be.
+        """Drops all adapters that are not in `kept`, and reads one if it is not loaded yet.
+
+        Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its files do
+        not match the digest, and ResourceExhausted if `max_cpu_loras` adapters are loaded already.
         """
         for other in self._loaded.keys() - {digest, *kept}:
             del self._loaded[other]
@@ -47,19 +48,21 @@ class LoraAdapters:
         self._loaded[digest] = adapter
 
     def lacks_any(self, step: StepInput) -> bool:
-        """Whether a request that enters in a step has an adapter that is not loaded."""
+        """Whether a new request of a step uses an adapter that is not loaded."""
         wanted = {one.adapter_digest for one in step.new_requests if one.adapter_digest}
         return not self._loaded.keys() >= wanted
 
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
-        """The adapters of the requests that enter in a step, by row. Raises InvalidStep for one
-        that is not loaded.
+        """The adapters of a step's new requests, by row. Raises InvalidStep if one is not
+        loaded.
         """
         return find_adapters(step, self._loaded)
 
 
 def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int, PackedLora]:
-    """See LoraAdapters.of_step."""
+    """The adapters of a step's new requests, by row. Raises InvalidStep if one is not in
+    `loaded`.
+    """
     found = {}
     for request in step.new_requests:
         if request.adapter_digest:

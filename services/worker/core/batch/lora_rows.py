@@ -1,4 +1,4 @@
-"""The tokens of a step by adapter."""
+"""Groups the tokens of a step by LoRA adapter."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ from services.worker.core.batch.layout import StepTokens
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """The step's tokens by the adapter of their request; None if none has any. `adapters`: by the
-    row of the batch.
+    """The step's tokens by the adapter of their request; None if no request uses an adapter.
+    `adapters`: by row of the batch.
     """
     numbers: dict[PackedLora, int] = {}
     of_requests = np.full(len(tokens.rows), -1, np.int32)

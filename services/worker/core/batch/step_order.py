@@ -1,11 +1,12 @@
-"""The order of the steps of one stream: each runs once, and none before an earlier one."""
+"""Checks the order of a stream's steps: each step runs once, in ascending order."""
 
 from services.worker.core.errors import InvalidStep
 
 
 class StepOrder:
-    """Follows the numbers of the steps of one stream, which are of one generation and rise. After
-    an empty step 0, which opens the generation, a step 0 may follow.
+    """Checks that the steps of one stream are of one generation and their numbers rise.
+
+    An empty step 0 opens the generation; another step 0 may follow it.
     """
 
     def __init__(self) -> None:
@@ -13,8 +14,8 @@ class StepOrder:
         self._last = -1
 
     def follow(self, generation: int, step: int, *, is_empty: bool) -> None:
-        """Takes in the next step. Raises InvalidStep if it is of another generation than those
-        before, or comes again, or too late.
+        """Accepts the next step. Raises InvalidStep if its generation differs from the stream's, or
+        if its number is not above the last one.
         """
         if self._generation is None:
             self._generation = generation

@@ -1,25 +1,25 @@
-"""Drafts from a smaller model of the same vocabulary: it goes on from the known tokens greedily.
+"""Drafts from a smaller model of the same vocabulary, which decodes greedily.
 
-The draft model has keys and values of its own. They lie in the blocks of the model that it drafts
-for, at the same slots, and are found by the same block tables. A block that is full holds those of
-both models when the step that filled it ends. So whatever finds, keeps or moves full blocks serves
-both: prefix hits, resumption after a preemption, the tier of offloaded blocks.
+The draft model has its own keys and values. They are stored in the blocks of the target model, at
+the same slots, and are addressed by the same block tables. When a step ends, each block that it
+filled has the keys and values of both models. So everything that reuses, keeps or copies full
+blocks works for both: prefix hits, resumption after a preemption, the tier of offloaded blocks.
 
 In a step that begins with n known tokens of a request:
 
- 1. The draft model computes the known tokens that it has not computed. Those of a prompt are the
-    step's own chunk. Of a request that decodes it is the last one; or two, if all drafts of the
-    step before stood, since the last draft of a step is never its input.
- 2. The most probable token behind them is the first draft, and a step of one token for each
-    further draft follows, for all requests at once. With k drafts these write slots n to n + k - 2,
-    which the step has, since the model verifies k drafts there.
- 3. Once they are verified, what was computed of drafts that stood counts as computed. The slots of
-    the others are written again.
- 4. Requests without drafts, and those whose last draft stood, are computed when that fills a block,
-    and otherwise when drafts are wanted again.
+ 1. The draft model computes the known tokens that it has not computed. For a prompt these are the
+    step's own chunk. For a decoding request it is the last token. It is two tokens if all drafts of
+    the previous step were accepted, since the last draft of a step is never an input.
+ 2. The most probable next token is the first draft. Each further draft takes a step of one token,
+    for all requests at once. With k drafts these write slots n to n + k - 2. The step has these
+    slots, since the target model verifies k drafts in them.
+ 3. After verification, accepted drafts that were computed count as computed. The slots of rejected
+    drafts are overwritten.
+ 4. Requests without drafts, and requests whose last draft was accepted, are computed when this
+    fills a block, and otherwise when drafts are requested again.
 
-That is vLLM's method "draft_model", which proposes at the end of a step and therefore needs slots
-beyond it. Here drafts are proposed at the beginning of the step that verifies them.
+vLLM's method "draft_model" proposes at the end of a step and therefore needs slots beyond it. Here
+drafts are proposed at the beginning of the step that verifies them.
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,10 @@ from services.worker.models.model import Model
 class DraftModel:
     """A DraftSource, on the CPU.
 
-    `attention` has as many blocks as that of the model, of the same number of tokens. `group`: the
-    KV-cache group of the model whose block tables it uses, one that holds the blocks of all tokens.
-    `max_model_len`: the longest sequence of the draft model; behind it no drafts are proposed.
+    `attention` has as many blocks as the target model's attention, with as many tokens. `group`:
+    the KV-cache group of the target model whose block tables are used; it must keep the blocks of
+    all tokens. `max_model_len`: the longest sequence of the draft model. Longer requests get no
+    drafts.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class DraftModel:
         self._longest = limits.max_model_len
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens
         self._num_computed = np.full(rows, self._longest, np.int32)
-        """By row, tokens whose keys and values are there; of a request that enters more than the
-        model has computed, until `_settle` lowers it to the blocks that are full.
+        """By row, the number of tokens whose keys and values are computed. For a new request it is
+        an upper bound until `_settle` lowers it to the tokens in full blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """By row, drafts that were computed behind these tokens."""
+        """By row, drafts that were computed after these tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """What is computed of them is found out when they are part of a step."""
+        """The number of computed tokens is determined when a step includes the request."""
 
     def forget(self, rows: Int32Array) -> None:
         self._num_computed[rows] = self._longest
@@ -82,12 +83,12 @@ class DraftModel:
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> list[list[int]]:
-        """See DraftSource. Computes the step's tokens too, as far as they fill blocks."""
+        """Proposes drafts, and computes the step's own tokens of requests that fill a block."""
         rows = step.rows
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
-        # Drafts of each request behind those that are forced.
+        # Number of drafts of each request that follow the forced ones.
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]
@@ -100,18 +101,19 @@ class DraftModel:
         return [self._take(batch, want, int(num_own[want.index])) for want in wanted]
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Tokens are read when drafts are wanted."""
+        """Nothing to do: tokens are read from the batch when drafts are requested."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """See DraftSource. Computes drafts that stood, as far as they fill blocks."""
+        """Counts accepted drafts as computed, and computes known tokens that fill a block."""
         num_computed = batch.num_tokens[rows] - 1
         self._settle(rows, num_computed, batch)
         starts, ends = self._num_computed[rows], np.minimum(num_computed, self._max_model_len)
         self._compute_due(batch, rows, starts, ends, np.zeros(len(rows), np.int32))
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
-        """Counts what was computed of drafts that stood, and forgets the others. The model has
-        computed `num_computed` tokens; those in full blocks are computed here too.
+        """Counts accepted drafts that were computed, and forgets the rejected ones. The target
+        model has computed `num_computed` tokens; the draft model has computed those in full blocks,
+        too.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
@@ -130,8 +132,8 @@ class DraftModel:
         ends: Int32Array,
         num_drafts: Int32Array,
     ) -> None:
-        """Computes tokens from `starts` to `ends` of the requests that want drafts or fill a block,
-        and writes `num_drafts` of each behind them.
+        """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Writes
+        `num_drafts` drafts of each request after its tokens.
         """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))
@@ -151,7 +153,7 @@ class DraftModel:
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes drafts to `ends` and behind: first these tokens, then what follows them."""
+        """Writes drafts from position `ends` on: first these tokens, then their continuations."""
         while len(rows):
             batch.token_ids[rows, ends] = tokens
             more = num_drafts > 1
@@ -167,8 +169,8 @@ class DraftModel:
         ends: Int32Array,
         samples: npt.NDArray[np.bool_],
     ) -> Int32Array:
-        """Runs the draft model once, over tokens from `starts` to `ends` of each request. Returns
-        the most probable next token of each that `samples`.
+        """Runs the draft model once over tokens `starts` to `ends` of each request. Returns the
+        most probable next token of each request in `samples`.
         """
         tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
         sampling = np.flatnonzero(samples[tokens.order])
@@ -185,8 +187,8 @@ class DraftModel:
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """The drafts that were written for a request. All but the last were computed, if the model
-        proposed any.
+        """Returns the drafts written for a request, and records which of them were computed: all
+        but the last, if the model proposed any; else none.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

@@ -1,4 +1,4 @@
-"""Where the drafts of a step come from: one answer for all requests of the step."""
+"""The source of a step's drafts: one call proposes drafts for all requests of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from services.worker.speculation.proposer import Proposer
 
 @dataclass(slots=True)  # see StepInput
 class WantedDrafts:
-    """Drafts that are wanted of one request, by its index in the step and its row of the batch: up
-    to `most`. A grammar leaves no choice about the `forced` ones, which come first; there are no
-    more of them than `most`.
+    """A request for up to `most` drafts. `index`: of the request in the step; `row`: in the batch.
+
+    `forced`: first drafts, which a grammar forces; at most `most`.
     """
 
     index: int
@@ -22,7 +22,7 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """What is proposed, or only the forced drafts if it does not begin so."""
+        """The proposed drafts if they begin with the forced ones; otherwise the forced drafts."""
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
@@ -32,41 +32,41 @@ class DraftSource(Protocol):
     """Proposes drafts, the same on every rank of a model."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """These requests have entered the batch, in rows that are free."""
+        """Called when these requests have entered the batch, in rows that were free."""
 
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> Sequence[Sequence[int]]:
-        """Up to `most` drafts of each request of which some are wanted, in their order.
+        """Returns up to `most` drafts for each entry of `wanted`, in its order.
 
-        Called once for each step that computes tokens, also if no drafts are wanted. `step` is the
-        step without its drafts: all its tokens are known, and of those requests it computes the
-        last known one. Entries of `batch.token_ids` behind the known tokens may be overwritten.
+        Called once for each step that computes tokens, even if `wanted` is empty. `step` is without
+        its drafts: all its tokens are known. For requests in `wanted` it computes the last known
+        token. Entries of `batch.token_ids` after the known tokens may be overwritten.
         """
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """A step of these rows has ended, and the tokens that it sampled of some are known."""
+        """Called after a step of these rows, when its sampled tokens are in the batch."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """The drafts of these rows were verified. Those that stood are known tokens now, and so is
-        one more, which is not computed.
+        """Called after the drafts of these rows were verified. The batch then has the accepted
+        drafts and one more token, which is not computed yet.
         """
 
     def forget(self, rows: Int32Array) -> None:
-        """The requests in these rows have left."""
+        """Called when the requests in these rows have left the batch."""
 
     def clear(self) -> None:
-        """All requests have left."""
+        """Called when all requests have left the batch."""
 
 
 class ProposerSource:
-    """A DraftSource that asks a Proposer for each request by itself."""
+    """A DraftSource that calls a Proposer once for each request."""
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """A request is known from its first proposal on."""
+        """Nothing to do: the proposer first sees a request when it proposes for it."""
 
     def propose(
         self,
@@ -81,10 +81,10 @@ class ProposerSource:
         return want.possible(self._proposer.propose(want.row, known, want.most))
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """A proposer is given all tokens when it is asked."""
+        """Nothing to do: the proposer gets all tokens with each call."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing depends on what became of drafts."""
+        """Nothing to do: proposals do not depend on verification results."""
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():

@@ -1,8 +1,8 @@
-"""Completes the drafts of a step, which the scheduler plans without knowing them.
+"""Fills in the drafts of a step, whose ids the scheduler does not know when it plans the step.
 
-The scheduler plans a step while the one before it runs. It counts that step's drafts as accepted,
-and leaves the next ones to the worker: their ids are -1. Once the step begins, the worker knows
-which drafts were accepted, and goes on from its own tokens.
+The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
+accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
+previous drafts, and proposes new ones after its own tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,31 +21,33 @@ _NO_DRAFTS = no_ints()
 
 
 class Drafter:
-    """Proposes the drafts of steps, from a source, for the requests of a batch: of each as many as
-    the scheduler has room for, or fewer while few of them stand.
+    """Proposes the drafts of steps, from a source, for the requests of a batch.
+
+    Each request gets as many drafts as the scheduler has planned. It gets fewer while few are
+    accepted.
     """
 
     def __init__(self, source: DraftSource, most: int) -> None:
-        """`most`: drafts of a request in a step."""
+        """`most`: maximum of drafts of a request in a step."""
         self.source = source
         self._most = most
         self._lengths: dict[int, DraftLength] = {}
 
     def update(self, step: StepInput) -> None:
-        """Takes in which requests leave and enter."""
+        """Removes requests that leave the batch, and adds new ones."""
         self.source.forget(step.removed_rows)
         for row in step.removed_rows.tolist():
             self._lengths.pop(row, None)
         self.source.enter(step.new_requests)
 
     def clear(self) -> None:
-        """All requests have left."""
+        """Removes all requests."""
         self.source.clear()
         self._lengths.clear()
 
     def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
-        """Takes in what a step sampled, and which of its drafts stood: all tokens that were sampled
-        but the last.
+        """Records the tokens that a step sampled, and its accepted drafts: all tokens that it
+        sampled for a request, except the last.
         """
         every = tokens.layouts[0].rows
         self.source.sampled(every, batch)
@@ -68,9 +70,12 @@ class Drafter:
         batch: InputBatch,
         forced: Callable[[int], Sequence[int]],
     ) -> StepInput:
-        """The step as the batch, to which its difference was applied, can run it: computed tokens
-        are those that are, as `apply` returned them, and drafts of id -1 are proposals, or left out
-        where there are none. `forced`: by row, tokens about which a grammar leaves no choice.
+        """The step with real token counts and draft ids. The batch must have applied its
+        difference.
+
+        `num_computed_tokens`: as `InputBatch.apply` returned them. Drafts with id -1 are replaced
+        by proposals, and removed if there is no proposal. `forced`: by row, tokens that a grammar
+        forces.
         """
         known = _without_drafts(step, num_computed_tokens)
         if not len(step.num_draft_tokens):
@@ -99,7 +104,7 @@ class Drafter:
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
-    """The step of known tokens alone, behind those that are computed."""
+    """The step with known tokens only, and with these counts of computed tokens."""
     has_drafts = len(step.num_draft_tokens) > 0
     if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step
@@ -112,7 +117,7 @@ def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInp
 
 
 def _with_drafts(known: StepInput, drafts: Sequence[Sequence[int]]) -> StepInput:
-    """A step of known tokens, and of these drafts of each request behind them."""
+    """A step of known tokens, with each request's drafts appended."""
     counts = np.array([len(own) for own in drafts], np.int32)
     completed = known.copy()
     completed.num_scheduled_tokens = known.num_scheduled_tokens + counts

@@ -1,4 +1,4 @@
-"""Drafts from suffix trees: what the request, or others before it, wrote behind the same tokens."""
+"""Drafts from suffix trees: tokens that followed the same context in this or earlier responses."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 
 
 class SuffixSource:
-    """A DraftSource. Responses are what was sampled here since a request entered the batch: one
-    that comes back after a preemption does not count twice. They are forgotten with the batch, so
-    that all ranks have the same.
+    """A DraftSource. A response is the tokens sampled here since its request entered the batch. So
+    tokens are not counted twice when a preempted request enters again. All responses are forgotten
+    when the batch is cleared, so that all ranks have the same trees.
     """
 
     def __init__(self, trees: SuffixDecoding) -> None:
@@ -34,11 +34,11 @@ class SuffixSource:
         return proposed
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """See DraftSource. They are part of the responses."""
+        """Adds the sampled tokens to the responses."""
         self._trees.take_in(rows, batch.token_ids, batch.num_tokens)
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Nothing depends on what became of drafts."""
+        """Nothing to do: proposals do not depend on verification results."""
 
     def forget(self, rows: Int32Array) -> None:
         for row in rows.tolist():

@@ -1,7 +1,7 @@
-"""The number of blocks of keys and values, and a sentence that explains it.
+"""Computes the number of KV-cache blocks, with a sentence that explains it.
 
-The memory is given, or is a share of what is available once the weights are loaded, less what a
-step's activations need. It is never more than the batch can use.
+The memory is configured, or is a fraction of what is available once the weights are loaded, less
+the activations of a step. It is never more than the batch can use.
 """
 
 from bisect import bisect_right
@@ -18,29 +18,29 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """The sequences that the cache must hold, which bound its blocks."""
+    """The sequences that must fit in the cache. They bound its number of blocks."""
 
     bytes_per_block: int
-    """Bytes of all pages of a block."""
+    """Bytes of a block, over all its pages."""
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     max_model_len_asked: bool
-    """Whether the length is set by the operator."""
+    """Whether the operator set the length."""
     groups: tuple[LayerGroup, ...]
     num_steps_in_flight: int = 2
-    """2, since an asynchronous scheduler plans one step while another is computed, or one for each
-    of more pipeline stages.
+    """Steps that are planned or running at once: 2, since an asynchronous scheduler plans a step
+    while another runs, or one for each of more pipeline stages.
     """
 
     @property
     def most_blocks(self) -> int:
-        """Blocks of a full batch of longest sequences, and the null block."""
+        """Blocks of a full batch of longest sequences, plus the null block."""
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` holds at once, over all groups."""
+        """Maximum of blocks that a sequence of `num_tokens` holds at once, over all groups."""
         num_steps = self.num_steps_in_flight
         return sum(
             group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(
@@ -50,7 +50,7 @@ class KVCacheDemand:
         )
 
     def longest_within(self, num_blocks: int) -> int:
-        """Tokens of the longest sequence, in whole blocks up to `max_model_len`, that fits."""
+        """Tokens of the longest sequence that fits, in whole blocks, up to `max_model_len`."""
         lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
         if self.blocks_of(self.max_model_len) <= num_blocks:
             return self.max_model_len
@@ -59,22 +59,22 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """Memory of which a share may be used: `utilization` of `of_bytes`. The cache gets that share
-    less what is in use, and less what activations take.
+    """Memory that the cache may use: `utilization` of `of_bytes`, less the bytes in use and the
+    bytes of activations.
     """
 
     of_bytes: int
     utilization: float
     activation_bytes: int
-    """Bytes that the largest step needs besides weights and cache."""
+    """Bytes that the largest step needs in addition to weights and cache."""
     used_bytes: int = 0
     of_what: str = "available after loading"
-    """The kind of these bytes, as the end of a sentence that begins with their number."""
+    """Describes `of_bytes` in the explanation, after the number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheMemory:
-    """The memory for the cache: a number of blocks or of bytes, or else a share of what is free."""
+    """The memory for the cache: a number of blocks or of bytes; else a fraction of free memory."""
 
     num_blocks: int | None
     kv_cache_memory_bytes: int | None
@@ -83,7 +83,7 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """The blocks of the cache, including the null block; the longest sequence; the reason."""
+    """Blocks of the cache, including the null block; the longest sequence; the explanation."""
 
     num_blocks: int
     max_model_len: int
@@ -93,9 +93,9 @@ class KVCacheSizing:
 def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
     """The number of blocks for this demand.
 
-    A length that is not set by the operator is lowered to what fits. Raises KVCacheTooSmall if one
-    sequence of the length that is set, or of a single block, does not fit, and NotEnoughMemory if
-    the settings demand more memory than there is.
+    If the operator did not set the length, it is lowered to fit. Raises KVCacheTooSmall if one
+    sequence of the configured length, or of a single block, does not fit. Raises NotEnoughMemory if
+    the settings demand more memory than is available.
     """
     fitting, reason = _fitting_blocks(demand, memory)
     num_blocks = min(fitting, demand.most_blocks)

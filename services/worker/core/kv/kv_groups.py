@@ -1,20 +1,20 @@
-"""KV-cache groups: which layers share a block table, and which share memory.
+"""KV-cache groups: layers in a group share a block table, and groups share memory.
 
-Layers with the same window form a group, since their keys leave the window together: the pool takes
-back the blocks before a window. All groups get blocks from one pool, so a block must take the same
-memory in each of them. Therefore groups have as many layers as the rarest kind of layer, and other
-kinds make several groups. A block has one page for each layer of the group that holds it, and the
-i-th layers of all groups share their pages. The rule is that of vLLM's hybrid KV-cache manager.
+Layers with the same window form a group, since the pool frees their blocks at the same time, when
+the window has passed them. All groups get blocks from one pool, so a block must occupy the same
+memory in each group. Therefore a group has as many layers as the rarest kind of layer, and other
+kinds make several groups. A block has one page for each layer of its group, and the i-th layers of
+all groups share their pages. This is the rule of vLLM's hybrid KV-cache manager.
 
-Where keys differ in shape between layers with different windows, as in Gemma 4, layers whose keys
-take less memory hold more tokens in a block: twice as many if they take half of it.
+If layers with different windows have keys of different shapes, as in Gemma 4, layers with smaller
+keys have more tokens in a block: twice as many if their keys are half as large.
 
-The cost: a group with fewer layers leaves pages of its blocks unused. 52 layers with a window and
-10 without, as in Gemma 3 27B, make groups of 10: one without windows, and six with windows, which
-have 8 or 9 layers each, so that 8 of 70 pages are unused. In return a sequence of n tokens holds
-blocks for n tokens in one group only, and at most a window's blocks in each of the other six.
+The cost: a group with fewer layers leaves pages of its blocks unused. Gemma 3 27B has 52 layers
+with a window and 10 without. They make groups of 10: one without windows, and six with windows,
+which have 8 or 9 layers each, so that 8 of 70 pages are unused. In return a sequence of n tokens
+holds blocks for n tokens in one group only, and at most a window's blocks in each of the other six.
 
-Recurrent layers are one more kind. Their blocks hold a state of each layer.
+Recurrent layers are one more kind. Their blocks store a state of each layer.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,15 @@ from services.worker.backends.attention import AttentionLayer, head_elements
 from services.worker.backends.choices import KVCacheDtype
 
 _PADDED_RATHER_THAN_CUT = 1.5
-"""Kinds of layers whose numbers differ by less than this factor each make one group."""
+"""Kinds of layers whose counts differ by less than this factor each make one group."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What layers that may share a block table have in common. `window` None: they see everything
-    before them. `heads`: number and size of the heads of keys, if that tells kinds apart.
-    `block_scale`: see LayerGroup. Recurrent layers have a `mamba_cache_mode`.
+    """The common properties of layers that may share a block table.
+
+    `window` None: full attention. `heads`: number and size of key heads, None if all kinds have the
+    same. `block_scale`: see LayerGroup. Recurrent layers have a `mamba_cache_mode`.
     """
 
     window: int | None = None
@@ -43,11 +44,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table, in order. `window` None: they see everything before them.
+    """Layers that share a block table, in order. `window` None: full attention.
 
-    A group of recurrent layers has a `mamba_cache_mode`, and counts them apart from those that
-    attend. `block_scale`: how many times as many tokens its blocks hold as the smallest blocks of
-    layers that attend.
+    A group of recurrent layers has a `mamba_cache_mode`; recurrent layers are numbered separately
+    from attention layers. `block_scale`: the tokens of the group's blocks as a multiple of the
+    tokens of the smallest attention blocks.
     """
 
     window: int | None
@@ -61,10 +62,10 @@ class LayerGroup:
         return self.mamba_cache_mode is not None
 
     def kv_cache_group(self, block_size: int, max_model_len: int) -> KVCacheGroup:
-        """The group as scheduler and pool know it, without the indices of its layers. `block_size`:
+        """The group as the scheduler and the pool see it, without layer indices. `block_size`:
         tokens of the smallest blocks.
 
-        A state that each step overwrites has a block that stands for the longest sequence.
+        If each step overwrites a state, its block stands for the longest sequence.
         """
         count = len(self.layers)
         if self.mamba_cache_mode is not None:
@@ -84,12 +85,12 @@ def layer_kinds(
     *,
     scales_blocks: bool = True,
 ) -> list[LayerKind]:
-    """The kind of each layer that attends.
+    """The kind of each attention layer.
 
-    Layers with different windows whose keys differ in shape make groups if the memory of the
-    largest keys of a token is a multiple of that of the others, and blocks may differ in tokens
-    (`scales_blocks`). Otherwise all layers are of one kind, without a window: their group keeps the
-    blocks of all tokens. One kind of window needs no second group, whatever the shapes are.
+    Layers with different windows and key shapes become separate kinds under two conditions: blocks
+    may differ in tokens (`scales_blocks`), and the size of a token's largest keys is a multiple of
+    each other size. Otherwise all layers are of one kind without a window, whose group keeps the
+    blocks of all tokens. If all layers have the same window, or the same shape, shapes are ignored.
     """
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     if len(set(shapes)) == 1 or len({layer.window for layer in layers}) == 1:
@@ -109,10 +110,10 @@ def group_layers(
     num_state_layers: int = 0,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> tuple[LayerGroup, ...]:
-    """The groups of layers of these kinds, kinds in the order of their first layer; then those of
-    recurrent layers.
+    """The groups of layers of these kinds, in the order of each kind's first layer. Groups of
+    recurrent layers come last.
 
-    The layers of a kind are dealt out to its groups in turn, as vLLM does.
+    The layers of a kind are dealt out to its groups round-robin, as in vLLM.
     """
     kinds: dict[LayerKind, list[int]] = {}
     for layer, kind in enumerate(layers):
@@ -134,7 +135,7 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of layers that attend; empty if blocks have one size."""
+    """The `block_scale` of each group of attention layers; empty if all blocks have one size."""
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()
 
@@ -142,7 +143,7 @@ def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
 def state_block_sizes(
     groups: Sequence[LayerGroup], block_size: int, max_model_len: int
 ) -> tuple[int, ...]:
-    """Tokens that a block of each group of recurrent layers stands for."""
+    """Tokens that a block stands for, by group of recurrent layers."""
     return tuple(
         group.kv_cache_group(block_size, max_model_len).block_size
         for group in groups

@@ -1,17 +1,15 @@
-"""A tier of offloaded blocks, of keys and values or of states, in the machine's memory beside the
-KV cache.
+"""A tier of offloaded blocks, of keys and values or of states, in the machine's memory.
 
-The tier is a number of blocks, each as large as one of the cache. The scheduler decides what is in
-them: a step says which blocks of the cache are copied to which of the tier, and which are loaded
-back. The tier outlives generations: a pool that starts over leaves it as it is.
+The tier is a number of blocks, each as large as a block of the KV cache. The scheduler decides what
+they contain: a step names the blocks to store in the tier and the blocks to load back. The tier
+keeps its contents across generations, also when the pool is reset.
 
-Stores are made before a step writes anything, so that a block which is about to get another owner
-still holds what earlier steps computed. Loads are made by a thread of their own while steps run,
-into blocks that no step uses before the load has ended; the step with which one begins has cleared
-them if that is needed.
+Stores run before a step writes anything, so that a block that is about to be reused still has the
+results of earlier steps. A separate thread runs loads while steps run. No step uses the target
+blocks before the load has ended; if they must be cleared, the step that begins the load does so.
 
-A block of the tier is kept with the key of what it holds and a checksum of its bytes. A load
-compares both; a block that fails is reported, and its tokens are computed again.
+Each block of the tier has a key of its contents and a checksum of its bytes. A load compares both.
+A block that fails is reported, and its tokens are computed again.
 """
 
 import queue
@@ -29,14 +27,14 @@ from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, Tie
 Bytes = npt.NDArray[np.uint8]
 
 _IDLE_WAIT_SECONDS = 0.005
-"""How long a step of nothing waits for a load to end, so that steps which only ask for that do not
-take the processor from it. A request that arrives meanwhile waits for it.
+"""How long an empty step waits for a load to end, so that steps which only poll for ended loads do
+not slow the load down. A request that arrives meanwhile waits this long.
 """
 
 
 def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
-    """Memory for blocks, uint8 [num_blocks, bytes_per_block]. It is written once, so that it is
-    taken from the machine now and not while requests run.
+    """Memory for blocks, uint8 [num_blocks, bytes_per_block]. It is written once, so that the
+    operating system allocates it now and not while requests run.
     """
     memory = np.empty((num_blocks, bytes_per_block), np.uint8)
     memory.fill(0)
@@ -45,7 +43,7 @@ def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a block of the tier holds."""
+    """The contents of a block of the tier."""
 
     key: bytes
     checksum: int
@@ -54,16 +52,16 @@ class _Held:
 class KVTier:
     """Copies blocks between the cache and the tier.
 
-    `memory` uint8 [num_blocks, bytes_per_block]; `pages` are those of a PagesOfKeys.
-    `store`, `begin_loads` and `reset` are called by the thread that runs steps.
+    `memory` uint8 [num_blocks, bytes_per_block]. `pages`: the pages of a PagesOfKeys. `store`,
+    `begin_loads` and `reset` are called by the thread that runs steps.
     """
 
     def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
         self.memory = memory
         self._held: list[_Held | None] = [None] * len(memory)
         self._views: list[tuple[Bytes, Bytes]] = []
-        """For each page its bytes in the tier, [num_blocks, parts, bytes], and in the cache,
-        [parts, num_blocks, bytes].
+        """For each page, views of its bytes: in the tier, [num_blocks, parts, bytes], and in the
+        cache, [parts, num_blocks, bytes].
         """
         offset = 0
         for page in pages:
@@ -92,15 +90,15 @@ class KVTier:
             self._held[number] = _Held(key, xxh3_64_intdigest(self.memory[number]))
 
     def begin_loads(self, loads: Sequence[TierLoad]) -> None:
-        """Begins to copy blocks of the tier to the cache, one load after the other."""
+        """Queues copies of tier blocks to the cache. Loads run one after the other."""
         with self._changed:
             self._num_loading += len(loads)
         for load in loads:
             self._loads.put(load)
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """The loads that ended since the last call. If the step `is_idle`, waits a moment for one
-        of those that are under way.
+        """The loads that ended since the last call. If the step `is_idle` and none has ended, waits
+        up to _IDLE_WAIT_SECONDS for a running one.
         """
         if not self._num_loading and not self._ended:
             return ()
@@ -111,7 +109,7 @@ class KVTier:
         return ended
 
     def reset(self) -> None:
-        """Returns when no load is under way, and forgets those that ended."""
+        """Waits until no load is running, and forgets the loads that ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_loading)
             self._ended = []
@@ -126,7 +124,9 @@ class KVTier:
                 self._changed.notify_all()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
-        """Copies blocks whose key and checksum fit; returns those of the cache that were not."""
+        """Copies blocks whose key and checksum match. Returns the cache blocks that were not
+        loaded.
+        """
         fits = np.array(
             [
                 self._fits(number, key)
@@ -152,7 +152,7 @@ class KVTier:
 
 
 def _runs(block_ids: Int32Array, tier_block_ids: Int32Array) -> list[tuple[int, int, int]]:
-    """Blocks that lie one behind the other on both sides: first on each side, and how many."""
+    """Runs of blocks that are contiguous on both sides: first block on each side, and length."""
     if not len(block_ids):
         return []
     breaks = np.flatnonzero((np.diff(block_ids) != 1) | (np.diff(tier_block_ids) != 1)) + 1
