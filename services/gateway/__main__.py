@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until run_service has frozen what is imported here
+    gc.disable()  # until run_service has frozen the imported objects
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
 import asyncio
@@ -45,21 +45,21 @@ PUBLIC_TLS = TlsFields(
 )
 """TLS with clients."""
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
-"""Objects made and not freed after which the garbage collector looks at the youngest ones."""
+"""Net new objects (allocated minus freed) that trigger a collection of the youngest generation."""
 _LAST_ANSWERS_SECONDS = 1.0
-"""How long the last answers may take to be sent, once no request runs any more."""
+"""Time limit for sending the last answers after all requests have ended."""
 _SCRAPE_SECONDS = 10.0
-"""How long a scrape may take, of which replicas that do not answer take the most."""
+"""Time limit of a scrape. Most of it is for replicas that do not respond."""
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Serves until SIGTERM."""
-    # No model is built here: this keeps transformers from importing an installed torch, which
-    # takes seconds and memory.
+    # The gateway builds no model. This keeps transformers from importing an installed torch, which
+    # costs seconds and memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
-    # numpy comes with it, and would start a thread for every processor.
+    # transformers imports numpy, which would start one thread for each processor.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     run_service(SERVICE, GatewaySettings, serve)
 
@@ -82,8 +82,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         tokenizer = load_tokenizer(settings.model, chat_template)
         gateway = Gateway(settings, tokenizer, tracing, tls, internal_tls, meter, traces)
         addresses = await gateway.start()
-        # What was loaded stays: a full collection that walks through it would hold up the event
-        # loop. So would one that walks through all requests; those leave no cycles to be found.
+        # Objects loaded so far live until the process ends. A full collection over them would block
+        # the event loop. So would a full collection over all requests, which form no reference
+        # cycles.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_NEW_OBJECTS_BEFORE_COLLECTION)
@@ -104,20 +105,21 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a gateway listens."""
+    """The addresses that a gateway listens on."""
 
     http: str
     grpc: str
     admin: str | None
-    """Where operators' calls are served, if they are."""
+    """Address for operators' calls; None if they are not served."""
     traces: str | None
-    """Where the other services send their spans, if traces are kept."""
+    """Address that receives spans of the other services; None if traces are not kept."""
     metrics: str | None
-    """Where Prometheus' metrics are served apart from the clients' API, if they are."""
+    """Address of Prometheus' metrics; None if it is not set. It is separate from the clients' API.
+    """
 
 
 class Gateway:
-    """All that a gateway process is made of."""
+    """All parts of a gateway process."""
 
     def __init__(
         self,
@@ -148,10 +150,10 @@ class Gateway:
         self._metrics = contextlib.ExitStack()
 
     async def start(self) -> Addresses:
-        """Listens, and begins to connect to the schedulers.
+        """Listens on all addresses, and starts to connect to the schedulers.
 
-        Raises Unavailable, and listens nowhere, when an address cannot be bound, and SettingError
-        when Redis refuses the password, or the file of keys cannot be read.
+        Raises Unavailable if an address cannot be bound, and SettingError if Redis refuses the
+        password or the file of keys cannot be read. Nothing listens after an error.
         """
         await self.parts.follower.require_usable()
         if self.parts.key_store is not None:
@@ -187,7 +189,9 @@ class Gateway:
         return Addresses(http_address, grpc_address, admin_address, trace_address, metrics_address)
 
     def _render_metrics(self, exemplars: bool) -> bytes:
-        """Metrics of gateway and replicas, for a thread that is not the event loop's."""
+        """Returns the metrics of gateway and replicas. Called in a thread other
+        than the event loop's.
+        """
         collecting = self.parts.fleet_metrics.collect(shows_tenants=True, exemplars=exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)
 
@@ -214,12 +218,12 @@ class Gateway:
             await self._otlp.drain(grace_seconds)
 
     async def drain(self, stop: asyncio.Event | None = None) -> None:
-        """Lets requests finish within the drain time, then ends those that have not. When nothing
-        is left, health ends; then the spans of other services are taken for `trace_linger_seconds`,
-        or until `stop` is set.
+        """Waits for requests for at most `drain_seconds`, then ends the remaining ones.
 
-        Clients are told to connect elsewhere: connections end when nothing runs on them. Meanwhile
-        health is not ready, and requests that still come over HTTP are refused as unavailable.
+        From the start, health over gRPC is not ready, new HTTP requests are refused as unavailable,
+        and clients are asked to connect elsewhere: a connection closes once it has no request.
+        Health ends after the last request. Spans of other services are then received for
+        `trace_linger_seconds`, or until `stop` is set.
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
@@ -245,7 +249,9 @@ class Gateway:
         await self._stop_otlp(_LAST_ANSWERS_SECONDS)
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Serves until `stop` is set, then drains. A defect in the background ends it, too."""
+        """Serves until `stop` is set or a background task fails, then drains.
+        Raises the task's error.
+        """
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((stopped, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -256,7 +262,7 @@ class Gateway:
             task.result()
 
     async def _follow_readiness(self) -> None:
-        """Health over gRPC says SERVING while a replica is ready."""
+        """Sets health over gRPC to SERVING while a replica is ready and the gate is open."""
         while True:
             self.membership.changed.clear()
             await self._grpc.set_ready(self.membership.num_ready > 0 and self.gate.is_open)

@@ -1,1 +1,1 @@
-"""How the gateway's core meets HTTP, gRPC, schedulers, a tokenizer and telemetry."""
+"""Connects the gateway's core to HTTP, gRPC, schedulers, a tokenizer and telemetry."""

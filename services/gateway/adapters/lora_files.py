@@ -1,4 +1,6 @@
-"""Adapters on disk: what --lora-modules names, and what operators may load from --lora-dir."""
+"""LoRA adapters on disk: adapters of --lora-modules, and adapters that operators
+load from --lora-dir.
+"""
 
 import errno
 import os
@@ -15,8 +17,8 @@ _MAX_SHOWN_CHARACTERS = 300
 
 
 def read_adapter(name: str, directory: Path) -> Adapter:
-    """The adapter of a directory, by the digest of its files, all of which are read. Raises
-    NotFound if one is missing.
+    """The adapter in a directory. Its digest covers all its files. Raises NotFound
+    if a file is missing.
     """
     try:
         return Adapter(adapter_digest(directory), name, str(directory))
@@ -29,9 +31,11 @@ def read_adapter(name: str, directory: Path) -> Adapter:
 
 
 def within(allowed: Path, path: str) -> Path:
-    """The directory of an adapter, which a relative path names within the allowed one. Raises
-    PermissionDenied where it or one of its files lies elsewhere, also behind links, and
-    InvalidArgument for what names nothing: a null character, a link to itself.
+    """Resolves the directory of an adapter. A relative path is relative to `allowed`.
+
+    Raises PermissionDenied if the directory or one of its files is outside of `allowed`, also
+    through links. Raises InvalidArgument for an invalid path, such as one with a null character, or
+    a link to itself.
     """
     root = allowed.resolve()
     try:
@@ -49,8 +53,8 @@ def within(allowed: Path, path: str) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """The path without links. Raises OSError or RuntimeError for a link to itself, which Python
-    3.13's `resolve` leaves as it is.
+    """The path without links. Raises OSError or RuntimeError for a link to itself, which `resolve`
+    of Python 3.13 returns unchanged.
     """
     resolved = path.resolve()
     if resolved.is_symlink():
@@ -71,6 +75,8 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
 
 
 def _shown(entry: str) -> str:
-    """An entry as errors show it: cut, and quoted if it would break the line."""
+    """An entry as shown in errors: truncated, and quoted if it has characters that
+    are not printable.
+    """
     cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
     return cut if cut.isprintable() else repr(cut)

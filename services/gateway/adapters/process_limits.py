@@ -11,15 +11,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGE_BYTES = 256 * 1024
 _NUM_ARENAS = 2
 _FILES_BESIDES = 128
-"""Open files besides clients' connections: listeners, schedulers, tracing, libraries."""
+"""Open files other than clients' connections: listeners, schedulers, tracing, libraries."""
 
 
 def give_memory_back() -> None:
-    """Lets large blocks return to the system as soon as they are free.
+    """Configures glibc to return large blocks to the system as soon as they are freed.
 
-    Left alone, glibc keeps more and more of them once some were freed, and in a heap for each
-    thread, so that a burst of large requests stays in the process for good. Other C libraries are
-    left as they are.
+    By default glibc raises its threshold after large blocks were freed, and has one heap per
+    thread, so that the memory of a burst of large requests is never returned. Other C libraries are
+    not changed.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -31,8 +31,9 @@ def give_memory_back() -> None:
 
 
 def connections_within_limit(wanted: int) -> int:
-    """Raises the limit of open files as far as it goes, and returns how many connections, of HTTP
-    and as many of gRPC, fit below it."""
+    """Raises the limit of open files to its maximum. Returns how many connections fit below it: so
+    many over HTTP, and as many over gRPC.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,1 +1,1 @@
-"""The present activity of the replicas for displays: asked of the schedulers, given as JSON."""
+"""The replicas' current activity for displays: queried from the schedulers, formatted as JSON."""

@@ -15,11 +15,11 @@ _UNSPECIFIED = "unspecified"
 
 
 def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
-    """A scheduler's numbers, by their names in the contract."""
+    """A scheduler's statistics, by the names of the fields in the .proto."""
     numbers = MessageToDict(
         stats, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    # JSON mapping of protobuf writes 64-bit numbers as strings.
+    # The JSON mapping of protobuf writes 64-bit numbers as strings.
     return {
         name: int(value) if isinstance(value, str) and value.isdigit() else value
         for name, value in numbers.items()
@@ -28,7 +28,7 @@ def stats_document(stats: scheduler_pb2.GetStatsResponse) -> Document:
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
-    """A request that runs or waits; `unix_nanos` is now."""
+    """A running or waiting request; `unix_nanos` is now."""
     state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
     return {
         "key": request.key,
@@ -48,7 +48,7 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Steps in order. The time of each begins when the one before it was done."""
+    """Steps in order. The duration of a step starts at the end of the step before."""
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
         done_before_nanos = step.done_unix_nanos
@@ -67,7 +67,7 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """A map of blocks; the states are one digit each, as numbered in the contract."""
+    """A map of blocks. Each state is one digit, numbered as in the .proto."""
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
         "states": "".join(map(str, blocks.states)),
@@ -80,7 +80,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """The name of a reason to wait; None for none."""
+    """The name of a wait reason; None if there is none."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

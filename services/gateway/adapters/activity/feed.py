@@ -1,5 +1,5 @@
-"""Samples of what the replicas do, taken while clients ask for them. However many do, each
-scheduler is asked a few times a second at most.
+"""Samples of the replicas' activity, taken only while clients request them. The rate of queries to
+a scheduler is bounded, whatever the number of clients.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 SAMPLE_SECONDS = 0.2
 """Least time between two samples."""
 LARGE_POOL_SECONDS = 1.0
-"""Least time between two maps of a pool with more blocks than `MAX_CELLS`."""
+"""Least time between two block maps of a pool with more blocks than `MAX_CELLS`."""
 MAX_CELLS = 4096
 MAX_STEPS = 256
 _TIMEOUT_SECONDS = 1.0
@@ -34,21 +34,21 @@ _TIMEOUT_SECONDS = 1.0
 
 @dataclass(slots=True)
 class ReplicaSample:
-    """What is known of a replica; without `stats`, its scheduler did not answer."""
+    """The state of one replica; `stats` is None if its scheduler did not respond."""
 
     address: str
     name: str = ""
-    """Its own name, or its address before it has told one."""
+    """The replica's own name; its address until the name is known."""
     model: str = ""
     is_ready: bool = False
     reason: str = ""
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
-    """Tokens of prompts that its pool has cached, by the directory; where that does not know of it,
-    those of free blocks.
+    """Tokens in cached blocks of its pool, by the directory. If the directory does not know the
+    pool, the tokens are counted from the cached free blocks.
     """
     directory: str = ""
-    """How well the directory knows; empty if it does not."""
+    """State of the directory's view of this pool; empty if the directory does not know the pool."""
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
@@ -57,7 +57,7 @@ class ReplicaSample:
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far the steps of a scheduler's process were read, and when its blocks were."""
+    """The last step that was read from a scheduler process, and the time of its last block map."""
 
     incarnation: str = ""
     step: int = 0
@@ -66,7 +66,7 @@ class _Cursor:
 
 
 class ActivityFeed:
-    """The newest sample of each replica."""
+    """Keeps the newest sample of each replica."""
 
     def __init__(self, membership: Membership, links: SchedulerLinks, index: PrefixIndex) -> None:
         self._membership = membership
@@ -78,7 +78,7 @@ class ActivityFeed:
         self._sampled_at = 0.0
 
     async def samples(self) -> list[ReplicaSample]:
-        """Of all replicas, no older than `SAMPLE_SECONDS`."""
+        """Samples of all replicas, no older than `SAMPLE_SECONDS`."""
         async with self._lock:
             if time.monotonic() >= self._sampled_at + SAMPLE_SECONDS:
                 replicas = self._membership.replicas
@@ -117,7 +117,7 @@ class ActivityFeed:
         return sample
 
     def _look_up(self, replica: Replica, sample: ReplicaSample) -> None:
-        """Notes how much a replica's pool has cached."""
+        """Sets how many tokens a replica's pool has cached."""
         served = replica.description
         view = None if served is None else self._index.view(served.cache_node)
         if served is not None and view is not None:
@@ -129,7 +129,7 @@ class ActivityFeed:
                 sample.cached_tokens = sample.blocks["num_cached"] * served.block_size
 
     async def _ask(self, sample: ReplicaSample, cursor: _Cursor) -> None:
-        """Takes a sample of a scheduler. Raises AioRpcError."""
+        """Fills a sample with a scheduler's activity. Raises AioRpcError."""
         now = time.monotonic()
         is_large = sample.blocks is not None and sample.blocks["blocks_per_cell"] > 1
         wants_blocks = now >= cursor.blocks_at + (LARGE_POOL_SECONDS if is_large else 0)
@@ -144,7 +144,7 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # a step that was never run
+        if cursor.step > answer.stats.num_steps:  # The scheduler never ran this step.
             cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))

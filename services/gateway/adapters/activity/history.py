@@ -1,4 +1,4 @@
-"""Samples of the replicas' numbers, taken all the time, and the history of them as JSON."""
+"""Periodic samples of the replicas' statistics, and their history as JSON."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ _TIMEOUT_SECONDS = 1.0
 
 
 class HistoryKeeper:
-    """Asks each connected scheduler for its numbers every SAMPLE_SECONDS."""
+    """Queries the statistics of each connected scheduler every SAMPLE_SECONDS."""
 
     def __init__(
         self,
@@ -63,12 +63,14 @@ class HistoryKeeper:
 
 
 def name_of(replica: Replica) -> str:
-    """The replica's own name; its address before it has told one."""
+    """The replica's own name; its address until the name is known."""
     return (replica.description and replica.description.pool_id) or replica.address
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """The bins as parallel lists, each with median and 99th percentile of latencies, and events."""
+    """The bins as parallel lists, with the median and 99th percentile of each
+    latency, and the events.
+    """
     bins = history.bins(now)
     return {
         "unix_seconds": now,

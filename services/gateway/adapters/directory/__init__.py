@@ -1,1 +1,1 @@
-"""Sources that keep the index of cached prefixes up to date: Redis, or the pools themselves."""
+"""Sources that update the index of cached prefixes: Redis, or the pools' own events."""

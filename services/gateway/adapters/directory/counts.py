@@ -10,12 +10,12 @@ class ReaderCounts:
     entries: int = 0
     """Entries of the log, or messages of pools, that were applied."""
     damaged: int = 0
-    """Entries, records, leases and snapshots that could not be read, and were passed over."""
+    """Entries, records, leases and snapshots that could not be decoded, and were skipped."""
     gaps: int = 0
-    """Times that entries of a node were missing."""
+    """How often entries of a node were missing."""
     drifts: int = 0
-    """Times that the digest of a node differed."""
+    """How often the digest of a node differed."""
     loads: int = 0
     """Snapshots that were loaded."""
     failures: int = 0
-    """Calls of Redis, or streams of pools, that failed."""
+    """Failed calls of Redis, or failed streams of pools."""

@@ -1,4 +1,4 @@
-"""Keeps the index up to date, from Redis where there is one, else from the pools themselves."""
+"""Updates the index from Redis if it is configured, else from the pools' events."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -20,15 +20,15 @@ Replicas = Callable[[], Iterable[Replica]]
 
 
 class Follower(Protocol):
-    """Follows what the pools of replicas cache."""
+    """Mirrors the cached prefixes of the replicas' pools in the index."""
 
     @property
     def counts(self) -> ReaderCounts:
-        """What was read."""
+        """Counts of the entries that were read."""
         ...
 
     async def require_usable(self) -> None:
-        """Raises SettingError where a setting is wrong."""
+        """Raises SettingError if a setting is wrong."""
         ...
 
     async def run(self) -> None:
@@ -39,9 +39,10 @@ class Follower(Protocol):
 def make_follower(
     index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: "Tls | None" = None
 ) -> Follower:
-    """What follows the pools of `replicas`, as they are at any time; without Redis with `tls`.
+    """The follower for the pools of the current `replicas`. It reads Redis if `redis_url` is set,
+    else the pools' events, over `tls`.
 
-    Raises SettingError where the package for Redis is missing.
+    Raises SettingError if the package for Redis is missing.
     """
     if redis_url is None:
         return PoolFollower(index, replicas, tls)
@@ -49,7 +50,7 @@ def make_follower(
 
 
 class RedisFollower:
-    """Follows the directory in Redis, of the model that the replicas serve."""
+    """Follows the Redis directory of the model that the replicas serve."""
 
     def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
         try:
@@ -76,13 +77,15 @@ class RedisFollower:
             tasks.create_task(self._reader.run(self._fingerprint))
 
     def _fingerprint(self) -> bytes | None:
-        """Of the replicas in use; those that are refused serve another model."""
+        """The fingerprint of the model in use, ignoring refused replicas, which
+        serve another model.
+        """
         return next((served.fingerprint for served in _served(self._replicas())), None)
 
 
 class PoolFollower:
-    """Follows each pool by its own events. One pool alone is not followed: there is no choice to be
-    made by what it caches, and each of its steps would send a message.
+    """Follows the event stream of each pool. A single pool is not followed: with one replica there
+    is no routing decision, and each step would cost a message.
     """
 
     def __init__(self, index: PrefixIndex, replicas: Replicas, tls: "Tls | None") -> None:
@@ -95,7 +98,7 @@ class PoolFollower:
         return self._watchers.counts
 
     async def require_usable(self) -> None:
-        """Pools need no settings."""
+        """Does nothing, since pools need no settings."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -112,7 +115,7 @@ class PoolFollower:
 
 
 def _served(replicas: Iterable[Replica]) -> Iterator[ReplicaDescription]:
-    """What the connected replicas serve that are not refused."""
+    """The descriptions of the connected replicas that are not refused."""
     for replica in replicas:
         if replica.is_connected and replica.description is not None and not replica.refusal:
             yield replica.description

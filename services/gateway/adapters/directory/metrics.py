@@ -13,7 +13,7 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 
 class IndexCollector(Collector):
-    """The index's states, one of which is 1, and its reader's counts, read at each scrape."""
+    """States of the index and counts of its reader, read at each scrape. Exactly one state is 1."""
 
     def __init__(self, index: PrefixIndex, counts: ReaderCounts) -> None:
         self._index = index

@@ -1,7 +1,7 @@
-"""Follows the pools themselves, by their WatchEvents, where there is no Redis.
+"""Follows the pools by their WatchEvents when there is no Redis.
 
 Each pool has a task that reads its stream into the index: a snapshot, then changes. When the stream
-ends, the pool is removed and the stream opened again, after a growing delay.
+ends, the pool is removed from the index, and the stream is opened again after a growing delay.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _MAX_BACKOFF_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class PoolAddress:
-    """Where a replica's pool can be followed."""
+    """The address of a replica's pool, for its events."""
 
     node: str
     address: str
@@ -46,7 +46,7 @@ class PoolAddress:
 
 
 class PoolWatchers:
-    """Keeps the index as the pools of the known replicas say."""
+    """Mirrors the pools of the known replicas in the index."""
 
     def __init__(self, index: PrefixIndex, tls: "Tls | None" = None) -> None:
         self.counts = ReaderCounts()
@@ -55,8 +55,8 @@ class PoolWatchers:
         self._epochs = itertools.count(1)
 
     async def run(self, pools: Callable[[], Iterable[PoolAddress]]) -> None:
-        """Follows the pools that `pools` names, which is asked again and again, until cancelled.
-        While it names none, the index is unused.
+        """Follows the pools that `pools` returns, until cancelled. `pools` is called repeatedly.
+        While it returns none, the index is unused.
         """
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
@@ -104,7 +104,9 @@ class PoolWatchers:
 
 
 class PoolReader:
-    """Reads the messages of one stream into the index. Each snapshot begins a life there."""
+    """Reads the messages of one stream into the index. Each snapshot starts a new
+    epoch of the node.
+    """
 
     def __init__(
         self, node: str, index: PrefixIndex, epochs: Iterable[int], counts: ReaderCounts
@@ -118,7 +120,7 @@ class PoolReader:
         self._epoch = 0
 
     async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
-        """Applies a message. After a gap the node is degraded; the pool sends a snapshot to a
+        """Applies a message. After a gap the node is degraded. The pool sends a new snapshot to a
         reader that fell behind.
         """
         self._counts.entries += 1
@@ -162,7 +164,9 @@ class PoolReader:
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
-        """An empty life, as far as its pool was before a batch that clears it."""
+        """Starts an empty epoch at `sequence`, the sequence number before the batch
+        that clears the pool.
+        """
         self._epoch = next(self._epochs)
         self._index.load(self._node, self._epoch, self._groups, sequence).finish()
 
@@ -174,7 +178,7 @@ def _keys(hashes: bytes, group: int) -> list[int]:
 
 
 def _move(keys: Iterable[int], source: dict[int, None], target: dict[int, None]) -> None:
-    """The last event of a key in a message counts: for a set of keys, order means no more."""
+    """Moves keys from `source` to `target`: only the last event of each key in a message counts."""
     for key in keys:
         source.pop(key, None)
         target[key] = None

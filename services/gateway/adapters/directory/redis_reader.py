@@ -1,14 +1,14 @@
-"""Reads the directory in Redis into the index: tails the log, and follows leases and snapshots.
+"""Reads the directory in Redis into the index: the log, leases and snapshots.
 
-No request waits for it. One task reads the log, and each second the records and leases of the
-nodes:
+Requests never wait for this reader. One task reads the log, and once a second the records and
+leases of the nodes:
 
-1. A node without a lease, or with one of another epoch than its record, is removed.
-2. A life that is not known is loaded from its snapshot, and so is one whose entries have a gap or
-   whose digest differs. The log is then read again from where the snapshot was written; entries
-   that other nodes' views contain are passed over.
-3. A call that fails makes the index `degraded`; once leases would have expired, `fallback`. What
-   was known is kept: if Redis comes back with the same lives, reading goes on.
+1. A node is removed if it has no lease, or if the epoch of its lease differs from its record's.
+2. A node is loaded from its snapshot if its epoch is new, its entries have a gap, or its digest
+   differs. The log is then read again from the snapshot's position. Entries that are already
+   applied to other nodes are skipped.
+3. After a failed call the index is `degraded`, and `fallback` once leases would have expired. The
+   known keys are kept: if Redis returns with the same epochs, reading continues.
 """
 
 import asyncio
@@ -38,28 +38,28 @@ logger = logging.getLogger(__name__)
 _BEGINNING = "0-0"
 _ENTRIES_PER_READ = 256
 _KEYS_PER_TURN = 2048
-"""Keys that are applied before other tasks get a turn: about two milliseconds."""
+"""Keys that are applied before other tasks may run: about two milliseconds of work."""
 _SNAPSHOT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderTimes:
-    """When the reader looks, in seconds."""
+    """Intervals and time limits of the reader, in seconds."""
 
     refresh_seconds: float = 1.0
-    """Between two looks at records and leases."""
+    """Interval between two reads of records and leases."""
     urgent_seconds: float = 0.05
-    """The same, while a node is to be loaded."""
+    """The same interval while a node needs to be loaded."""
     lease_seconds: float = 3.0
     """Time without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
-    """How long the answer to a read may take beyond the time that it waits at the server."""
+    """How much longer a read may take than its waiting time at the server."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
 
 
 class RedisReader:
-    """Keeps the index as the log of one model says."""
+    """Mirrors the log of one model in the index."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RedisReader:
         tail: RedisConnection,
         times: ReaderTimes | None = None,
     ) -> None:
-        """`tail` is a blocking connection, on which nothing else is called."""
+        """`tail` is a blocking connection that only reads the log."""
         self.counts = ReaderCounts()
         self._index = index
         self._redis = redis
@@ -79,17 +79,17 @@ class RedisReader:
         self._refresh_at = 0.0
         self._contact_at = 0.0
         self._behind: dict[str, int] = {}
-        """How far the views were that were behind their leases at the last look."""
+        """The sequence number of each view that was behind its lease at the last check."""
         self._loaded: dict[str, tuple[int, int]] = {}
-        """Epoch and sequence of the last snapshot of each node."""
+        """Epoch and sequence number of the last snapshot of each node."""
         self._is_at_end = False
-        """Whether the last read took all that the log had."""
+        """Whether the last read reached the end of the log."""
         self._is_known_lost = False
         self._applied_since_turn = 0
 
     async def run(self, fingerprint: Callable[[], bytes | None]) -> None:
-        """Reads until cancelled. `fingerprint` is that of the model in use; None while it is not
-        known. When it changes, the index begins empty.
+        """Reads until cancelled. `fingerprint` returns the fingerprint of the model in use; None
+        while it is not known. When it changes, the index is cleared.
         """
         loop, times = asyncio.get_running_loop(), self._times
         backoff = times.first_backoff_seconds
@@ -188,7 +188,7 @@ class RedisReader:
                     self._refresh_soon()
 
     def _refresh_soon(self) -> None:
-        """Has records and leases read soon."""
+        """Schedules the next read of records and leases soon."""
         soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
         self._refresh_at = min(self._refresh_at, soon)
 
@@ -217,7 +217,9 @@ class RedisReader:
                 await self._load(record)
 
     def _follow_log(self, newest: str) -> None:
-        """Where to read on. A log that ends before the cursor is another one: it was emptied."""
+        """Sets the position to read from. If the log ends before the cursor, it was emptied, and is
+        read from its beginning.
+        """
         if self._cursor is None:
             self._cursor = newest
         elif _position(newest) < _position(self._cursor):
@@ -249,10 +251,10 @@ class RedisReader:
         return leases
 
     def _must_load(self, record: NodeRecord, lease: NodeLease) -> bool:
-        """Whether the view of a node is missing, of another life, or wrong."""
+        """Whether the view of a node is missing, of another epoch, or wrong."""
         view = self._index.view(record.node)
         if view is None or view.epoch != record.epoch:
-            # What is known of another life is void, whether the new one can be loaded or not.
+            # Keys of another epoch are invalid, even if the new epoch cannot be loaded.
             self._index.remove(record.node)
             return True
         if not view.is_exact:
@@ -263,7 +265,7 @@ class RedisReader:
         if lease.sequence <= view.sequence or not self._is_at_end:
             self._behind.pop(record.node, None)
             return False
-        # Entries are on their way, unless none has come since the last look.
+        # Entries may still be in transit. If none arrived since the last check, they are missing.
         if self._behind.get(record.node) == view.sequence:
             self.counts.gaps += 1
             self._index.degrade(record.node)
@@ -272,16 +274,16 @@ class RedisReader:
         return False
 
     async def _load(self, record: NodeRecord) -> None:
-        """Loads a node's snapshot. Without one that helps the node is degraded, and its pool is
-        asked for another one.
+        """Loads a node's snapshot. If there is no usable snapshot, the node is degraded, and the
+        snapshot is deleted so that its pool writes a new one.
         """
         key = self._keys.snapshot(record.node, record.epoch)
         value = await self._redis.call(lambda client: client.get(key), _SNAPSHOT_SECONDS)
         found = None if value is None else self._decode(value)
         loaded_before = self._loaded.get(record.node)
         if found is None or (found[0].epoch, found[0].sequence) == loaded_before:
-            # The log does not lead on from there. The pool writes another one when it finds that
-            # its own is gone.
+            # The log does not continue this snapshot. The pool writes a new one when it finds its
+            # own missing.
             await self._redis.call(lambda client: client.delete(key))
             if self._index.view(record.node) is None:
                 self._index.begin(record.node, record.epoch, record.groups)
@@ -314,6 +316,6 @@ class RedisReader:
 
 
 def _position(log_id: str) -> tuple[int, int]:
-    """An id of a stream, as one that can be compared."""
+    """The id of a stream entry as a comparable tuple."""
     millis, _, number = log_id.partition("-")
     return int(millis), int(number or 0)

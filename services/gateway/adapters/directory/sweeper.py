@@ -1,4 +1,4 @@
-"""Removes void entries from the index, a small part at a time."""
+"""Removes void entries from the index in small parts."""
 
 import asyncio
 

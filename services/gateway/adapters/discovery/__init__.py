@@ -1,1 +1,1 @@
-"""Where schedulers are: by the settings, by DNS, and by the registry in Redis."""
+"""Finds schedulers by the settings, by DNS, and by the registry in Redis."""

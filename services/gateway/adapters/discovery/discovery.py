@@ -1,4 +1,4 @@
-"""Puts together all that tells a gateway where schedulers are."""
+"""Combines all sources of scheduler addresses."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from services.gateway.adapters.discovery import dns
 from services.gateway.adapters.discovery.watcher import SetAddresses, Watcher
 
 SETTINGS, REDIS = "settings", "redis"
-"""Names of sources in logs and metrics; the one in DNS has the name that is resolved."""
+"""Names of sources in logs and metrics. A DNS source is named by the name that it resolves."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks into the registry."""
+"""Interval between two reads of the registry."""
 
 
 class Discovery(Collector):
-    """The addresses in the settings, names in DNS, and the registry in Redis."""
+    """Finds schedulers in the settings, by names in DNS, and in the registry in Redis."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class Discovery(Collector):
         model_name: str,
         set_addresses: SetAddresses,
     ) -> None:
-        """Addresses that need no look are set at once. Raises SettingError where the package for
-        Redis is missing.
+        """Addresses in the settings are set at once. Raises SettingError if the
+        package for Redis is missing.
         """
         in_dns = [address for address in schedulers if address.startswith(DNS)]
         set_addresses(SETTINGS, [address for address in schedulers if address not in in_dns])
@@ -47,7 +47,7 @@ class Discovery(Collector):
             self._watchers.append(Watcher(REDIS, look, set_addresses, LOOK_SECONDS))
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Queries the sources until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for watcher in self._watchers:
@@ -70,7 +70,7 @@ class Discovery(Collector):
 
 
 class _Registry:
-    """The registry of the fleet that serves a model, over a connection of its own."""
+    """The registry of the replicas that serve one model, over its own connection."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Schedulers by a name in DNS, such as that of a headless service of Kubernetes."""
+"""Finds schedulers by a DNS name, such as the name of a headless service of Kubernetes."""
 
 import asyncio
 import socket
@@ -12,7 +12,7 @@ LOOK_SECONDS = 3.0
 async def resolve(value: str) -> set[str]:
     """All addresses of dns:NAME:PORT, with the port. Raises Unavailable.
 
-    The system's resolver bounds the time that it takes, mostly to some seconds.
+    The duration is bounded by the system's resolver, mostly to a few seconds.
     """
     name, port = split_host_port(value.removeprefix(DNS))
     try:

@@ -1,4 +1,4 @@
-"""Asks one source again and again where schedulers are."""
+"""Polls one source of scheduler addresses."""
 
 import asyncio
 import logging
@@ -13,17 +13,15 @@ SetAddresses = Callable[[str, Iterable[str]], None]
 
 
 class Watcher:
-    """Passes on the addresses that a source names. While it does not answer, those that it named
-    last stay.
-    """
+    """Forwards the addresses of a source. While the source fails, its last addresses are kept."""
 
     def __init__(
         self, source: str, look: Look, set_addresses: SetAddresses, every_seconds: float
     ) -> None:
-        """`look` gives the addresses, or raises Unavailable within a bounded time."""
+        """`look` returns the addresses, or raises Unavailable within a bounded time."""
         self.source = source
         self.is_up = False
-        """Whether the last look succeeded."""
+        """Whether the last query succeeded."""
         self.num_addresses = 0
         self.num_failures = 0
         self._look = look
@@ -31,7 +29,7 @@ class Watcher:
         self._every_seconds = every_seconds
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Queries the source until cancelled."""
         while True:
             try:
                 addresses = sorted(await self._look())

@@ -1,1 +1,1 @@
-"""Grammars that the gateway writes: forced calls, structural tags, what follows reasoning."""
+"""Grammars that the gateway writes: forced calls, structural tags, answers after reasoning."""

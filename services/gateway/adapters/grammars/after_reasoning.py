@@ -1,4 +1,4 @@
-"""A demanded form, held to from where reasoning ends."""
+"""Constrains the part of an answer after its reasoning."""
 
 from services.common.request.structured_outputs import StructuredOutputs, invalid
 from services.gateway.adapters.grammars.lark import Lark, make_lark
@@ -11,10 +11,10 @@ _SPACE = r"/[ \n\t]{0,4}/"
 async def after_reasoning(
     form: StructuredOutputs, reasoning: PromptedReasoning, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """What an answer conforms to, whose part after the reasoning has a form.
+    """The constraint of a whole answer whose part after the reasoning must match `form`.
 
-    vLLM starts its masks where the reasoning ends; here the grammar has a free part, which also
-    keeps an answer from ending within it.
+    vLLM applies its masks from the end of the reasoning. Here the grammar has a free part, so that
+    an answer also cannot end within its reasoning.
     """
     if reasoning.state is ReasoningState.OVER:
         return form
@@ -23,7 +23,7 @@ async def after_reasoning(
 
 
 def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
-    """The form that a client demands, as a rule. Raises InvalidArgument."""
+    """The client's structured-output constraint as a rule. Raises InvalidArgument."""
     try:
         return lark.wanted(form)
     except ValueError as error:
@@ -31,12 +31,12 @@ def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
 
 
 def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
-    """The literals of `thought`."""
+    """The literals of the rule that `thought` writes."""
     return [] if reasoning is None else [reasoning.form.start, reasoning.form.end]
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """The reasoning that comes before the answer, as a rule; empty for none."""
+    """The reasoning before the answer, as a rule; empty if there is none."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

@@ -1,4 +1,4 @@
-"""Compiles what outputs are to conform to, at the edge, to refuse what cannot be compiled."""
+"""Compiles the grammars of requests at the gateway, to refuse those that cannot be compiled."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Most processor time of one compilation that is accepted. Only here: what is judged twice by time
-may be accepted here and refused by a worker.
+"""Most processor time of one compilation. Only the gateway has this limit: with two limits by time,
+a worker could refuse what the gateway accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256
@@ -24,12 +24,13 @@ _Vocabulary = tuple[int, tuple[int, ...]]
 
 
 class GrammarJudge:
-    """The core's Grammars. One thread compiles, so that hostile texts take one core at most, and
-    the event loop turns meanwhile; verdicts are kept. Nothing is loaded before the first text.
+    """Implements the core's Grammars. One thread compiles, so that a hostile grammar uses at most
+    one core, and the event loop is not blocked. Verdicts are cached. The compiler is loaded with
+    the first grammar.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:
-        """`tokenizer_json` gives the text of a tokenizer.json."""
+        """`tokenizer_json` returns the text of a tokenizer.json."""
         self._tokenizer_json = tokenizer_json
         self._compiler: tuple[_Vocabulary, GrammarCompiler] | None = None
         self._verdicts: OrderedDict[tuple[StructuredOutputs, _Vocabulary], str] = OrderedDict()
@@ -52,7 +53,7 @@ class GrammarJudge:
             raise InvalidArgument(verdict, field=FIELD)
 
     async def _new_verdict(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """As `_judge`, which the thread runs. Raises ResourceExhausted if too many wait for it."""
+        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for it."""
         if self._num_waiting >= _MAX_WAITING:
             raise ResourceExhausted(
                 f"{FIELD}: {self._num_waiting} others are compiled first", retry_after_seconds=1.0
@@ -65,7 +66,7 @@ class GrammarJudge:
             self._num_waiting -= 1
 
     def _judge(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """Why it cannot be compiled; empty if it can be. In the thread."""
+        """The reason that a grammar cannot be compiled; empty if it can be. Runs in the thread."""
         try:
             compiler = self._compiler_of(vocabulary)
             began = time.thread_time()

@@ -20,8 +20,8 @@ _ANY = r"/(.|\n)*/"
 
 
 class Lark:
-    """A grammar that grows rule by rule. Markers that are tokens of their own are demanded as such:
-    to llguidance these are no text.
+    """A grammar that is built rule by rule. A marker that is a single token is written as its token
+    id, since llguidance does not match special tokens as text.
     """
 
     def __init__(self, marker_ids: Mapping[str, int]) -> None:
@@ -29,13 +29,13 @@ class Lark:
         self._rules: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Adds a rule; its name."""
+        """Adds a rule and returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def literal(self, text: str) -> str:
-        """Exactly this text; empty for none."""
+        """A rule body that matches exactly this text; empty for an empty text."""
         parts: list[str] = []
         for piece in _split(text):
             token_id = self._marker_ids.get(piece)
@@ -43,13 +43,15 @@ class Lark:
         return " ".join(parts)
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that a schema accepts. Raises InvalidArgument for one that cannot be enforced."""
+        """A rule for the JSON that a schema accepts. Raises InvalidArgument if it
+        cannot be enforced.
+        """
         whole = {**held_schema(schema), "x-guidance": JSON_OPTIONS}
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def wanted(self, form: StructuredOutputs) -> str:
-        """A text of one of the forms that clients demand. Raises InvalidArgument, or ValueError for
-        a grammar that is not one.
+        """A rule for a client's structured-output constraint. Raises InvalidArgument, or ValueError
+        for a malformed grammar.
         """
         form.validate()
         if form.kind is StructuredOutputsKind.JSON:
@@ -65,7 +67,7 @@ class Lark:
         return self.rule("%lark {\n" + text + "\n}")
 
     def regex(self, pattern: str) -> str:
-        """A text that a regular expression matches as a whole."""
+        """A rule for a text that a regular expression matches as a whole."""
         escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
         return self.rule("/" + escaped.replace("\n", r"\n") + "/")
 
@@ -73,7 +75,7 @@ class Lark:
         return self.rule(_ANY)
 
     def text_to(self, literal: str) -> str:
-        """Any text up to this one, which is not empty, for the first time."""
+        """A rule for any text up to the first occurrence of `literal`, which must not be empty."""
         first, *rest = _split(literal)
         token_id = self._marker_ids.get(first)
         tail = self.literal("".join(rest))
@@ -83,7 +85,7 @@ class Lark:
         return self.rule(f"{before} {tail}")
 
     def text_without(self, literals: Sequence[str]) -> str:
-        """Any text in which none of these begins."""
+        """A rule for any text that contains none of these literals' first pieces."""
         parts = [_ANY]
         for literal in literals:
             first = _split(literal)[0]
@@ -94,13 +96,13 @@ class Lark:
         return name
 
     def text(self, start: str) -> StructuredOutputs:
-        """The whole grammar, which begins with `start`."""
+        """The whole grammar, starting with `start`."""
         whole = "\n".join([f"start: {start}", *self._rules])
         return StructuredOutputs(StructuredOutputsKind.GRAMMAR, whole)
 
 
 async def make_lark(tokenizer: Tokenizer, literals: Sequence[str]) -> Lark:
-    """A grammar of a model, which will have some of these literals."""
+    """An empty grammar for a model. `literals` are the literals that it will contain."""
     markers = list({found for literal in literals for found in _MARKER.findall(literal)})
     encoded = await tokenizer.encode(
         markers[:_MAX_MARKERS], add_special_tokens=False, max_tokens=1_000
@@ -111,7 +113,7 @@ async def make_lark(tokenizer: Tokenizer, literals: Sequence[str]) -> Lark:
 
 
 def _split(text: str) -> list[str]:
-    """Texts and what may be markers among them, in their order."""
+    """Splits a text into plain texts and possible markers, in order."""
     pieces, at = list[str](), 0
     for found in _MARKER.finditer(text):
         pieces += [text[at : found.start()], found[0]]

@@ -1,4 +1,4 @@
-"""Refusals of grammars that the gateway wrote, in terms of what the client sent."""
+"""Refusals of grammars that the gateway wrote, in terms of the client's request."""
 
 import json
 import re
@@ -26,9 +26,11 @@ async def check_written(
     wanted: StructuredOutputs | None,
     check: Check,
 ) -> None:
-    """Raises InvalidArgument for a grammar that was written of the schemas of tools, each by its
-    field, and of the form that the client demands. The error is about the part at fault: a tool, or
-    the form; about all tools if each by itself can be compiled.
+    """Raises InvalidArgument if a written grammar cannot be compiled. The grammar is written from
+    the schemas of `tools`, by field, and from the client's constraint `wanted`.
+
+    The error names the part at fault, a tool or the constraint. If each of them compiles by itself,
+    it names all tools.
     """
     try:
         grammar.validate()
@@ -49,7 +51,7 @@ async def check_written(
 
 
 def check_schemas(tools: Mapping[str, CallableTool]) -> None:
-    """Raises InvalidArgument for a tool whose schema outputs cannot be held to, by its field."""
+    """Raises InvalidArgument, with the field, for a tool whose schema cannot be enforced."""
     for field, tool in tools.items():
         try:
             held_schema(bare(tool.schema))
@@ -69,6 +71,6 @@ def _of_all(error: InvalidArgument, tools: Mapping[str, Any]) -> InvalidArgument
 
 
 def _reason(error: InvalidArgument) -> str:
-    """The reason, without a place in a grammar that the client did not write."""
+    """The reason, without positions in a grammar that the client did not write."""
     why = error.message.removeprefix(f"{FIELD}: ")
     return _LINES.sub("", _PLACE.sub("", why)).removeprefix("failed to compile JSON schema: ")

@@ -1,5 +1,5 @@
-"""Structural tags, as xgrammar defined and vLLM's clients write them: which parts of an answer have
-which form.
+"""Structural tags, as defined by xgrammar and written by vLLM's clients: a tag
+constrains one part of an answer.
 """
 
 import json
@@ -22,7 +22,8 @@ _NAME = "structural_tag"
 
 async def structural_tag(tag: Mapping[str, Any], tokenizer: Tokenizer) -> StructuredOutputs:
     """The grammar of a structural tag: {"format": …}, or {"structures": […], "triggers": […]}.
-    Raises InvalidArgument for one that is wrong, or too deep.
+
+    Raises InvalidArgument if the tag is malformed or nested too deep.
     """
     form = tag.get("format")
     if form is None:
@@ -45,7 +46,9 @@ async def structural_tag(tag: Mapping[str, Any], tokenizer: Tokenizer) -> Struct
 
 
 def _collect(form: object, literals: list[str], depth: int) -> None:
-    """All strings of a form that may be literals. Raises InvalidArgument for one too deep."""
+    """Collects all strings of a form that may be literals. Raises InvalidArgument
+    if it is too deep.
+    """
     if depth < 0:
         raise _wrong(f"is nested more than {MAX_DEPTH} deep")
     if isinstance(form, str):
@@ -60,7 +63,7 @@ def _collect(form: object, literals: list[str], depth: int) -> None:
 
 
 class _Tags:
-    """Writes forms as rules."""
+    """Writes the parts of a structural tag as rules."""
 
     def __init__(self, lark: Lark) -> None:
         self._lark = lark
@@ -115,7 +118,7 @@ class _Tags:
         return self._lark.schema(schema)
 
     def _tag(self, tag: Mapping[str, Any], after: str) -> str:
-        """A tag, without `after`: the trigger that it begins with, where that was read before."""
+        """A rule for a tag. `after` is the trigger that was matched before; the rule omits it."""
         begin, content, end = _text(tag, "begin"), tag.get("content"), tag.get("end")
         ends = [end] if isinstance(end, str) else end
         if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):

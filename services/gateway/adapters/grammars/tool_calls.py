@@ -1,4 +1,4 @@
-"""Grammars that force calls of tools, or hold the calls that a model chooses to make."""
+"""Grammars that force tool calls, or constrain the calls that a model chooses to make."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,15 +20,17 @@ _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords whose values are schemas by name: a name may be that of a note."""
+"""Keywords whose values map names to schemas. Such a name may equal a name in _NOTES."""
 _VALUES = frozenset({"const", "enum"})
-"""Keywords whose values are instances, which may hold anything."""
+"""Keywords whose values are instances of any kind."""
 _MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A tool by its name and the schema of its arguments; `strict`: its calls conform to it."""
+    """A tool's name and the schema of its arguments. With `strict`, its calls must
+    match the schema.
+    """
 
     name: str
     schema: Mapping[str, Any]
@@ -42,7 +44,7 @@ async def forced_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """A list of calls, at least one, or exactly one where they must not be `parallel`."""
+    """A list of at least one call; of exactly one call if not `parallel`."""
     lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []
     for tool in tools:
@@ -61,8 +63,8 @@ async def strict_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Free text with calls in the model's own form, whose names are those of tools and whose
-    arguments are objects, of a strict tool what its schema accepts.
+    """Free text with calls in the model's own format. A call names one of the tools, and its
+    arguments are an object. Arguments of a strict tool match its schema.
     """
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     calls = _calls(lark, tools, envelope, after=envelope.trigger)
@@ -81,8 +83,8 @@ async def calls_or_form(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Either calls in the model's own form, see `strict_calls`, and nothing else, or a text of the
-    form that the client demands. Raises InvalidArgument for a grammar that is none.
+    """Either calls in the model's own format, without text around them, or a text that matches the
+    client's constraint. Raises InvalidArgument for a malformed grammar.
     """
     lark = await _lark_of_calls(tools, envelope, tokenizer, reasoning)
     call = lark.rule(f"({_calls(lark, tools, envelope)}) {SPACE}")
@@ -91,7 +93,7 @@ async def calls_or_form(
 
 
 def bare(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without its notes to readers, which only make a grammar longer."""
+    """A schema without annotations, which would only make the grammar longer."""
     return {
         key: _bare_value(key, value, _MAX_DEPTH)
         for key, value in schema.items()
@@ -119,15 +121,15 @@ async def _lark_of_calls(
     tokenizer: Tokenizer,
     reasoning: PromptedReasoning | None,
 ) -> Lark:
-    """A grammar that will have the calls of these tools, after the reasoning."""
+    """An empty grammar for calls of these tools after the reasoning."""
     begins = [_begin(envelope, tool.name) for tool in tools]
     literals = [*begins, envelope.end, *reasoning_literals(reasoning)]
     return await make_lark(tokenizer, literals)
 
 
 def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after: str = "") -> str:
-    """A call of one of the tools, as alternatives; without `after`, which each of them begins with
-    and which was read before.
+    """Alternatives that match a call of one of the tools. `after` is a common beginning that was
+    matched before; the alternatives omit it.
     """
     calls = []
     for tool in tools:

@@ -1,4 +1,4 @@
-"""The records of gRPC calls, by which they are logged and traced."""
+"""Records of gRPC calls, for logs and traces."""
 
 import asyncio
 from collections.abc import Iterator
@@ -34,8 +34,9 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """The record of a call, or of a turn of one, CALL_RECORD meanwhile. Its names are in the
-        trailing metadata, unless a call has several.
+        """Records a call, or one turn of a session call; CALL_RECORD is set meanwhile. With
+        `in_trailer`, the request id and trace id are sent in the trailing metadata. Calls with
+        several records omit it.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))
@@ -67,7 +68,7 @@ class CallRecords:
 
 
 def metadata_of(context: Context) -> dict[str, str]:
-    """What came with a call, by name, without binary values."""
+    """A call's metadata by name, without binary values."""
     metadata = context.invocation_metadata() or ()
     return {name: value for name, value in metadata if isinstance(value, str)}
 

@@ -1,4 +1,4 @@
-"""Messages of Generate as requests of the core, and pieces of answers as messages."""
+"""Converts messages of Generate to requests of the core, and pieces of answers to messages."""
 
 import asyncio
 
@@ -24,11 +24,11 @@ from services.gateway.core.request.request_check import check_request_id
 from services.gateway.core.sessions.client_session import ClientSession
 
 ID_PREFIX = "gen"
-"""The kind of these answers."""
+"""The prefix of the ids of these answers."""
 
 
 class GenerateRequests:
-    """Reads messages of Generate."""
+    """Converts messages of Generate to requests."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -39,8 +39,8 @@ class GenerateRequests:
         record: RequestRecord,
         session: ClientSession | None = None,
     ) -> ClientRequest:
-        """What a message asks for, of a session where it is a turn of one. Raises InvalidArgument
-        or OutOfRange.
+        """The request of a message. With `session`, it is a turn of that session. Raises
+        InvalidArgument or OutOfRange.
         """
         if request.request_id:
             check_request_id(request.request_id)
@@ -117,7 +117,9 @@ class GenerateRequests:
 def to_response(
     piece: Piece, generation: Generation, timed: RequestRecord | None
 ) -> gateway_pb2.GenerateResponse:
-    """A piece of an answer as a message. `timed` is the record whose times the client wants."""
+    """A piece of an answer as a message. `timed` is the record whose times are sent; None if the
+    client did not ask for them.
+    """
     response = gateway_pb2.GenerateResponse(
         request_id=generation.request.request_id,
         index=piece.index,

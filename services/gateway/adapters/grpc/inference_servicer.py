@@ -45,7 +45,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 _EMBED_API = "embd"
-"""The kind of its answers."""
+"""The prefix of the ids of Embed's answers."""
 METHOD_PREFIX = "/stepwell.gateway.v1.Inference/"
 GENERATE = f"{METHOD_PREFIX}Generate"
 EMBED = f"{METHOD_PREFIX}Embed"
@@ -54,11 +54,12 @@ REQUEST_TYPES: dict[str, type[Message]] = {
     for method in gateway_pb2.DESCRIPTOR.services_by_name["Inference"].methods
     if not method.client_streaming
 }
-"""The message of each method that takes one, by its full name."""
+"""The request message of each method, by its full name. Methods with request streams are left out.
+"""
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Inference over the same core as HTTP."""
+    """Serves inference over gRPC with the same core as HTTP."""
 
     def __init__(
         self,
@@ -82,8 +83,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._requests = GenerateRequests(inference)
 
     def arriving(self, context: Context) -> Arrival:
-        """Counts a call from before its message is read until it has sequences. Raises a refusal
-        while there is no room for it.
+        """Counts a call as arriving, before its message is read and until its sequences are queued.
+        Raises an error if there is no room for it.
         """
         tenant = CALL_TENANT.get()
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
@@ -94,7 +95,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
             return self._inference.arriving(tenant, deadline, needs_room=needs_room)
 
     async def admit(self, tenant: Tenant) -> Allowance:
-        """What Generate takes of its tenant's limits. Raises LimitReached."""
+        """The allowance of a Generate call under its tenant's limits. Raises LimitReached."""
         with self._observer.counting_refusals(CALL_RECORD.get(), tenant):
             return await self._limits.admit(tenant)
 
@@ -144,7 +145,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _prepare(
         self, client_request: ClientRequest, record: RequestRecord, deadline: float | None
     ) -> Generation:
-        """The request, checked, with the tokens reserved that it may take."""
+        """The checked request, with its tokens reserved in the tenant's limits."""
         record.enter(Part.PREPARE)
         generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
         allowance = CALL_ALLOWANCE.get()

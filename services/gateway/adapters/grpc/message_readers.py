@@ -1,5 +1,6 @@
-"""Reads the request messages of a gRPC server, a few at a time: each may take as much memory as a
-message may be long, and the time that its sender takes."""
+"""Reads the request messages of a gRPC server, a few at a time. Each read may use the memory of the
+longest message, and lasts as long as its sender takes.
+"""
 
 import asyncio
 from collections import deque
@@ -9,20 +10,22 @@ from services.common.errors import Aborted, InvalidArgument
 
 _SLOTS = 16
 _SECONDS_UNDER_PRESSURE = 1.0
-"""How long a read may take while others wait for a slot."""
+"""Time limit of a read while others wait for a slot."""
 
 
 class MessageReaders:
-    """Slots for reading, given out in order."""
+    """Slots for reading, assigned in order of arrival."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
         self._slots = asyncio.Semaphore(_SLOTS)
         self._reads: deque[tuple[float, asyncio.Timeout]] = deque()
-        """When each read that has a slot began, and its timeout; oldest first."""
+        """Start and timeout of each read that has a slot; oldest first."""
 
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
-        """The first message. Raises Aborted when it does not come in time."""
+        """The first message. Raises Aborted if it does not arrive in time,
+        InvalidArgument if there is none.
+        """
         if self._slots.locked():
             self._shorten_timeouts()
         try:
@@ -39,7 +42,7 @@ class MessageReaders:
             raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
 
     def _shorten_timeouts(self) -> None:
-        """Shortens the time of the reads that began long ago."""
+        """Limits all current reads to _SECONDS_UNDER_PRESSURE from their start."""
         now = asyncio.get_running_loop().time()
         for began, timeout in self._reads:
             timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))

@@ -1,4 +1,4 @@
-"""Answers as the messages of gRPC streams, written while their pieces come."""
+"""Writes answers to gRPC streams, piece by piece."""
 
 import logging
 from collections.abc import Callable
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class MessageStream:
-    """A sink that writes a message for each piece that is not empty. Pieces that come while one is
-    written are merged.
+    """A sink that writes one message for each piece that is not empty. Pieces that arrive during a
+    write are merged.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MessageStream:
 
 
 class AnswerStreams:
-    """Streams answers to the clients of calls, and ends those whose client reads nothing."""
+    """Streams answers to clients, and ends the streams of clients that stop reading."""
 
     def __init__(
         self, inference: Inference, metrics: Metrics, *, reader_timeout_seconds: float
@@ -76,9 +76,9 @@ class AnswerStreams:
         arrival: Arrival,
         work: AsyncExitStack,
     ) -> None:
-        """Runs a generation, and writes what comes of it. `work` holds what its call has entered;
-        where the client stops reading, it is closed with the error. `arrival` is ended when the
-        sequences are about to be sent.
+        """Runs a generation and writes its pieces. `work` is the stack of the call's contexts; if
+        the client stops reading, the stack is closed with the error. `arrival` is ended just before
+        the sequences are sent.
         """
         with StreamReaderTimeout(
             work, self._reader_timeout_seconds, self._reader_timed_out

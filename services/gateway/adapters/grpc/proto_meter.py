@@ -1,6 +1,6 @@
-"""How much a serialized message holds, before it is parsed: parsing holds up everything.
+"""Measures a serialized message before it is parsed, since parsing blocks the event loop.
 
-A message of 4 MB can hold two million empty ones, which take 100 MB and 70 ms to parse.
+A message of 4 MB can contain two million empty ones, which take 100 MB and 70 ms to parse.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ _BYTES_OF_VARINT = 5
 
 
 def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # noqa: PLR0912
-    """Raises OutOfRange for more fields, or longer packed lists, than one message may hold.
+    """Raises OutOfRange if a message has too many fields, or too many items in packed lists.
 
-    The parser finds out whether it is a message at all; this ends for any bytes.
+    Whether the bytes are a valid message is left to the parser. This function ends for any bytes.
     """
-    if len(raw) <= 2 * MAX_FIELDS:  # a field has two bytes or more
+    if len(raw) <= 2 * MAX_FIELDS:  # A field has two bytes or more.
         return
     num_fields = num_packed = 0
     left: list[tuple[int, int, Any]] = [(0, len(raw), kind.DESCRIPTOR)]
@@ -27,7 +27,7 @@ def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # n
         place, end, descriptor = left.pop()
         while place < end:
             tag = raw[place]
-            if tag < 0x80:  # most are: a call for each would take as long as all the rest
+            if tag < 0x80:  # Most tags are one byte. A call for each would double the time.
                 place += 1
             else:
                 tag, place = _varint(raw, place, end)
@@ -61,7 +61,7 @@ def _is_packed(field: FieldDescriptor) -> bool:
 
 
 def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """A number and the place after it; the end where there is none."""
+    """A number and the position after it; 0 and `end` if there is no complete number."""
     value = shift = 0
     while place < end and shift < 70:
         byte = raw[place]

@@ -1,4 +1,4 @@
-"""Checks gRPC calls before their message is read, and bounds how large and slow it may be."""
+"""Authenticates gRPC calls before their message is read, and bounds the message's size and time."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
@@ -31,10 +31,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Checks the key of each call, whose tenant CALL_TENANT then is, and reads its message itself.
+    """Authenticates each call, sets CALL_TENANT, and reads the request message itself.
 
-    grpc would read and parse a request's message before any code of ours sees the call. Health
-    needs no key. Streams of other services, such as reflection, are bounded in number.
+    By default grpc reads and parses a request before the handler sees the call. Health needs no
+    key. Other streams, such as reflection, are limited in number.
     """
 
     def __init__(
@@ -50,12 +50,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         max_items: int,
         message_timeout_seconds: float,
     ) -> None:
-        """`request_types` has the message of each method that takes one, by its full name, and
-        `stream_types` those of methods that take several; `admissions` and
-        `arriving` what is called before that message is read: either raises to refuse the call.
-        What an admission returns is closed when the call is over, and so is the arrival, which is
-        CALL_ARRIVAL meanwhile.
-        `operations` has the GenAI operation of each method that generates.
+        """All mappings are by the full name of a method. `request_types` has the request type of
+        each method with a single request, and `stream_types` of each method with a request stream.
+
+        `admissions` and `arriving` are called before the message is read, and raise to refuse the
+        call. The allowance of an admission, and the arrival, are closed at the end of the call. The
+        arrival is CALL_ARRIVAL meanwhile. `operations` has the GenAI operation of each method that
+        generates.
         """
         self._keys = keys
         self._request_types = request_types
@@ -68,7 +69,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
         self._handlers: dict[str, Any] = {}
-        """Of the methods whose messages are read here, as far as they were called."""
+        """Handlers of the called methods whose messages are read here."""
 
     async def intercept_service(
         self,
@@ -130,7 +131,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     def _serve_stream(self, handler: Any, method: str) -> Any:
-        """Calls with several messages, each of which is checked as one message is."""
+        """Serves calls with a request stream. Each of its messages is checked
+        before it is parsed.
+        """
         kind = self._stream_types[method]
 
         async def serve(messages: AsyncIterator[bytes], context: Context) -> None:
@@ -149,7 +152,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self._counted():
                     await handler.unary_stream(request, context)
-            except ResourceExhausted as error:  # this handler may not raise our errors
+            except ResourceExhausted as error:  # This handler may not raise our errors.
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
 
         return watch
@@ -190,7 +193,9 @@ def _not_counted(_context: Context) -> AbstractContextManager[None]:
 
 
 def _spending(allowance: Allowance, context: Context) -> AbstractContextManager[None]:
-    """Closes an allowance at the end. A call that ended well says what its tenant has left."""
+    """Closes an allowance at the end of a call. A successful call reports the tenant's remaining
+    limits in its trailing metadata.
+    """
     if allowance is NO_LIMITS:
         return nullcontext()
     CALL_ALLOWANCE.set(allowance)
@@ -213,6 +218,6 @@ def _spent(allowance: Allowance, context: Context) -> Iterator[None]:
 
 
 def _authorization(metadata: Mapping[str, str]) -> str:
-    """The header's value, with a character for each byte, as HTTP's headers are given."""
+    """The authorization header with one character for each byte, as in HTTP's headers."""
     value = metadata.get("authorization", "")
     return value.encode("utf-8", errors="surrogateescape").decode("latin-1")

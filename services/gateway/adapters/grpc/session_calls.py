@@ -1,4 +1,4 @@
-"""Calls of GenerateSession: one session each, whose turns are requests of their own."""
+"""Calls of GenerateSession: one session per call, each turn a request of its own."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,13 +28,13 @@ from services.gateway.core.traces.timeline import Part
 
 GENERATE_SESSION = "/stepwell.gateway.v1.Inference/GenerateSession"
 STREAM_TYPES = {GENERATE_SESSION: gateway_pb2.GenerateSessionRequest}
-"""The messages of the methods that take several, by their full names."""
+"""The request types of the methods with request streams, by their full names."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SessionCalls:
-    """Serves such calls: reads a turn, answers it, and only then reads the next one."""
+    """Serves session calls. Each turn is answered before the next one is read."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SessionCalls:
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
-        """One call from its first turn to the end of its stream."""
+        """Serves one call from its first turn to the end of its stream."""
         if FIELD.lower() in dict(context.invocation_metadata() or ()):
             raise InvalidArgument(f"{FIELD} cannot be given with a session", field=FIELD)
         self._gate.check()
@@ -129,7 +129,9 @@ async def _next(
     messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
     ended: asyncio.Future[StepwellError],
 ) -> gateway_pb2.GenerateSessionRequest | None:
-    """The next message; None at the end of the client's stream. Raises what ended the session."""
+    """The next message; None at the end of the client's stream. Raises the error
+    that ended the session.
+    """
     reading = asyncio.ensure_future(anext(messages, None))
     try:
         await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Ends the work behind gRPC streams whose client has stopped reading."""
+"""Ends the requests of gRPC streams whose client has stopped reading."""
 
 import asyncio
 import time
@@ -10,14 +10,13 @@ from services.common.errors import Aborted
 
 
 class StreamReaderTimeout:
-    """Ends the work of a stream whose client reads nothing of what was sent for `timeout_seconds`.
+    """Ends a stream's request if the client reads no message for `timeout_seconds`.
 
-    Enter it for the time of the stream; call `sending` before a message is written and `sent` after
-    it. That costs a few assignments for each message, which a timer compares now and then.
-
-    `work` is closed with an error at once: sequences are aborted, and the gate is left. The call
-    itself cannot be ended while a message of it is being written; a client that reads on gets what
-    was sent before and then the error, which `sent` raises.
+    Enter it for the duration of the stream. Call `sending` before each write and `sent` after it. A
+    message costs only a few assignments, which a timer checks now and then. On timeout `work` is
+    closed with an error at once: the sequences are aborted, and the request leaves the gate. The
+    call itself cannot end during a write. If the client reads again, it gets the messages that were
+    sent before, then the error, which `sent` raises.
     """
 
     def __init__(
@@ -44,8 +43,8 @@ class StreamReaderTimeout:
         self._sending_began = time.perf_counter_ns()
 
     def sent(self) -> int:
-        """The message was written; returns how long that took, in nanoseconds. Raises Aborted if
-        the work was ended meanwhile.
+        """Marks the message as written; returns the write's duration in nanoseconds. Raises Aborted
+        if the stream timed out.
         """
         self._sending_since = None
         if self._error is not None:

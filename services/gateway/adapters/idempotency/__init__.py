@@ -1,1 +1,1 @@
-"""Where several gateways share the answers of requests with an idempotency key."""
+"""Sharing of answers with an idempotency key between gateways."""

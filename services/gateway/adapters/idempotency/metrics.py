@@ -18,7 +18,9 @@ class KeyedCollector(Collector):
         self._keyed = keyed_requests
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric; those of logs where answers are shared."""
+        """One family for each metric. The metrics of logs are included only if
+        answers are shared.
+        """
         counts = self._keyed.counts
         requests = value_family(names.METRIC_KEYED_REQUESTS)
         for outcome in ("begun", "attached", "followed", "resumed", "refused"):

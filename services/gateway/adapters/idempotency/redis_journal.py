@@ -1,10 +1,10 @@
 """The core's Journal in Redis.
 
-`idem:{SCOPE}:log`      stream; an entry's id is its fence and its number, its one field `b`
-`idem:{SCOPE}:lease`    the gateway that makes the answer; expires
+    `idem:{SCOPE}:log`      stream; an entry's id is its fence and its number, its one field `b`
+    `idem:{SCOPE}:lease`    the gateway that makes the answer; expires
 
-A stream takes no id that is not above its last one: that fences an owner that was replaced. Both
-keys of a scope lie in one slot of Redis Cluster, and both expire.
+A stream rejects an id that is not above its last id. This fences a replaced owner. Both keys of a
+scope are in one slot of Redis Cluster, and both expire.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from services.common.redis.connection import (
 from services.gateway.core.idempotency.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25
-"""How long a call may take: requests with a key wait for it."""
+"""Time limit of a call. Requests with a key wait for it."""
 _FIELD = b"b"
 _NOT_ABOVE = "equal or smaller"
 
 
 class RedisJournal:
-    """Logs as streams. A call is one round trip, or one for each node of a cluster."""
+    """Stores logs as streams. A call is one round trip, or one per node of a cluster."""
 
     def __init__(
         self,
@@ -36,7 +36,9 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is the name of this one, by which its leases are known to people."""
+        """`gateway` is this gateway's name. It is the value of its leases, for
+        people who read them.
+        """
         self._redis = redis
         self._gateway = gateway
         self._lease_millis = int(1000 * lease_seconds)
@@ -89,8 +91,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with this very entry: it was appended by a call that seemed to
-        fail.
+        """Whether the log ends with exactly this entry. If so, an earlier call appended it, though
+        it seemed to fail.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]
@@ -113,7 +115,7 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Answers in order; an entry whose id is too low is answered with the error. Raises
+        """The answers in order. The answer for an entry whose id is too low is the error. Raises
         RedisUnavailable for any other error.
         """
         if not commands:
@@ -152,7 +154,9 @@ def _id(position: Position) -> str:
 def _entries(
     found: Sequence[tuple[bytes, dict[bytes, bytes] | None]],
 ) -> list[tuple[Position, bytes]]:
-    """Entries by their ids; one without its field has no bytes, which no entry has."""
+    """Entries with their positions. If an entry lacks the field, its value is
+    empty, which no valid entry is.
+    """
     entries = []
     for entry_id, fields in found or ():
         fence, _, number = entry_id.partition(b"-")

@@ -1,4 +1,4 @@
-"""Builds the sharing of answers between gateways, where there is a Redis."""
+"""Builds the sharing of answers between gateways if Redis is configured."""
 
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
@@ -9,8 +9,8 @@ from services.gateway.core.ports import Clock
 def make_sharing(
     redis_url: str | None, gateway: str, clock: Clock, retention_seconds: float
 ) -> Sharing | None:
-    """Sharing through Redis; None without a URL. Raises SettingError where the package for Redis is
-    missing.
+    """Sharing through Redis; None without a URL. Raises SettingError if the package
+    for Redis is missing.
     """
     if redis_url is None:
         return None

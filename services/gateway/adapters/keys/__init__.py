@@ -1,1 +1,1 @@
-"""Where API keys are kept: nowhere, in a file, or in Redis."""
+"""Stores of API keys: a file, or Redis."""

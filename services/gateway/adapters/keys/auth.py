@@ -1,4 +1,4 @@
-"""Authentication: from the key that a request shows to its tenant."""
+"""Authentication: maps the API key of a request to its tenant."""
 
 import contextlib
 import hmac
@@ -15,19 +15,18 @@ from services.gateway.core.tenant import ANYONE, Tenant
 _SCHEME = "bearer"
 
 CALL_TENANT: ContextVar[Tenant] = ContextVar("call_tenant", default=ANYONE)
-"""The tenant of the gRPC call that the present task serves. Over HTTP it is `request.state.tenant`.
-"""
+"""The tenant of the gRPC call in the current task. For HTTP it is `request.state.tenant`."""
 
 
 CALL_ALLOWANCE: ContextVar[Allowance] = ContextVar("call_allowance", default=NO_LIMITS)
-"""What the call has taken of its tenant's limits. Over HTTP it is `request.state.allowance`."""
+"""The call's allowance under its tenant's limits. For HTTP it is `request.state.allowance`."""
 
 
 class ApiKeys:
-    """The keys of which a request must show one; where there are none, every request passes.
+    """The accepted API keys. If there are none, every request is accepted.
 
-    `plain` keys each have a tenant of their own, without limits: `key-1`, `key-2` and so on. Other
-    keys are in `store`.
+    Each key of `plain` has its own tenant, without limits: `key-1`, `key-2` and so on. Other keys
+    are in `store`.
     """
 
     def __init__(
@@ -46,14 +45,14 @@ class ApiKeys:
         self._store = store
         self._unix_seconds = unix_seconds
         self.are_needed = bool(plain) or store is not None
-        """Whether requests must show a key."""
+        """Whether requests need a key."""
 
     async def authenticate(self, authorization: str) -> Tenant:
-        """The tenant of a request. Raises Unauthenticated unless the header's value is `Bearer` and
-        a key that is accepted now, and Unavailable while that cannot be said.
+        """The tenant of a request. Raises Unauthenticated if the header is not `Bearer` with a key
+        that is currently valid. Raises Unavailable if the key cannot be looked up now.
 
-        `authorization` has a character for each byte that came (ISO 8859-1). Keys are compared in
-        constant time.
+        `authorization` has one character for each byte of the header (ISO 8859-1). Keys are
+        compared in constant time.
         """
         tenant = self.recognize(authorization)
         if tenant is not None:
@@ -63,8 +62,8 @@ class ApiKeys:
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Tenant | None:
-        """The tenant of a request whose key is in memory; None if it is not. Raises Unauthenticated
-        as `authenticate` does.
+        """The tenant of a request whose key is in memory; None if the key is not in memory. Raises
+        Unauthenticated for an invalid key.
         """
         if not self.are_needed:
             return ANYONE
@@ -86,7 +85,7 @@ class ApiKeys:
         return known.tenant
 
     def _check_state(self, known: KnownKey) -> None:
-        """Raises Unauthenticated for a key that is no longer accepted."""
+        """Raises Unauthenticated if the key was revoked or has expired."""
         match known.record.state(self._unix_seconds()):
             case KeyState.REVOKED:
                 raise Unauthenticated("this API key was revoked", reason="REVOKED_API_KEY")
@@ -98,8 +97,8 @@ class ApiKeys:
 
 
 def authorization_of(headers: Mapping[str, str]) -> str:
-    """What the headers of a request, by lower-case names, say of its key: the value of
-    `authorization`, or one made of `x-api-key`, by which Anthropic's clients send keys.
+    """The `authorization` value of a request. `headers` are by lower-case name. If it is missing, a
+    value is made from `x-api-key`, the header of Anthropic's clients.
     """
     given = headers.get("authorization", "")
     key = headers.get("x-api-key", "")
@@ -125,7 +124,7 @@ def _invalid() -> Unauthenticated:
 
 
 def _forms(key: str) -> set[bytes]:
-    """The bytes by which clients send a key: in UTF-8, or in ISO 8859-1, as HTTP once defined."""
+    """The encodings in which clients send a key: UTF-8, and ISO 8859-1 as in early HTTP."""
     forms = {key.encode("utf-8", errors="surrogateescape")}
     with contextlib.suppress(UnicodeEncodeError):
         forms.add(key.encode("latin-1"))

@@ -1,4 +1,4 @@
-"""Keys in a file, which is read again whenever it changes."""
+"""API keys in a file, which is read again whenever it changes."""
 
 import asyncio
 import logging
@@ -16,7 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class FileKeys:
-    """A KeyStore that holds all keys of a file. A file that is damaged or gone changes nothing."""
+    """A KeyStore that caches all keys of a file. If the file becomes damaged or missing, the known
+    keys are kept.
+    """
 
     def __init__(self, path: Path, *, share_cache: bool) -> None:
         self._path = path
@@ -29,7 +31,7 @@ class FileKeys:
         return self._keys.get(key_id)
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Looks whether the file has changed since it was read."""
+        """Checks first whether the file has changed since it was read."""
         await self._follow()
         return self._keys.get(key_id)
 

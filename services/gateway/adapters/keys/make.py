@@ -1,4 +1,4 @@
-"""The place where the settings say that keys are kept."""
+"""Chooses the store of API keys by the settings."""
 
 from services.common.process.settings import SettingError
 from services.common.redis.url import NEEDS_REDIS
@@ -8,7 +8,9 @@ from services.gateway.settings import GatewaySettings
 
 
 def make_key_store(settings: GatewaySettings) -> KeyStore | None:
-    """None where the settings name none. Raises SettingError where they contradict one another."""
+    """The store of API keys; None if the settings name none. Raises SettingError if
+    they conflict.
+    """
     share_cache = settings.share_cache_between_tenants
     if settings.api_key_file is not None:
         if settings.api_keys_in_redis:

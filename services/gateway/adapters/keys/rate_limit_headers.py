@@ -9,7 +9,7 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 def rate_limit_headers(limits: LimitSet, standing: Standing | None) -> list[tuple[str, str]]:
-    """The headers for each limit per minute that there is; none without a standing."""
+    """Three headers for each limit per minute that the tenant has; none without a standing."""
     if standing is None:
         return []
     return [
@@ -29,7 +29,7 @@ def _headers(what: str, limit: int | None, level: int) -> list[tuple[str, str]]:
 
 
 def duration(millis: int) -> str:
-    """A time as OpenAI writes it: 120ms, 1.5s, 6m0s."""
+    """A duration in OpenAI's format: 120ms, 1.5s, 6m0s."""
     if millis < 1000:
         return f"{millis}ms"
     minutes, rest = divmod(millis, 60_000)

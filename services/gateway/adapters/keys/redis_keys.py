@@ -1,10 +1,10 @@
-"""Keys in Redis, of which those that were used are held in memory.
+"""API keys in Redis. Used keys are cached in memory.
 
-1. A key that is not in memory is looked up, which may take LOOK_UP_SECONDS at most.
-2. Every REFRESH_SECONDS the version of all keys is read; when it has changed, so are the keys in
-   memory. A key that was revoked is refused from then on.
-3. While Redis cannot be reached, or has lost what it held, keys in memory go on working for
-   `cache_seconds`, and other keys are refused as Unavailable, since they may exist.
+1. A key that is not in memory is looked up within at most LOOK_UP_SECONDS.
+2. Every REFRESH_SECONDS the version of all keys is read. If it has changed, the keys in memory are
+   read again. From then on a revoked key is refused.
+3. While Redis cannot be reached, or has lost its data, keys in memory are accepted for
+   `cache_seconds`. Other keys are refused as Unavailable, since they may exist.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisKeys:
-    """A KeyStore. It takes over the connection, and closes it at its end."""
+    """A KeyStore. It owns the connection, and closes it at its end."""
 
     def __init__(self, redis: RedisConnection, *, cache_seconds: float, share_cache: bool) -> None:
         self._redis = redis
@@ -35,7 +35,7 @@ class RedisKeys:
         self._share_cache = share_cache
         self._keys: dict[str, KnownKey] = {}
         self._version: str | None = None
-        """Of what is in memory; None: it must be read anew."""
+        """The version of the keys in memory; None: they must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
         self._is_lost = False
         self._num_look_ups = 0
@@ -57,7 +57,7 @@ class RedisKeys:
         if not answer.version and self._keys:
             raise _keys_unavailable()
         if answer.version != self._version:
-            self._version = None  # what is in memory may be older
+            self._version = None  # The keys in memory may be older.
         self._take(answer, (key_id,))
         return self._keys.get(key_id)
 
@@ -78,7 +78,7 @@ class RedisKeys:
             await self._redis.close()
 
     async def _refresh(self) -> None:
-        """Reads the keys in memory again, if any may have changed."""
+        """Reads the keys in memory again if any may have changed."""
         version = (await look_up(self._redis, ())).version
         if not version and self._keys:
             self._lost("it holds no API keys any more")
@@ -95,7 +95,7 @@ class RedisKeys:
         self._contact_at = asyncio.get_running_loop().time()
 
     def _take(self, answer: LookUp, key_ids: Iterable[str]) -> None:
-        """Puts records into memory, in place of what was known of these keys."""
+        """Replaces the cached records of these keys."""
         for key_id in key_ids:
             self._keys.pop(key_id, None)
             if (found := answer.found.get(key_id)) is not None:

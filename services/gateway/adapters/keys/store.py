@@ -1,4 +1,4 @@
-"""The port of stores of API keys."""
+"""The port to stores of API keys."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,14 +9,14 @@ from services.gateway.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """A record, and the tenant of requests that show its key."""
+    """A key's record, and the tenant of requests with this key."""
 
     record: KeyRecord
     tenant: Tenant
 
     @classmethod
     def of(cls, key: KeyRecord, tenant: TenantRecord, *, share_cache: bool) -> "KnownKey":
-        """With `share_cache`, tenants find one another's prompts in the prefix cache."""
+        """With `share_cache`, the tenants share the prefix cache."""
         owner = Tenant(
             tenant_id=key.tenant_id,
             weight=tenant.weight,
@@ -31,20 +31,20 @@ class KnownKey:
 
 
 class KeyStore(Protocol):
-    """Finds keys by their ids, from what is held in memory wherever that is possible."""
+    """Finds keys by their ids, from memory if possible."""
 
     def known(self, key_id: str) -> KnownKey | None:
-        """A key that is in memory; None if it is not, whether it exists or not."""
+        """The key if it is in memory. None does not mean that the key does not exist."""
         ...
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """A key that was not in memory; None if there is none. Raises Unavailable if that cannot be
-        said now.
+        """Looks up a key that was not in memory; None if it does not exist. Raises Unavailable if
+        the lookup is not possible now.
         """
         ...
 
     async def require_usable(self) -> None:
-        """Raises SettingError where a setting is wrong."""
+        """Raises SettingError if a setting is wrong."""
         ...
 
     async def run(self) -> None:

@@ -1,1 +1,1 @@
-"""Limits of tenants that several gateways count together."""
+"""Tenants' limits that several gateways count together."""

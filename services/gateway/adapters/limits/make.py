@@ -1,4 +1,4 @@
-"""Where limits are counted: in Redis where gateways share it, else in this process."""
+"""Chooses where limits are counted: in Redis if it is configured, else in this process."""
 
 import time
 
@@ -9,7 +9,9 @@ from services.gateway.core.limits.store import LimitStore
 
 
 def make_limit_store(redis_url: str | None, process_name: str) -> LimitStore:
-    """Counts in Redis where a URL is given. Raises SettingError where its package is missing."""
+    """Counts in Redis if a URL is given. Raises SettingError if the package for
+    Redis is missing.
+    """
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     if redis_url is None:
         return local

@@ -1,8 +1,10 @@
-"""Limits that all gateways count together, in Redis; while it is gone, each counts its own share.
+"""Limits counted by all gateways together in Redis. While Redis is unreachable, each gateway
+applies its own part of the limits.
 
-No request fails, or waits for Redis longer than TAKE_SECONDS: after a call that failed none is
-tried until a lease could be renewed, and meanwhile each gateway divides the limits by the number of
-gateways that held leases last. What a tenant had left in Redis then, it has left in these shares.
+No request fails because of Redis, or waits for it longer than TAKE_SECONDS. After a failed call no
+request calls Redis until a lease was renewed. Meanwhile each gateway divides the limits by the
+number of gateways that last held leases. The local levels start from the tenant's last levels in
+Redis, divided in the same way.
 """
 
 import asyncio
@@ -24,22 +26,22 @@ RENEW_SECONDS = 1.0
 _LOST_SECONDS = 0.25
 _RENEW_CALL_SECONDS = 0.2
 _LEASE_MILLIS = 3000
-"""Time without a renewal after which a gateway is not counted any more."""
+"""Time without a renewal after which a gateway is no longer counted."""
 SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000
 _MAX_CALLS = 32
-"""Calls at once, and so connections."""
+"""Most concurrent calls, and so most connections."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
 
 logger = logging.getLogger(__name__)
 
 
 class RedisLimits:
-    """A LimitStore. It takes over the connection, and closes it at its end.
+    """A LimitStore. It owns the connection, and closes it at its end.
 
-    The slots of this gateway are in `local`, too: they are renewed from there, and count there
-    while Redis is gone.
+    The slots of this gateway are also in `local`: they are renewed from there, and are counted
+    there while Redis is unreachable.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class RedisLimits:
         take_seconds: float = TAKE_SECONDS,
         slot_lease_millis: int = SLOT_LEASE_MILLIS,
     ) -> None:
-        """`local` holds slots without a lease. No request waits longer than `take_seconds`. In
-        Redis the slots of a gateway that has died are free after `slot_lease_millis`.
+        """`local` keeps slots without a lease. No request waits longer than `take_seconds`. The
+        slots of a dead gateway expire in Redis after `slot_lease_millis`.
         """
         self._take_seconds = take_seconds
         self._slot_lease_millis = slot_lease_millis
@@ -62,15 +64,15 @@ class RedisLimits:
         self._local = local
         self._is_lost = False
         self._last: dict[str, Standing] = {}
-        """The standing of each tenant in the last answer of Redis."""
+        """The standing of each tenant in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
-        """Slots that Redis may hold, and that no request uses."""
+        """Slots that may still be taken in Redis, though no request uses them."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def is_lost(self) -> bool:
-        """Whether this gateway counts by itself."""
+        """Whether this gateway counts alone, since Redis is unreachable."""
         return self._is_lost
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
@@ -164,10 +166,10 @@ class RedisLimits:
         return Standing(_QUOTAS[refused_by], wait, requests, tokens, num_slots, now)
 
     async def _renew(self) -> None:
-        """Renews this gateway's lease. That is how Redis is found again, too."""
+        """Renews this gateway's lease. This call also detects that Redis is reachable again."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
-        if self._is_lost:  # requests give it less time than this call had
+        if self._is_lost:  # Requests allow less time than this call had.
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:
@@ -180,7 +182,9 @@ class RedisLimits:
             await self._change(limits, release)
 
     async def _hold_slots(self) -> None:
-        """Holds the slots of running requests; Redis may have lost them, too."""
+        """Renews the leases of the slots of running requests, and restores slots
+        that Redis has lost.
+        """
         for tenant_id, slots in self._local.slots().items():
             _, key = tenant_keys(tenant_id)
             for start in range(0, len(slots), _SLOTS_PER_CALL):
@@ -210,7 +214,7 @@ _DIGESTS = {script: hashlib.sha1(script.encode()).hexdigest() for script in (TAK
 async def _evaluate(
     client: Client, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> Any:
-    """Runs a script by its name, and sends it where the server does not know it."""
+    """Runs a script by its digest. Sends the script if the server does not know it."""
     run: Awaitable[Any] = client.evalsha(_DIGESTS[script], len(keys), *keys, *arguments)
     try:
         return await run

@@ -1,18 +1,18 @@
-"""The scripts of limits in Redis; each is atomic.
+"""The Lua scripts of limits in Redis; each is atomic.
 
-`limit:{t:ID}`    hash: levels of the buckets of tenant ID, and when they were so; expires when full
-`slots:{t:ID}`    sorted set: names of the slots of tenant ID by their deadlines
-`limit:gateways`  sorted set: gateways by the deadlines of their leases
+    `limit:{t:ID}`    hash: bucket levels of tenant ID, and their time; expires when full
+    `slots:{t:ID}`    sorted set: names of the slots of tenant ID by their deadlines
+    `limit:gateways`  sorted set: gateways by the deadlines of their leases
 
 Time is the server's, in milliseconds. The braces put the two keys of a tenant into one slot of
-Redis Cluster. TAKE is the rule of `services.gateway.core.limits.rule`, in the same whole numbers.
+Redis Cluster. TAKE is the rule of `services.gateway.core.limits.rule`, in the same integers.
 """
 
 GATEWAYS = "limit:gateways"
 
 
 def tenant_keys(tenant_id: str) -> tuple[str, str]:
-    """The keys of a tenant: its levels and its slots."""
+    """A tenant's two keys: its levels and its slots."""
     return f"limit:{{t:{tenant_id}}}", f"slots:{{t:{tenant_id}}}"
 
 
@@ -89,7 +89,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""Holds the slots named after the lease, in milliseconds, for that time."""
+"""Renews slots. The first argument is the lease in milliseconds, the others are the slots' names.
+"""
 
 LEASE = (
     _NOW
@@ -99,4 +100,4 @@ redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2])
 return redis.call('ZCARD', KEYS[1])
 """
 )
-"""Renews the lease of a gateway, and counts those that have one."""
+"""Renews the lease of a gateway, and returns the number of gateways with a lease."""

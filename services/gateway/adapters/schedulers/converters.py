@@ -1,4 +1,4 @@
-"""Between the core's words and the messages of the scheduler's contract."""
+"""Converts between the core's types and the scheduler's messages."""
 
 import grpc
 from stepwell.common.v1 import common_pb2
@@ -36,23 +36,23 @@ _CLIENT_REASONS = {
     "LONGER_THAN_MODEL": CONTEXT_LENGTH_EXCEEDED,
     "LARGER_THAN_POOL": CONTEXT_LENGTH_EXCEEDED,
 }
-"""Reasons of the scheduler that clients know by another name."""
+"""Clients' names of the scheduler's error reasons, if they differ."""
 
 _CLIENT_FIELDS = {
     "prompt_token_ids": "prompt",
     "output_token_ids": "prompt",
     "adapter": "model",
 }
-"""Fields of AddRequest that clients know by another name."""
+"""Clients' names of the fields of AddRequest, if they differ."""
 
 
 def client_sampling_from_proto(
     message: common_pb2.SamplingParams, defaults: SamplingParams
 ) -> SamplingParams:
-    """A client's sampling parameters; absent fields are as in `defaults`.
+    """A client's sampling parameters. Absent fields have the values of `defaults`.
 
-    Raises InvalidArgument for values that the gateway sets itself or that it must refuse before it
-    copies them: end-of-sequence tokens, too many bad words, unequal logit-bias arrays.
+    Raises InvalidArgument for a field that the gateway sets itself (eos_token_ids), and for invalid
+    ones that would be costly to copy: too many bad words, logit-bias arrays of unequal length.
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
@@ -73,7 +73,7 @@ def client_sampling_from_proto(
 
 
 def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_pb2.AddRequest:
-    """A sequence with all that came of it, for a replica to begin or to go on with.
+    """A sequence with all its output so far. The replica starts it, or resumes it.
 
     `now` is on the clock of the request's deadline.
     """
@@ -106,7 +106,9 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
 
 
 def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
-    """What a turn adds to the first `num_tokens` tokens of its prompt, which a replica keeps."""
+    """The tokens that a turn adds to the first `num_tokens` of its prompt, which
+    the replica keeps.
+    """
     request = inflight.request
     return scheduler_pb2.AddChunk(
         handle=handle,
@@ -141,7 +143,7 @@ def logprobs_to_proto(rows: LogprobRows | None) -> common_pb2.Logprobs | None:
 
 
 def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
-    """Where the time of a sequence at a replica went."""
+    """The times of a sequence at a replica."""
     return EngineTimes(
         queue=message.queue_nanos / 1e9,
         prefill=message.prefill_nanos / 1e9,
@@ -161,7 +163,7 @@ def times_from_proto(message: scheduler_pb2.RequestTimes) -> EngineTimes:
 
 
 def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.StepwellError:
-    """How a sequence ended, or the error that ended it."""
+    """A sequence's end, or the error that ended it."""
     match finish_reason_from_proto(message.reason):
         case FinishReason.NAN_IN_LOGITS | FinishReason.ERROR | FinishReason.STEP_FAILED as reason:
             name = "REQUEST_FAILED" if reason is FinishReason.ERROR else reason.name
@@ -184,7 +186,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
 
 
 def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
-    """How a turn of a session ended: by its output."""
+    """The end of a session's turn. It is never an error."""
     end = finish_from_proto(message)
     if isinstance(end, errors.StepwellError):
         raise AssertionError(f"a turn ended by an error: {end.message}")
@@ -192,12 +194,12 @@ def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
 
 
 def is_rejection_known(message: scheduler_pb2.Rejection) -> bool:
-    """Whether its code is one of a request that a scheduler refuses."""
+    """Whether its code is one with which a scheduler refuses a request."""
     return message.code in _REJECTIONS
 
 
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:
-    """The scheduler's error, with the name that the client has for the field."""
+    """The scheduler's error, with the clients' names of field and reason."""
     kind = _REJECTIONS.get(message.code, errors.InternalError)
     field = message.field.rpartition(".")[2]
     return kind(

@@ -20,7 +20,7 @@ _ADAPTER_TIMEOUT_SECONDS = 60.0
 
 
 class SchedulerAdmin:
-    """The core's ReplicaAdmin over gRPC."""
+    """Implements the core's ReplicaAdmin over gRPC."""
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address

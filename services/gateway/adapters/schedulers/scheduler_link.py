@@ -1,4 +1,4 @@
-"""The session with one scheduler: a stream of requests and of what becomes of them."""
+"""The session with one scheduler: a bidirectional stream of requests and their results."""
 
 import asyncio
 import logging
@@ -49,16 +49,18 @@ _MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
 _MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
-"""The tokens of a few steps. The scheduler merges the steps that it has not sent yet: a gateway
-that reads more slowly than steps are run is some steps behind. It would be hundreds behind, each
-with a message of its own to be read, if they could wait in the transport.
+"""Lookahead of the transport in bytes: the tokens of a few steps.
+
+The scheduler merges the steps that it has not sent yet. So a gateway that reads more slowly than
+steps run is only a few steps behind. With a larger lookahead it could be hundreds of steps behind,
+and each step would be a separate message.
 """
 _LAST_CALLS_SECONDS = 1.0
-"""For calls of GetStats that are going on when the link is closed."""
+"""Time limit of calls of GetStats in progress when the link is closed."""
 
 
 class SchedulerLink:
-    """The core's Link over gRPC. A session that ends is opened again, after a growing delay."""
+    """The core's Link over gRPC. A session that ends is opened again after a growing delay."""
 
     def __init__(
         self,
@@ -67,24 +69,26 @@ class SchedulerLink:
         session_timeout_seconds: float,
         tls: "Tls | None" = None,
     ) -> None:
-        """A scheduler that sends nothing for `session_timeout_seconds` hangs: the session ends."""
+        """After `session_timeout_seconds` without a message, the scheduler is considered to hang,
+        and the session ends.
+        """
         self.address = address
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
         self._num_timeouts = 0
-        """Sessions in a row that timed out."""
+        """Consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
-        """What comes of the sequences of the session; None before it is open."""
+        """Results of the session's sequences; None before the session is open."""
         self._wrong_at = 0.0
         self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""
-        """What was logged last of a scheduler of another protocol."""
+        """The last logged warning about a session that did not open."""
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
-        # The message of a sequence is made when it is written: those of one request may be
+        # Messages of sequences are made just before they are written: one request may have
         # hundreds, each with the whole prompt.
         self._outbox: list[Mail] = []
         self._has_mail = asyncio.Event()
@@ -112,8 +116,8 @@ class SchedulerLink:
             message.abort.stopped_handles.append(handle)
 
     def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
-        """Has the spans of a sequence exported that was sent there unsampled. The span that
-        `trace` names becomes their parent.
+        """Asks the scheduler to export the spans of a sequence that was not sampled. They become
+        children of the span in `trace`.
         """
         keep = scheduler_pb2.KeepTrace(
             request_id=request_id, traceparent=trace.traceparent, tracestate=trace.tracestate
@@ -121,20 +125,20 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
-        """Queues, pool and totals. Raises AioRpcError."""
+        """Statistics of queues, pool and totals. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
         )
         return response
 
     async def metrics(self, labels: Mapping[str, str], *, exemplars: bool) -> bytes | None:
-        """The metrics of the replica, with these labels; None if they do not come in time."""
+        """The replica's metrics with these labels; None if they do not arrive in time."""
         return await collect_from(self._channel, labels, exemplars=exemplars)
 
     async def activity(
         self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetActivityResponse:
-        """Requests, steps and blocks. Raises AioRpcError."""
+        """The activity of requests, steps and blocks. Raises AioRpcError."""
         response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
             request, timeout=timeout_seconds
         )
@@ -143,14 +147,14 @@ class SchedulerLink:
     async def running_spans(
         self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetRunningSpansResponse:
-        """The spans so far of requests that have not ended. Raises AioRpcError."""
+        """The spans so far of unfinished requests. Raises AioRpcError."""
         response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
             request, timeout=timeout_seconds
         )
         return response
 
     async def run(self, replica: Replica) -> None:
-        """Keeps a session open until cancelled, and passes what comes to `replica`."""
+        """Keeps a session open until cancelled. Forwards received messages to `replica`."""
         backoff = _FIRST_BACKOFF_SECONDS
         loop = asyncio.get_running_loop()
         away_since = loop.time()
@@ -169,8 +173,9 @@ class SchedulerLink:
             await self._channel.close(_LAST_CALLS_SECONDS)
 
     def _rest(self, began: float) -> float:
-        """Seconds before the next session after one that began then: if a wrong message ended it,
-        the more the more of them came lately, so that most requests go to other schedulers.
+        """Seconds to wait after a session that began at `began` and was ended by a wrong message; 0
+        after any other end. The wait grows with the number of recent wrong messages, so that most
+        requests go to other schedulers.
         """
         if self._wrong_at < began:
             self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
@@ -180,7 +185,7 @@ class SchedulerLink:
         return seconds
 
     async def _session(self, replica: Replica) -> bool:
-        """One session from beginning to end; returns whether it ever opened."""
+        """Runs one session; returns whether it ever opened."""
         call, loop = self._stub.Session(), asyncio.get_running_loop()
         self._outbox.clear()
         self._numbering, self._deltas = Numbering(), None
@@ -234,15 +239,15 @@ class SchedulerLink:
             self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
-        """Has the next session begin on another connection after two in a row that timed out."""
+        """Counts timeouts. After two consecutive ones the next session uses a new connection."""
         self._num_timeouts = self._num_timeouts + 1 if is_late else 0
         if self._num_timeouts == _MOST_TIMEOUTS:
             self._num_timeouts = 0
             self._channel.renew()
 
     async def _read(self, call: SessionCall, replica: Replica) -> None:
-        """Passes on what comes until the scheduler ends the stream. Raises TimeoutError when it
-        sends nothing for the session's timeout.
+        """Processes messages until the scheduler ends the stream. Raises TimeoutError if none
+        arrives for the session's timeout, or if the scheduler accepts none.
         """
         loop = asyncio.get_running_loop()
         self._received_at = loop.time()
@@ -260,7 +265,7 @@ class SchedulerLink:
                 watch.cancel()
 
     def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
-        """Begins with the first message. Raises WrongMessage, and OtherProtocol."""
+        """Processes the first message. Raises WrongMessage or OtherProtocol."""
         require(response.WhichOneof("message") == "opened", "a session began without `opened`")
         require_same_protocol("the scheduler", response.opened.release, "gateway")
         check_opened(response.opened)
@@ -271,7 +276,7 @@ class SchedulerLink:
     def _take(
         self, response: scheduler_pb2.SessionResponse, replica: Replica, deltas: SessionDeltas
     ) -> None:
-        """Passes on what comes in a session that is open. Raises WrongMessage."""
+        """Processes a message of an open session. Raises WrongMessage."""
         match response.WhichOneof("message"):
             case "deltas":
                 deltas.take(response.deltas)
@@ -288,14 +293,16 @@ class SchedulerLink:
 
     @property
     def _heard_at(self) -> float:
-        """When something was received, and something taken of what was sent, last."""
+        """Time of the last received message. It is earlier if a sent message has been
+        unacknowledged since before that.
+        """
         if not self._numbering.has_untaken:
             return self._received_at
         return min(self._received_at, self._numbering.untaken_since)
 
     async def _watch(self, alarm: asyncio.Timeout) -> None:
-        """Fires the alarm when nothing was received for the session's timeout, or nothing taken of
-        what was sent, as `Silence` counts it. It reads nothing until half of the timeout is over.
+        """Sets off the alarm if nothing was received, or nothing acknowledged, for the session's
+        timeout, as measured by `Silence`. Nothing is measured in the first half of the timeout.
         """
         loop, silence = asyncio.get_running_loop(), None
         interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
@@ -336,8 +343,9 @@ class SchedulerLink:
 
 
 def longest_backoff(away_seconds: float) -> float:
-    """Seconds between two attempts to open a session with a scheduler that has had none for
-    `away_seconds`: a tenth of that, since each attempt costs a millisecond of processor time, and
-    a registry may list many that are gone.
+    """Seconds between two attempts to open a session, if there was none for `away_seconds`.
+
+    A tenth of that time, within bounds: an attempt costs a millisecond of processor time, and a
+    registry may list many dead schedulers.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)

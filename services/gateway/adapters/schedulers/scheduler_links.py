@@ -1,4 +1,4 @@
-"""The links to all schedulers that are known, each with a task that keeps its session open."""
+"""The links to all known schedulers, each with a task that keeps its session open."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class SchedulerLinks:
-    """The core's Links over gRPC. Sessions are opened while `run` goes on."""
+    """Implements the core's Links over gRPC. Sessions are opened while `run` is running."""
 
     def __init__(
         self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None
     ) -> None:
-        """See SchedulerLink."""
+        """The arguments are those of SchedulerLink."""
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._tls = tls
@@ -26,15 +26,15 @@ class SchedulerLinks:
         self._to_open: asyncio.Queue[tuple[SchedulerLink, Replica]] = asyncio.Queue()
 
     def __getitem__(self, address: str) -> SchedulerLink:
-        """The link that was made last for an address."""
+        """The newest link to an address."""
         return self._links[address]
 
     def all(self) -> list[SchedulerLink]:
-        """The links to all schedulers that are known."""
+        """The links to all known schedulers."""
         return list(self._links.values())
 
     def keep_trace(self, address: str, request_id: str, trace: TraceHeaders) -> None:
-        """See SchedulerLink. Does nothing for a scheduler that is no longer known."""
+        """Asks a scheduler to export a sequence's spans. Does nothing for an unknown scheduler."""
         link = self._links.get(address)
         if link is not None:
             link.keep_trace(request_id, trace)
@@ -53,7 +53,7 @@ class SchedulerLinks:
             task.cancel()
 
     async def run(self) -> None:
-        """Keeps the sessions open until cancelled. A defect in one of them ends all."""
+        """Keeps the sessions open until cancelled. A defect in one session ends all of them."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 link, replica = await self._to_open.get()

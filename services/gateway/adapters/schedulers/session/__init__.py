@@ -1,1 +1,1 @@
-"""What travels in the session with one scheduler: numbered messages, and checks of what comes."""
+"""The messages of a session with one scheduler: their numbers, and checks of received ones."""

@@ -1,4 +1,4 @@
-"""What steps brought, checked as a whole and then passed on."""
+"""Checks the results of steps, message by message, and delivers them."""
 
 from collections.abc import Sequence
 
@@ -26,12 +26,12 @@ from services.gateway.core.request.model_limits import ModelLimits
 
 
 class SessionDeltas:
-    """The sequences of one session, and what comes of them. Nothing of a message is passed on
-    unless all of it is in order.
+    """The sequences of one session and their results. A message is delivered only
+    if all of it is valid.
     """
 
     def __init__(self, replica: Replica, limits: ModelLimits) -> None:
-        """`limits` are the replica's own."""
+        """`limits` are the limits of this replica."""
         self._replica = replica
         self._limits = limits
         self._sent: dict[int, Sent] = {}
@@ -39,29 +39,31 @@ class SessionDeltas:
         self._steady: SteadySteps | None = None
 
     def sent(self, handle: int, inflight: Inflight) -> None:
-        """A sequence was sent, or the next turn of a session."""
+        """Registers a sequence, or the next turn of a session, as sent."""
         self._sent[handle] = Sent(inflight)
         self._steady = None
 
     def aborted(self, handle: int) -> None:
-        """A sequence or session was aborted: what still comes of it is passed over."""
+        """Marks a sequence or session as aborted. Later results for it are ignored."""
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
             self._steady = None
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
-        """Passes a message on. Raises WrongMessage."""
+        """Checks and delivers a message. Raises WrongMessage."""
         token_ids = list(deltas.token_ids)
         counts = list(deltas.num_tokens)
         self._check_tokens(deltas, counts, token_ids)
-        if deltas.HasField("queue"):  # in which those that the step admitted still wait
+        if deltas.HasField(
+            "queue"
+        ):  # A queue that still counts the requests admitted by this step.
             check_queue(deltas.queue)
         if deltas.HasField("load"):
             check_load(deltas.load)
         self._pass_on(deltas, counts, token_ids)
 
     def _of(self, handle: int) -> Sent:
-        """Raises WrongMessage for a handle that no sequence has."""
+        """The sequence with this handle. Raises WrongMessage if there is none."""
         sent = self._sent.get(handle)
         if sent is None:
             raise WrongMessage(f"no request has handle {handle}")
@@ -117,7 +119,7 @@ class SessionDeltas:
         self._steady = None if has_ends else SteadySteps.after(handles, totals, self._sent)
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
-        """The handles of sequences and turns that end. Raises WrongMessage if one ends twice."""
+        """The handles of ended sequences and turns. Raises WrongMessage if one ends twice."""
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
         ends += [rejected.handle for rejected in deltas.rejected]
         for rejected in deltas.rejected:
@@ -131,7 +133,9 @@ class SessionDeltas:
         return frozenset(ends)
 
     def _check_rows(self, deltas: scheduler_pb2.StepDeltas, new: dict[int, list[int]]) -> None:
-        """The log-probabilities of new tokens, and of prompts, which come before their output."""
+        """Checks log-probabilities of new tokens and of prompts. All rows of a prompt must arrive
+        before the first output token.
+        """
         vocab_size = self._limits.vocab_size
         rows: dict[int, int] = {}
         for message in deltas.logprobs:

@@ -1,4 +1,4 @@
-"""What a gateway writes in a session."""
+"""The messages that a gateway writes to a session."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,12 +12,12 @@ Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
 """A message, or a sequence to send with its handle."""
 
 _ADDED_BYTES = 64 * 1024
-"""Of one message, where several sequences are sent together."""
+"""Most bytes of one message with several sequences."""
 
 
 def messages_of(outbox: Sequence[Mail]) -> Iterator[scheduler_pb2.SessionRequest]:
-    """What to write, in order. Sequences that follow each other go together: each message waits for
-    the one before, for as long as the event loop takes to turn a few times.
+    """The messages to write, in order. Consecutive sequences share a message, since each message
+    waits for the one before for a few iterations of the event loop.
     """
     adds: list[scheduler_pb2.AddRequest] = []
     num_bytes, now = 0, asyncio.get_running_loop().time()

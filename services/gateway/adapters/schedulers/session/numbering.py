@@ -1,4 +1,6 @@
-"""Numbers of the messages of a session, in both directions: none is lost or comes twice unseen."""
+"""Sequence numbers of a session's messages in both directions: lost and repeated
+messages are detected.
+"""
 
 from collections import deque
 
@@ -8,23 +10,23 @@ from services.gateway.adapters.schedulers.session.wrong_message import require
 
 
 class Numbering:
-    """Numbers the messages that are sent, and checks the numbers of those that come, which also say
-    what the scheduler has taken.
+    """Numbers sent messages, and checks the numbers of received ones. Received messages also
+    acknowledge sent ones.
     """
 
     def __init__(self) -> None:
         self.untaken_since = 0.0
-        """When the first message that was not taken so far was sent, or the last one before it was
-        taken.
+        """When the oldest unacknowledged message was sent, or the latest
+        acknowledgement if that is later.
         """
         self._num_sent = self._num_received = 0
         self._untaken: deque[tuple[int, int]] = deque()
-        """Numbers of messages that were sent and not taken, and of new requests up to each."""
+        """Unacknowledged messages: the number of each, and the number of requests sent up to it."""
         self._num_requests = self._taken_number = self._num_taken_requests = 0
 
     @property
     def has_untaken(self) -> bool:
-        """Whether messages were sent that the scheduler has not taken so far."""
+        """Whether some sent messages are not acknowledged yet."""
         return bool(self._untaken)
 
     def number(self, message: scheduler_pb2.SessionRequest, now: float) -> None:
@@ -41,8 +43,8 @@ class Numbering:
         self._untaken.append((self._num_sent, self._num_requests))
 
     def check(self, message: scheduler_pb2.SessionResponse, now: float) -> None:
-        """Raises WrongMessage for one that is not the next, or that takes other messages than were
-        sent.
+        """Raises WrongMessage if a message is out of sequence, or acknowledges
+        messages that were not sent.
         """
         self._num_received += 1
         if message.number != self._num_received:

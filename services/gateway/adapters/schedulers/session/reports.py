@@ -1,4 +1,4 @@
-"""Checks of what a scheduler says of itself: its model, its queue, its load."""
+"""Checks of a scheduler's reports: its model, its queue, its load."""
 
 import math
 
@@ -12,7 +12,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
-    """Raises WrongMessage for a description of a model that cannot be."""
+    """Raises WrongMessage for an impossible description of a model."""
     lengths = opened.max_model_len, opened.max_request_tokens, opened.vocab_size
     is_sane = all(0 < length <= _MOST_TOKENS for length in lengths) and opened.block_size > 0
     require(is_sane, f"a model has lengths {lengths} and blocks of {opened.block_size}")
@@ -24,7 +24,7 @@ def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
 
 
 def check_queue(queue: scheduler_pb2.QueueState) -> None:
-    """Raises WrongMessage for times that are none."""
+    """Raises WrongMessage for an invalid time."""
     _check_seconds(
         queue.max_queue_seconds,
         queue.seconds_per_request,
@@ -34,7 +34,9 @@ def check_queue(queue: scheduler_pb2.QueueState) -> None:
 
 
 def check_load(load: scheduler_pb2.ReplicaLoad) -> None:
-    """Raises WrongMessage for times that are none, or more requests of others than of all."""
+    """Raises WrongMessage for an invalid time, or if `num_other_requests` exceeds
+    `num_requests`.
+    """
     _check_seconds(load.seconds_per_prompt_token, load.seconds_per_decode)
     is_part = load.num_other_requests <= load.num_requests
     require(is_part, f"{load.num_other_requests} requests of {load.num_requests} are others'")

@@ -1,4 +1,4 @@
-"""Checks of numbers that come of a model: log-probabilities and vectors."""
+"""Checks of a model's numbers: log-probabilities and vectors."""
 
 import math
 from array import array
@@ -9,15 +9,15 @@ from stepwell.common.v1 import common_pb2
 from services.gateway.adapters.schedulers.session.wrong_message import require
 
 _ROUNDING = 0.01
-"""By which the logarithm of a probability of 1 may be above 0."""
+"""By how much the logarithm of a probability of 1 may exceed 0, due to rounding."""
 FLOAT_BYTES = 4
 
 
 def check_rows(
     rows: common_pb2.Logprobs, token_ids: Sequence[int], num_top: int, vocab_size: int
 ) -> None:
-    """Raises WrongMessage unless there is a row for each of the tokens: with the token itself, then
-    `num_top` of the vocabulary, the most probable first.
+    """Raises WrongMessage unless there is exactly one row for each token. A row has the token
+    itself, then the `num_top` most probable tokens in descending order.
     """
     width, num_rows = 1 + num_top, len(token_ids)
     cells, values, ranks = list(rows.token_ids), list(rows.logprobs), list(rows.ranks)
@@ -41,7 +41,7 @@ def check_rows(
 
 
 def check_vector(values: bytes, size: int) -> None:
-    """Raises WrongMessage unless these are so many numbers."""
+    """Raises WrongMessage unless `values` are `size` finite numbers."""
     require(
         len(values) == FLOAT_BYTES * size, f"a vector of {size} numbers has {len(values)} bytes"
     )
