@@ -12,12 +12,21 @@ from services.scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[4]
-PAGES = ("architecture.md", "models.md", "operating.md", "parallel.md", "security.md", "tracing.md")
+PAGES = (
+    "architecture.md",
+    "deploying.md",
+    "models.md",
+    "operating.md",
+    "parallel.md",
+    "security.md",
+    "tracing.md",
+)
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags of other programs: of every command, stepwell replay, a benchmark, client commands, keys.
+# Flags of other programs: commands of clients, of operators and of benchmarks, and docker's.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
+OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}
 OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
 
