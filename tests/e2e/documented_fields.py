@@ -1,5 +1,5 @@
 """The fields of requests, as their classes and messages have them, and their examples in
-docs/fields.md.
+documented_fields.md.
 """
 
 import json
@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 _BASE = r"^Added to `(\{.*\})`"
 _ROW = r"^\| `([\w.]+)` \| `(\{.*\})` \|"
-PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
+PAGE = Path(__file__).parent / "documented_fields.md"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = ("tests/e2e/documented_fields.md", "tests/common/unit/process/documented_flags.md")
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / page for page in EXAMPLES),
+]
 LINKED = [*PAGES, ROOT / "models/demo/README.md", *sorted((ROOT / "tests").rglob("README.md"))]
 TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 

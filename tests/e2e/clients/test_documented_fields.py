@@ -1,4 +1,4 @@
-"""docs/fields.md: every field of every request has an example there, and each is answered."""
+"""Every field of every request has an example in documented_fields.md, and each is answered."""
 
 import base64
 from collections.abc import Callable, Iterator

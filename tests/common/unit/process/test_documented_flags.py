@@ -1,4 +1,4 @@
-"""docs/flags.md: every flag of every program has an example there, which the program accepts."""
+"""documented_flags.md: every flag of every program has an example, which the program accepts."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ from services.kvpool.settings import KVPoolSettings
 from services.scheduler.settings import SchedulerSettings
 from services.worker.settings import WorkerSettings
 
-PAGE = Path(__file__).parents[4] / "docs" / "flags.md"
+PAGE = Path(__file__).parent / "documented_flags.md"
 PROGRAMS: dict[str, type[IsDataclass]] = {
     "python -m services.gateway": GatewaySettings,
     "python -m services.scheduler": SchedulerSettings,
