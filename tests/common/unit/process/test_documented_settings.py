@@ -16,10 +16,10 @@ PAGES = (
     "architecture.md",
     "deploying.md",
     "models.md",
+    "observing.md",
     "operating.md",
     "parallel.md",
     "security.md",
-    "tracing.md",
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
@@ -29,6 +29,7 @@ OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}
 OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
+OTHERS |= {"--once", "--width", "--slowest", "--failed", "--attributes"}
 
 
 def test_flags_named_in_the_documentation_exist() -> None:
