@@ -1,4 +1,4 @@
-"""The access log: a line for each call, without anything of what was asked or answered."""
+"""The access log: one line per call, without the content of requests and answers."""
 
 import logging
 
@@ -9,11 +9,11 @@ from services.gateway.core.traces.timeline import Part
 logger = logging.getLogger(__name__)
 
 _PROBES = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
-"""Asked every few seconds: their lines are of level debug."""
+"""Paths requested every few seconds. Their lines are logged at level DEBUG."""
 
 
 def log_access(record: RequestRecord) -> None:
-    """Logs a call that is over."""
+    """Logs a call that has ended."""
     call = record.call
     level = logging.DEBUG if call.path in _PROBES else logging.INFO
     if logger.isEnabledFor(level):

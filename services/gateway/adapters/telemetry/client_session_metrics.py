@@ -11,7 +11,7 @@ from services.gateway.core.sessions.client_sessions import ClientSessions
 
 
 class ClientSessionsCollector(Collector):
-    """The sessions that are open at this gateway, read at each scrape."""
+    """Open client sessions at this gateway, read at each scrape."""
 
     def __init__(self, sessions: ClientSessions, model_name: str) -> None:
         self._sessions = sessions

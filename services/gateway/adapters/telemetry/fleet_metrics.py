@@ -1,4 +1,4 @@
-"""Prometheus metrics of the whole fleet: the gateway's own, and those of every replica."""
+"""Prometheus metrics of the whole fleet: the gateway's own, and every replica's."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class FleetCollector(Collector):
         self._fleet = fleet
         self._model = model_name
         self.num_silent = 0
-        """Replicas that did not send their metrics for the last scrape."""
+        """Replicas that did not send their metrics in the last scrape."""
 
     def collect(self) -> Iterator[Metric]:
         """One family for each metric."""
@@ -37,7 +37,9 @@ class FleetCollector(Collector):
 
 
 class FleetMetrics:
-    """Asks every replica for its metrics at each scrape. One that does not answer is left out."""
+    """Collects the metrics of all replicas at each scrape. A replica that does not
+    respond is left out.
+    """
 
     def __init__(self, own: Exposition, collector: FleetCollector, links: SchedulerLinks) -> None:
         self._own = own
@@ -45,8 +47,8 @@ class FleetMetrics:
         self._links = links
 
     async def collect(self, *, shows_tenants: bool, exemplars: bool) -> bytes:
-        """The text, with exemplars if they are wanted. Series of a replica have its address as the
-        label `replica`: names of engines may repeat, addresses do not.
+        """The metrics as text, with exemplars if wanted. A replica's series have its address as the
+        label `replica`, since addresses are unique and engine names may repeat.
         """
         hidden_labels = () if shows_tenants else ("tenant",)
         links = self._links.all()

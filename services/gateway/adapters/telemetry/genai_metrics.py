@@ -1,5 +1,5 @@
-"""The metrics of a server by the OpenTelemetry GenAI conventions. They count requests that an
-engine took; refused ones are not work.
+"""Server metrics of the OpenTelemetry GenAI conventions. They count requests that an engine
+scheduled. Refused requests are left out.
 """
 
 from opentelemetry.metrics import Meter
@@ -10,7 +10,7 @@ from services.gateway.core.request.generation import Usage
 _REQUEST_BOUNDS = (
     0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92,
 )  # fmt: skip
-"""The bounds that the conventions advise, in seconds."""
+"""Bucket bounds recommended by the conventions, in seconds."""
 _FIRST_TOKEN_BOUNDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
@@ -20,7 +20,7 @@ _TOKEN_BOUNDS = (
 
 
 class GenAiMetrics:
-    """Histograms of a meter, with the conventions' attributes."""
+    """Histograms with the attributes of the conventions."""
 
     def __init__(self, meter: Meter, model_name: str) -> None:
         self._model_name = model_name
@@ -51,7 +51,7 @@ class GenAiMetrics:
         usage: Usage,
         error_type: str | None,
     ) -> None:
-        """A request has ended, with an error or without."""
+        """Records a request that has ended, with or without an error."""
         attributes = {
             names.GENAI_OPERATION_NAME: operation,
             names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,

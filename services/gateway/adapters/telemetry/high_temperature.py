@@ -1,4 +1,4 @@
-"""Warns in the log of requests whose temperature makes answers almost random."""
+"""Logs a warning about requests whose temperature makes answers almost random."""
 
 import logging
 from functools import cache
@@ -8,11 +8,11 @@ from services.common.request.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 _HIGH_TEMPERATURE = 2.0
-"""The highest that OpenAI's API accepts."""
+"""The highest temperature that OpenAI's API accepts."""
 
 
 def noted(sampling: SamplingParams) -> SamplingParams:
-    """The same parameters; the first high temperature of this process is logged."""
+    """Returns the parameters unchanged. The first high temperature in this process is logged."""
     if sampling.temperature > _HIGH_TEMPERATURE:
         warn_once()
     return sampling

@@ -1,4 +1,4 @@
-"""Prometheus metrics at the edge, as clients see their requests."""
+"""Prometheus metrics of requests as clients experience them."""
 
 from functools import cache, partial
 
@@ -13,7 +13,7 @@ from services.gateway.adapters.telemetry.token_metrics import TokenMetrics
 
 
 class Metrics:
-    """The counters, gauges and histograms of a gateway, in a registry of their own."""
+    """The counters, gauges and histograms of a gateway, in their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -39,7 +39,8 @@ class Metrics:
         for reason in KeptFor:
             self._traces_kept.labels(model_name, reason.value)
         self._spans_cut = self._of_model(self._counter(names.METRIC_TRACE_SPANS_CUT))
-        # To find a series by its labels takes longer than to count: those of requests are kept.
+        # Finding a series by its labels costs more than counting, so frequently used series are
+        # cached.
         self._http_series = cache(self._find_http_series)
         self._rejections_for = cache(partial(self._rejections.labels, model_name))
         self._answers_for = cache(partial(self._answers.labels, model_name))
@@ -48,8 +49,8 @@ class Metrics:
         self._answers_for(reason).inc()
 
     def refused(self, reason: str, tenant_id: str = "") -> None:
-        """A request was refused, or failed before an engine took it. No other metric counts it,
-        besides those of its tenant.
+        """Counts a request that was refused, or failed before an engine scheduled it. Only this
+        metric and the tenant's count it.
         """
         self._rejections_for(reason).inc()
         if tenant_id:
@@ -62,7 +63,7 @@ class Metrics:
         self._readers_cut.labels(self._model, protocol).inc()
 
     def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
-        """An HTTP request was answered, by the route `handler`."""
+        """Counts an HTTP response. `handler` is the route."""
         requests, times, responses = self._http_series(handler, method, status)
         requests.inc()
         times.observe(seconds)
@@ -78,11 +79,11 @@ class Metrics:
         )
 
     def trace_kept(self, reason: KeptFor) -> None:
-        """The spans of a request are made, for that reason."""
+        """Counts a request whose spans are exported, by the reason."""
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:
-        """`num_spans` of a request were left out."""
+        """Counts spans that were dropped from a request."""
         self._spans_cut.inc(num_spans)
 
     def _counter(self, name: str) -> Counter:

@@ -1,4 +1,4 @@
-"""Watches a request from outside: its latencies, its counts, what its record says of it."""
+"""Observes a request without taking part in it: its latencies, its counts, its record."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Observation:
-    """Takes the times and counts of one request, from its reading to its end."""
+    """Measures the times and counts of one request, from its parsing to its end."""
 
     def __init__(
         self, record: RequestRecord, metrics: Metrics, genai: GenAiMetrics, history: History
@@ -39,13 +39,13 @@ class Observation:
         self._generation: Generation | None = None
         self._is_refused = False
         self._end = "abort"
-        """How sequences ended that were not finished."""
+        """Finish reason that is counted for sequences that did not finish."""
 
     @contextmanager
     def watching(
         self, generation: Generation, sink: Sink, *, stream: bool
     ) -> Iterator["WatchedSink"]:
-        """A sink that takes the times of the pieces that it passes on, while they come."""
+        """A sink that measures the times of pieces and forwards them."""
         self._generation = self._record.generation = generation
         self._record.is_stream = stream
         self._record.enter(Part.GENERATE)
@@ -55,8 +55,8 @@ class Observation:
             self._write()
 
     def _write(self) -> None:
-        """Lets the part WRITE of the timeline begin, at the time when the last sequence ended: a
-        client that reads slowly may still have had earlier pieces to read then.
+        """Starts the WRITE part of the timeline at the end of the last sequence. With a slow
+        client, earlier pieces may still be unsent at that time.
         """
         timeline = self._record.timeline
         ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
@@ -81,9 +81,9 @@ class Observation:
     def completed(self) -> None:
         """Counts a request that has ended.
 
-        One that was refused has no tokens, no end and no latency to count, and one whose client
-        went away while it was queued only an end. The answer of a replay was counted when it was
-        made.
+        A refused request has no tokens, finish reasons or latencies to count. If the client left
+        while the request was queued, only its finish reason is counted. A replayed answer was
+        counted when it was generated.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation
@@ -117,11 +117,11 @@ class Observation:
             self._metrics.tenants.used(self._tenant_id, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """The trace by which an observation can be explained; None if it is not sampled."""
+        """The trace id of this request as an exemplar; None if it is not sampled."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
-        """Counts the waits for a place at a replica."""
+        """Counts the waits for a slot at a replica."""
         for wait in waits:
             self._metrics.waited(wait.reason.value, wait.seconds)
 
@@ -136,7 +136,7 @@ class Observation:
 
 
 class WatchedSink:
-    """Passes pieces on to a sink, and `saw` each of them before."""
+    """Calls `saw` with each piece, then forwards the pieces to a sink."""
 
     __slots__ = ("_put", "_saw", "_sink", "drain")
 
@@ -156,11 +156,11 @@ class WatchedSink:
 
 
 def _saw_nothing(_piece: Piece) -> None:
-    """The pieces of a replay were seen when they were made."""
+    """For replays, whose pieces were counted when they were generated."""
 
 
 class Observer:
-    """Begins the observations of requests, and counts those that are refused before."""
+    """Observes requests, and counts requests that are refused before they are observed."""
 
     def __init__(
         self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex, history: History
@@ -173,12 +173,12 @@ class Observer:
     def counting_refusals(
         self, record: RequestRecord, tenant: Tenant = ANYONE
     ) -> "CountedRefusals":
-        """Counts what is refused before it can be watched. Errors pass through."""
+        """A context that counts a request's refusal before it is observed. Errors are raised on."""
         record.tenant = tenant
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
-        """Counts a request of the record's tenant that is refused before it can be watched."""
+        """Counts a refusal of the record's request before it is observed."""
         reason = _reason(error)
         self._metrics.refused(reason, record.tenant.tenant_id)
         self._history.refused(time.time(), reason)
@@ -188,7 +188,7 @@ class Observer:
     def observing(
         self, operation: str, record: RequestRecord, tenant: Tenant = ANYONE
     ) -> Iterator[Observation]:
-        """What is counted of a request. Errors pass through."""
+        """Observes a request within the context. Errors are counted and raised on."""
         record.operation, record.tenant = operation, tenant
         record.directory_state = self._index.state.value
         observation = Observation(record, self._metrics, self._genai, self._history)
@@ -210,7 +210,7 @@ class Observer:
 
 
 class CountedRefusals:
-    """See Observer.counting_refusals. Each request enters several."""
+    """The context of Observer.counting_refusals. A class, since each request enters several."""
 
     __slots__ = ("_observer", "_record")
 
@@ -232,6 +232,8 @@ class CountedRefusals:
 
 
 def _reason(error: StepwellError) -> str:
-    """The name under which an error is counted; of a tenant's limits each has its own."""
+    """The reason under which an error is counted. For tenants' limits it includes
+    the kind of limit.
+    """
     reason = error.error_reason.lower()
     return f"{error.quota}_{reason}" if isinstance(error, LimitReached) else reason

@@ -1,4 +1,4 @@
-"""One call of a client while it is served: its names, its times, and what becomes of it."""
+"""One client call while it is served: its ids, its times, its outcome."""
 
 import enum
 import time
@@ -24,31 +24,32 @@ from services.gateway.core.tenant import ANYONE, Tenant
 from services.gateway.core.traces.timeline import Part, Timeline
 
 REQUEST_ID, TRACE_ID = "X-Request-Id", "X-Trace-Id"
-"""Headers of every answer; in lower case, gRPC's trailing metadata."""
+"""Headers of every HTTP answer; in lower case, trailing metadata in gRPC."""
 CANCELLED = "cancelled"
-"""The error of a request whose client went away."""
+"""The error type of a request whose client disconnected."""
 CLIENT_CLOSED_REQUEST = "499"
-"""The status of an HTTP request whose client left before its answer began, and was sent none."""
+"""The status of an HTTP request whose client disconnected before the answer began. It is not sent.
+"""
 _FAILURES = (InternalError, Aborted, Unavailable)
 _QUEUE_TIMEOUT = "QUEUE_TIMEOUT"
 
 CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
-"""The record of the gRPC call that the present task serves. Over HTTP: `request.state.record`."""
+"""The record of the gRPC call in the current task. For HTTP it is `request.state.record`."""
 
 
 CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
-"""What that call is counted as from before its message is read until it has sequences. Over HTTP it
-is in the request's state.
+"""The arrival of the gRPC call in the current task: the call counts as arriving until its sequences
+are queued. For HTTP it is in the request's state.
 """
 
 
 class KeptFor(enum.Enum):
-    """Why the spans of a request are made."""
+    """The reason for which a request's spans are exported."""
 
     SAMPLED = "sampled"
     FAILED = "failed"
     SLOW = "slow"
-    """It took the time that the settings call slow, or longer."""
+    """It lasted at least as long as the setting for slow requests."""
     SLOWEST = "slowest"
     """It was among the slowest requests of its minute."""
     WATCHED = "watched"
@@ -57,61 +58,62 @@ class KeptFor(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client called, as it stands in the access log."""
+    """A client's call, as the access log shows it."""
 
     protocol: str
     method: str
     path: str
     client: str
-    """Its address; empty over a Unix socket."""
+    """The client's address; empty over a Unix socket."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is noted of a call until it ends, for logs, metrics and spans. Times are nanoseconds of
+    """The record of a call until its end, for logs, metrics and spans. Times are nanoseconds of
     `time.perf_counter_ns`.
     """
 
     call: Call
     headers: Mapping[str, str]
-    """Headers by their lower-case names; over gRPC, the metadata."""
+    """Headers by lower-case names; in gRPC, the metadata."""
     request_id: str
     origin: TraceOrigin
-    """Its trace, the caller's span, and whether they are sampled."""
+    """The trace id, the caller's span, and whether the trace is sampled."""
     timeline: Timeline
-    """Begins with the arrival."""
+    """Starts with the call's arrival."""
     baggage: str = ""
-    """The client's header, carried through."""
+    """The client's baggage header, which is propagated."""
     operation: str = ""
     """The GenAI operation; empty for calls that generate nothing, which have no spans."""
     tenant: Tenant = ANYONE
     status: str = ""
-    """HTTP's status code, or gRPC's name of it."""
+    """The HTTP status code, or the name of the gRPC status."""
     error_type: str = ""
     error_message: str = ""
     is_failure: bool = False
-    """Whether it ended with an error that is not the client's, and is no refusal of a full server.
+    """Whether it ended with an error of the server. Errors of the client and refusals by a full
+    server are not counted as such.
     """
     is_watched: bool = False
     """Whether its trace was read or listed while it ran."""
     generation: Generation | None = None
-    """None before the request was read, and for calls that generate nothing."""
+    """None before the request was parsed, and for calls that generate nothing."""
     ignored_fields: tuple[str, ...] = ()
-    """Fields of its body that have no effect."""
+    """Fields of the body that have no effect."""
     is_stream: bool = False
     directory_state: str = ""
-    """How much was known of the replicas' caches when it began to be served; see DirectoryState."""
+    """State of the directory when the request's processing began; see DirectoryState."""
     first_token: int | None = None
-    """When the first token was there for the client; None before."""
+    """When the first token was ready for the client; None before."""
     write_nanos: int = 0
-    """What the client's reading took of the time, as far as that held up what is sent to it."""
+    """Time for which writes to the client were blocked by the client's reading."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
-    """Offset of its times to nanoseconds since 1970."""
+    """Offset from its times to nanoseconds since 1970."""
     root_span_id: int = field(default_factory=new_span_id)
     generate_span_id: int = field(default_factory=new_span_id)
 
     log_fields: dict[str, str] = field(init=False)
-    """Fields of all log lines about it."""
+    """Fields of all log lines about this call."""
 
     def __post_init__(self) -> None:
         self.log_fields = {
@@ -126,12 +128,12 @@ class RequestRecord:
 
     @property
     def answer_id(self) -> str:
-        """The request's name in answers; before there can be any, its own."""
+        """The request id in answers; before the request is parsed, the call's own id."""
         return self.request_id if self.generation is None else self.generation.request.request_id
 
     @property
     def trace_headers(self) -> TraceHeaders:
-        """What goes along with the sequences."""
+        """The trace headers that are sent with the sequences."""
         if not self.origin.is_sampled:
             return TraceHeaders(baggage=self.baggage)
         traceparent = traceparent_text(self.origin.trace_id, self.generate_span_id)
@@ -139,22 +141,22 @@ class RequestRecord:
 
     @property
     def seconds(self) -> float:
-        """Time from its arrival to its end or, before the end, to now."""
+        """Time from arrival to end; before the end, to now. In seconds."""
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:
-        """Takes the name that the client gives the request in its body."""
+        """Sets the request id that the client specified in the body."""
         self.request_id = self.log_fields["request_id"] = request_id
 
     def enter(self, part: Part) -> None:
         self.timeline.enter(part)
 
     def wait(self, reason: str) -> None:
-        """Notes that the request waits here, for what the reason names."""
+        """Marks the request as waiting, with the reason."""
         self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: reason})
 
     def failed(self, error_type: str, message: str, *, is_failure: bool) -> None:
-        """Notes the error with which the request ends; the first one counts."""
+        """Sets the request's error. Only the first error is kept."""
         if not self.error_type:
             self.error_type, self.error_message = error_type, message
             self.is_failure = is_failure
@@ -168,14 +170,14 @@ def new_record(
     baggage: str,
     arrived: int,
 ) -> RequestRecord:
-    """The record of a call that arrived at that time."""
+    """The record of a call that arrived at `arrived`."""
     timeline = Timeline(time.perf_counter_ns, Part.ADMIT, arrived)
     return RequestRecord(call, headers, request_id, origin, timeline, baggage)
 
 
 def is_failure(error: StepwellError) -> bool:
-    """Whether an error is the server's: not the client's own, and not a refusal of a full server,
-    unless the request had waited for its turn before.
+    """Whether an error is the server's. The client's own errors are not, and refusals by a full
+    server are not. If the request was refused after waiting in a queue, it is.
     """
     if isinstance(error, ResourceExhausted):
         return error.error_reason == _QUEUE_TIMEOUT

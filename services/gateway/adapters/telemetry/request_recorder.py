@@ -1,4 +1,4 @@
-"""Begins and ends the records of calls: their spans, their lines in the access log."""
+"""Begins and ends the records of calls: makes their spans and their lines in the access log."""
 
 import asyncio
 import secrets
@@ -24,8 +24,8 @@ from services.gateway.core.request.request_check import is_request_id
 from services.gateway.core.traces.slowest_requests import SlowestRequests
 
 KeepTrace = Callable[[str, str, TraceHeaders], None]
-"""Asks the scheduler at an address for the spans of a sequence, by its id, below the span
-that the headers name.
+"""Asks a scheduler to export the spans of a sequence. The arguments are the scheduler's address,
+the sequence's id, and the headers with the parent span.
 """
 
 
@@ -35,16 +35,18 @@ class RecorderSettings:
 
     model_name: str
     slow_seconds: float
-    """Requests that take longer are traced whether they were sampled or not; 0: none are."""
+    """Requests that last at least this long are traced even if not sampled; 0: disabled."""
     num_slowest: int
-    """Of each minute, the slowest requests that are traced whether they were sampled or not."""
+    """The number of slowest requests per minute that are traced even if not sampled."""
     access_log: bool
 
 
 class RequestRecorder:
-    """Decides at the end of each request whether it is traced: if it was sampled at its beginning,
-    if it failed, if it took long or was among the slowest of its minute, or if its trace was read
-    or listed while it ran. Until then only numbers are kept of it.
+    """Decides at the end of each request whether it is traced.
+
+    A request is traced if it was sampled at its start, failed, was slow, was among the slowest of
+    its minute, or if its trace was read or listed while it ran. Until its end only numbers are
+    kept.
     """
 
     def __init__(
@@ -56,15 +58,16 @@ class RequestRecorder:
         self._keep = keep
         self._slowest = SlowestRequests(settings.num_slowest)
         self.running: dict[int, RequestRecord] = {}
-        """Calls that are not over, by the id of their first span, the oldest first."""
+        """Calls that have not ended, by the id of their root span, oldest first."""
 
     def begin(
         self, call: Call, operation: str, headers: Mapping[str, str], arrived: int | None = None
     ) -> RequestRecord:
-        """The record of a call with these headers, by their lower-case names. The request has the
-        name that the client gave it, if that can be used, and a new one else. Without an operation
-        it is not sampled: such calls, as for metrics or by /ui, have no spans, and would take the
-        place of requests that are to be traced.
+        """Starts the record of a call. `headers` are by lower-case names.
+
+        The request id is the client's if it is valid, else a new one. A call without an operation
+        is not sampled: such calls, for example for metrics or by /ui, have no spans, and would use
+        up the sampling rate of traced requests.
         """
         given = headers.get(REQUEST_ID.lower(), "")
         origin = self._tracing.origin(
@@ -82,14 +85,14 @@ class RequestRecorder:
         return record
 
     def end_soon(self, record: RequestRecord) -> None:
-        """Ends a record in the next turn of the event loop: the status of a gRPC call is sent once
-        its handler has returned, and would wait for spans and log line.
+        """Ends a record in the next iteration of the event loop. The status of a gRPC call is sent
+        once its handler has returned, and would otherwise wait for spans and log line.
         """
         record.timeline.end()
         asyncio.get_running_loop().call_soon(self.end, record)
 
     def end(self, record: RequestRecord) -> None:
-        """Ends the record of a call: decides on its spans, and logs it."""
+        """Ends the record of a call: makes spans if needed, and logs the call."""
         self.running.pop(record.root_span_id, None)
         record.timeline.end()
         if record.operation and self._tracing.enabled and (reason := self._kept_for(record)):
@@ -99,7 +102,7 @@ class RequestRecorder:
             log_access(record)
 
     def _kept_for(self, record: RequestRecord) -> KeptFor | None:
-        """Why the request is traced; None if it is not."""
+        """The reason for tracing the request; None if it is not traced."""
         ended = (record.timeline.ended or 0) / 1e9
         is_slowest = self._slowest.is_among(record.seconds, ended)
         if record.origin.is_sampled and not (is_slowest or record.is_failure):

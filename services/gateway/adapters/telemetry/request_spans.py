@@ -1,14 +1,14 @@
-"""The spans of a request at the gateway, made of its record when it is over, or while it runs.
+"""The spans of a request at the gateway, made from its record when it has ended, or while it runs.
 
     chat tiny                                    the call, from its arrival to the end of its answer
       gateway.admit, read, parse, tokenize, prepare, generate, write      its parts, one by one
-        gateway.wait, route, engine, resubmit    in generate: each sequence's
-          gateway.send                           in engine: its way to the replica,
-          scheduler.request and so on            what the scheduler makes of it,
-          gateway.receive                        and the way of its last tokens back
+        gateway.wait, route, engine, resubmit    in generate: parts of each sequence
+          gateway.send                           in engine: transfer to the replica,
+          scheduler.request and so on            the scheduler's own spans,
+          gateway.receive                        and transfer of the last tokens back
 
-Parts follow each other without a gap, so that their durations add up to the call's. Where a
-sequence has more of them than its share of MAX_SPANS, the last one that is kept lasts to its end.
+Consecutive parts have no gap, so that their durations add up to the call's. If a sequence has more
+parts than its quota of MAX_SPANS, the last kept span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,11 +34,11 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Of one request. Its sequences have equal shares of them: of 256 sequences, what one needs that
-goes to one replica.
+"""Most spans of one request. Its sequences have equal quotas: with 256 sequences, enough for each
+sequence that is sent to one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
-"""Stop strings, and characters of each text of a client, that spans show."""
+"""Most stop strings in spans, and most characters of each text from a client."""
 
 Values = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -53,7 +53,7 @@ class RequestSpans:
         model_name: str,
         so_far: EngineParts | None = None,
     ) -> None:
-        """`so_far` has the parts of the time of sequences that are still at a replica."""
+        """`so_far` has the time parts of sequences that are still at a replica."""
         self._record = record
         self._so_far = so_far
         self._tracing = tracing
@@ -63,11 +63,12 @@ class RequestSpans:
         self._is_running = record.timeline.ended is None
         self._end = record.timeline.ended or record.timeline.now()
         self.num_dropped = record.timeline.num_dropped
-        """Spans that were left out."""
+        """Spans that were dropped."""
 
     def make(self, kept_for: KeptFor | None) -> None:
-        """Passes all spans on; `kept_for` is why they are wanted, None of a request that runs. What
-        has not ended then ends now, and says that it runs.
+        """Exports all spans. `kept_for` is the reason of the trace; None for a running request.
+        Parts that have not ended are exported with an end of now and an attribute that they are
+        running.
         """
         record = self._record
         for stretch, end in stretches_of(record.timeline, self._end):
@@ -97,7 +98,7 @@ class RequestSpans:
     def _make_sequence(
         self, trace: SequenceTrace, share: int, parent: SpanContext, began: int, ended: int
     ) -> int:
-        """Makes `share` spans at most; returns how many."""
+        """Makes at most `share` spans of a sequence; returns how many."""
         stretches, num_sent, num_ways = list(stretches_of(trace.timeline, self._end)), 0, 0
         kept = stretches[:share]
         num_left_out = len(stretches) - len(kept)
@@ -138,10 +139,11 @@ class RequestSpans:
         began: int,
         ended: int,
     ) -> int:
-        """What of a stay at a replica is not the replica's: the ways there and back. Returns how
-        many spans were made: both, or none.
+        """Makes the spans of the transfers to a replica and back; returns how many were made: 2 or
+        0.
 
-        Both together are what its own time leaves of the stay; where one ends is its clock's word.
+        Their total duration is the stay at the replica minus the time that the replica reported.
+        The boundary between the two is by the replica's clock.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0
@@ -180,7 +182,7 @@ class RequestSpans:
         )
 
     def make_root(self, kept_for: KeptFor | None) -> None:
-        """The call's span alone."""
+        """Exports the root span only."""
         record = self._record
         self._tracing.record(
             f"{record.operation} {self._model_name}",
@@ -225,7 +227,7 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Each part, and when it ended; one that has not ended lasts until the given time."""
+    """Each part with its end. A part that has not ended ends at `until`."""
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
 
@@ -255,7 +257,9 @@ def _asked(generation: Generation, is_stream: bool) -> Values:
 
 
 def _answered(record: RequestRecord, generation: Generation) -> Values:
-    """Of a request that an engine has taken: the route of its answer, its tokens, its times."""
+    """Attributes of a request that was sent to an engine: the route of its answer,
+    its tokens, its times.
+    """
     mailbox = generation.mailbox
     attributes: Values = {}
     if mailbox is None or generation.is_replay:

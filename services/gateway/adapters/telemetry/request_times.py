@@ -1,4 +1,6 @@
-"""Where the time of a call went, by its record: for spans, and for clients who ask for it."""
+"""The time of a call, divided into parts, from its record: for spans, and for
+clients that request it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +13,14 @@ from services.gateway.core.traces.time_parts import EngineParts, request_parts
 
 
 def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
-    """Where the sequences of a request were on its behalf: a replay has none."""
+    """The traces of a request's own sequences; empty for a replay."""
     if generation is None or generation.mailbox is None or generation.is_replay:
         return ()
     return generation.mailbox.traces
 
 
 def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
-    """Those of the sequence that took longest at its last replica; None if none is known."""
+    """The times of the sequence that took longest at its last replica; None if none are known."""
     known = [trace.times for trace in traces if trace.times is not None]
     return max(known, key=lambda times: times.queue + times.inference, default=None)
 
@@ -26,15 +28,17 @@ def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
 def parts_of(
     record: RequestRecord, until: int | None = None, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """The parts of a call's time, up to its end or, before it, up to `until` or now."""
+    """The parts of a call's time up to its end; before the end, up to `until` or now."""
     end = record.timeline.now() if until is None else until
     return request_parts(record.timeline, traces_of(record.generation), end, so_far)
 
 
 def metrics_body(record: RequestRecord) -> dict[str, Any]:
-    """What a client is sent of its request's time: the parts up to now, and the numbers by which
-    vLLM describes a request, in milliseconds. These are null where the replica has not reported
-    them, as after a stop string, and of requests of several sequences.
+    """The request's times as sent to clients: the parts up to now, and vLLM's request statistics in
+    milliseconds.
+
+    The statistics are null if the replica did not report them, as after a stop string, and for
+    requests with several sequences.
     """
     parts, traces = parts_of(record), traces_of(record.generation)
     body: dict[str, Any] = {

@@ -1,6 +1,7 @@
-"""What the span of a call says of its end, by OpenTelemetry's conventions for HTTP and gRPC.
+"""The span status of a call, by OpenTelemetry's conventions for HTTP and gRPC.
 
-A server's span has the status ERROR where the server failed, and none for an error of the client.
+A server span has the status ERROR for an error of the server, and no status for an error of the
+client.
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,9 @@ def span_status(record: RequestRecord) -> Status:
 
 
 def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
-    """The code that was sent, if one was, and the error: `error.type` is the server's alone."""
+    """Attributes with the status code, if one was sent, and the error. `error.type`
+    is for server errors only.
+    """
     attributes: dict[str, str | int] = {}
     if record.call.protocol == "grpc" and record.status:
         attributes[names.ATTR_RPC_RESPONSE_STATUS_CODE] = record.status
@@ -44,7 +47,9 @@ def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
 
 
 def _is_server_error(record: RequestRecord) -> bool:
-    """Whether the code says so. That of a stream over HTTP is sent before it can fail."""
+    """Whether the status code is a server error. An HTTP stream sends status 200 before it can
+    fail, so its record counts, too.
+    """
     if record.call.protocol == "grpc":
         return record.status in _SERVER_ERRORS
     return record.status.startswith("5") or (record.status.startswith("2") and record.is_failure)

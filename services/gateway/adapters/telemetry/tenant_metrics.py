@@ -10,7 +10,7 @@ from services.gateway.core.request.generation import Usage
 
 MAX_TENANTS = 256
 OTHERS = "(others)"
-"""The label of all tenants after the first MAX_TENANTS, so that series stay bounded."""
+"""The label of all tenants after the first MAX_TENANTS. It bounds the number of series."""
 
 
 class TenantMetrics:
@@ -27,11 +27,11 @@ class TenantMetrics:
                 SPECS[names.METRIC_TENANT_REFUSALS],
             )
         )
-        # Found by its labels once: a flood is refused many times a second.
+        # The series is cached by its labels, since a flood is refused many times a second.
         self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
     def used(self, tenant_id: str, usage: Usage) -> None:
-        """A request was answered."""
+        """Counts a request that was answered."""
         tenant = self._label(tenant_id)
         self._requests.labels(self._model, tenant).inc()
         for kind, count in (
@@ -42,7 +42,7 @@ class TenantMetrics:
             self._tokens.labels(self._model, tenant, kind).inc(count)
 
     def refused(self, tenant_id: str, reason: str) -> None:
-        """A request was refused. `reason` is the code of its error."""
+        """Counts a refused request. `reason` is the code of its error."""
         self._refusals_for(self._label(tenant_id), reason).inc()
 
     def _label(self, tenant_id: str) -> str:

@@ -11,7 +11,9 @@ from services.gateway.core.admission.admission import Admission
 
 MAX_TENANTS = 256
 OTHERS = "(others)"
-"""The label of all tenants but the MAX_TENANTS with most sequences, so that series stay bounded."""
+"""The label of all tenants except the MAX_TENANTS with most sequences. It bounds
+the number of series.
+"""
 
 
 class TenantQueueCollector(Collector):

@@ -1,4 +1,4 @@
-"""Prometheus metrics that are counted with each token."""
+"""Prometheus metrics that are updated for each token."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from services.common.telemetry.metric_specs import histogram_family, value_famil
 
 
 class TokenMetrics(Collector):
-    """Tokens of answers and the times between them: plain numbers, read at each scrape. A counter
-    of the client library takes a lock for each token.
+    """Generated tokens and inter-token latencies as plain numbers, read at each scrape. A counter
+    of the client library would take a lock for each token.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -21,7 +21,9 @@ class TokenMetrics(Collector):
         self._latency = Histogram(names.METRIC_GATEWAY_INTER_TOKEN_LATENCY)
 
     def came(self, num_tokens: int, seconds: float | None) -> None:
-        """Tokens came for an answer, `seconds` after those before them; None: its first ones."""
+        """Counts tokens of an answer. `seconds` is the time since the answer's previous tokens;
+        None for its first ones.
+        """
         self._num_generated += num_tokens
         if seconds is not None:
             self._latency.observe(seconds / num_tokens, num_tokens)

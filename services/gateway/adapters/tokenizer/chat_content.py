@@ -1,4 +1,6 @@
-"""The content of turns as a chat template takes it: as a text, or as a list of parts."""
+"""The content of messages in the format that a chat template expects: a string, or
+a list of parts.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,18 +11,20 @@ from jinja2 import TemplateError, nodes
 
 Messages = Sequence[Mapping[str, Any]]
 _FIRST_TURN = frozenset({"system", "developer"})
-"""Roles whose turn some templates take as a text, though they take other turns as parts."""
+"""Roles whose message some templates expect as a string, while they expect other messages as parts.
+"""
 
 
 def render_content(
     render: Callable[[Messages], str], messages: Messages, template: str, form: str
 ) -> str:
-    """The prompt that `render` makes of messages. Their content is a text, or a list of texts.
+    """Renders messages with `render`. A message's content is a text, or a list of texts. `form` is
+    string, openai or auto.
 
-    `form` is string, openai or auto. As in vLLM, texts are joined with a line feed where the
-    template takes a text, and a template takes parts if it iterates over them. A prompt that lacks
-    the last turn's text, or has a list as Python writes it, is tried again in the other forms; if
-    none is whole the first one counts. Raises what `render` raises in the first form.
+    As in vLLM, texts are joined with a line feed if the template expects a string. A template
+    expects parts if it iterates over the content. With auto, a prompt that lacks the last message's
+    text, or contains a Python list, is rendered again in the other formats. If no prompt is
+    complete, the first one is returned. Raises the error of `render` in the first format.
     """
     first, *others = _forms(messages, template, form)
     error: Exception | None = None
@@ -34,7 +38,7 @@ def render_content(
     for other in others:
         try:
             second = render(other)
-        except Exception:  # a template may raise anything about a form it was not written for
+        except Exception:  # A template may raise any error about an unexpected format.
             continue
         if _is_whole(second, messages):
             return second
@@ -44,7 +48,7 @@ def render_content(
 
 
 def holds(prompt: str, text: str) -> bool:
-    """Whether a prompt has a text, as it is or as JSON writes it."""
+    """Whether a prompt contains a text, as it is or escaped as JSON."""
     bare = text.strip()
     if bare in prompt:
         return True
@@ -53,12 +57,12 @@ def holds(prompt: str, text: str) -> bool:
 
 
 def texts_of(content: str | Sequence[str]) -> list[str]:
-    """The texts of a turn's content."""
+    """The texts of a message's content."""
     return [content] if isinstance(content, str) else list(content)
 
 
 def _forms(messages: Messages, template: str, form: str) -> Iterator[Messages]:
-    """The messages in the forms to try, the likeliest first."""
+    """The messages in each format to try, most likely first."""
     if form == "string":
         yield _written(messages, _joined)
     elif form == "openai":
@@ -94,10 +98,12 @@ def _is_whole(prompt: str, messages: Messages) -> bool:
 
 @lru_cache(16)
 def iterates_over_content(template: str) -> bool:
-    """Whether a chat template has a loop over the content of a turn, which a loop over `messages`,
-    or over a name that was set to them, gave a name: vLLM's `_detect_content_format`.
+    """Whether a chat template has a loop over the content of a message.
+
+    The message is the variable of a loop over `messages`, or over a variable that was assigned from
+    it. The rule is vLLM's `_detect_content_format`.
     """
-    # Takes a tenth of a second; without a template none is needed.
+    # Imported here, since it takes a tenth of a second and is needed only for templates.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         _compile_jinja_template,
     )
@@ -116,7 +122,7 @@ def iterates_over_content(template: str) -> bool:
 
 
 def _names_of(root: nodes.Template, name: str) -> set[str]:
-    """A name, and those that the template sets to its value or parts of it."""
+    """A variable's name, and the names of variables assigned from it or from a part of it."""
     names, found = {name}, {name}
     while found:
         found = {
@@ -130,7 +136,7 @@ def _names_of(root: nodes.Template, name: str) -> set[str]:
 
 
 def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """What is filtered, tested or sliced."""
+    """The expression without filters, tests and slices."""
     while True:
         is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         if not is_slice and not isinstance(node, nodes.Filter | nodes.Test):
@@ -143,7 +149,7 @@ def _is_name(node: nodes.Node | None, name: str) -> bool:
 
 
 def _is_content(node: nodes.Node | None, turns: set[str]) -> bool:
-    """Whether a node is the content of a turn of one of these names."""
+    """Whether a node is the content of a message in one of these variables."""
     if isinstance(node, nodes.Getattr):
         key: object = node.attr
     elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):

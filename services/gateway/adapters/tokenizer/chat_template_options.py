@@ -1,4 +1,4 @@
-"""What an operator sets of the chat template."""
+"""The operator's settings of the chat template."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,24 +11,25 @@ from services.common.errors import FailedPrecondition
 
 _FLAG = "--chat-template"
 _MARKS_OF_TEXT = "{}\n"
-"""Characters of a template's text that a path does not have."""
+"""Characters that occur in a template's text and never in a path."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateOptions:
-    """The template of conversations and what it is given."""
+    """The chat template, and its variables."""
 
     template: str | None = None
-    """A file, or the text of a template, in place of the model's; None: the model's."""
+    """A file, or the text of a template; None selects the model's template."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables that a request may change."""
+    """Default variables, which a request may override."""
     content_format: str = "auto"
-    """The form in which the template gets the content of turns."""
+    """The format in which the template gets the content of messages."""
 
     def read_template(self) -> str | None:
-        """The text of the template; None if it is the model's. As in vLLM a setting without braces
-        and line breaks is a file. Raises FailedPrecondition for a file that cannot be read, and for
-        a text that is no template.
+        """The text of the template; None if it is the model's.
+
+        As in vLLM, a setting without braces and line breaks is a file. Raises FailedPrecondition if
+        the file cannot be read or the template is invalid.
         """
         text = self.template
         if text is None:
@@ -44,8 +45,8 @@ class ChatTemplateOptions:
 
 
 def _check(text: str) -> None:
-    """Raises FailedPrecondition for a text with an error of syntax."""
-    # Here, since transformers takes a fifth of a second to import.
+    """Raises FailedPrecondition for a template with a syntax error."""
+    # Imported here, since transformers takes a fifth of a second to import.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         _compile_jinja_template,  # the tags of templates are defined there
     )

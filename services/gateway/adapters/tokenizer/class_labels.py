@@ -1,12 +1,12 @@
-"""The names of a model's classes."""
+"""The names of a classification model's classes."""
 
 import json
 from pathlib import Path
 
 
 def read_class_labels(model: Path) -> tuple[str, ...]:
-    """The names in the order of the classes, from `id2label` of config.json; none where it has no
-    such names for the classes from 0 on.
+    """The names in class order, from `id2label` of config.json. Empty unless it has a name for each
+    class from 0 on.
     """
     try:
         named = json.loads((model / "config.json").read_bytes()).get("id2label") or {}

@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's generation_config.json, as vLLM takes them from it."""
+"""Sampling defaults from a model's generation_config.json, by vLLM's rules."""
 
 import json
 import logging
@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 def read_sampling_defaults(
     setting: str, model: Path, override: Mapping[str, Any] | None = None
 ) -> SamplingDefaults:
-    """What the settings `generation_config` and `override_generation_config` ask for.
+    """The defaults by the settings `generation_config` and `override_generation_config`.
 
-    "auto" reads the file of the model directory, where there is one; "vllm" reads none; anything
-    else is a directory whose file is read, and in which `max_new_tokens` bounds every answer.
-    Values of `override` take the place of the file's, and a `max_new_tokens` of it is a bound, too.
-    Raises FailedPrecondition, in one sentence, for a file that is missing or wrong, and for a wrong
+    "auto" reads the file of the model directory if it exists. "vllm" reads no file. Any other value
+    is a directory with the file; its `max_new_tokens` bounds every answer. Values of `override`
+    replace the file's, and its `max_new_tokens` is also a bound.
+
+    Raises FailedPrecondition, in one sentence, for a missing or invalid file, and for an invalid
     override.
     """
     path = (model if setting == AUTO else Path(setting)) / _FILE
@@ -47,7 +48,7 @@ def read_sampling_defaults(
 
 
 def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """The sampling parameters that a source gives, and its longest answer."""
+    """The sampling parameters of a source, and its longest answer."""
     given: dict[str, Any] = {
         name: _number(source, values, name) for name in _NUMBERS if name in values
     }
@@ -55,7 +56,7 @@ def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any
         top_k = _whole(source, values, "top_k", least=-1)
         given["top_k"] = max(top_k, 0)
     try:
-        check_sampling(SamplingParams(**given), vocab_size=1)  # it names no token
+        check_sampling(SamplingParams(**given), vocab_size=1)  # the parameters contain no token ids
     except InvalidArgument as error:
         raise FailedPrecondition(f"{source}: {error.message}") from error
     has_length = _LONGEST in values
@@ -63,8 +64,8 @@ def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an override but for those that are null. Raises FailedPrecondition for one that
-    is not read, since it would have no effect.
+    """The values of an override, without nulls. Raises FailedPrecondition for an unknown name,
+    which would have no effect.
     """
     known = (*_NUMBERS, "top_k", _LONGEST)
     for name in override:
@@ -76,7 +77,7 @@ def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's values but for those that are null."""
+    """The file's values, without nulls."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -25,11 +25,11 @@ from services.gateway.core.request.truncation import Truncation
 T = TypeVar("T")
 
 _INLINE_CHARACTERS = 2048
-"""Below this, tokenizing costs less than a thread switch is worth."""
+"""Shorter texts are tokenized on the event loop: a thread switch would cost more."""
 _CHARACTERS_OF_MESSAGE = 128
-"""Characters that take a template about as long as one more message."""
+"""Characters that cost a template about as much time as one more message."""
 _COUNTED_CHARACTERS_PER_TOKEN = 8
-"""A longer text per token that may be is counted in pieces first."""
+"""A text with more characters per allowed token is first counted in pieces."""
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_TEMPLATE_MESSAGE = 300
@@ -38,14 +38,14 @@ _SPACE_MARK = "▁"
 
 
 class HfTokenizer:
-    """The core's Tokenizer. Uses the Rust tokenizer directly, which is safe in several threads.
+    """The core's Tokenizer. Calls the Rust tokenizer directly, which is thread-safe.
 
-    Truncation and padding that tokenizer.json asks for are turned off: they are settings of the
-    training that wrote the file, and would silently change what a client sent.
+    Truncation and padding in tokenizer.json are disabled: they are settings of training, and would
+    silently change a client's prompt.
     """
 
     def __init__(self, tokenizer: Any, chat_template: ChatTemplateOptions | None = None) -> None:
-        """Raises FailedPrecondition for a `chat_template` that cannot be used."""
+        """Raises FailedPrecondition for an unusable `chat_template`."""
         self._chat = chat_template or ChatTemplateOptions()
         self._tokenizer = tokenizer
         if (template := self._chat.read_template()) is not None:
@@ -64,7 +64,7 @@ class HfTokenizer:
         )
         self.eos_token_id: int | None = tokenizer.eos_token_id
         self.has_chat_template = tokenizer.chat_template is not None
-        # What the server passes to the template, a client cannot.
+        # A client cannot set the template variables that the server sets.
         parameters = inspect.signature(tokenizer.apply_chat_template).parameters
         self._reserved_variables = {"messages", "conversations", *parameters} - {"kwargs"}
         if reserved := self._reserved_variables & self._chat.variables.keys():
@@ -84,7 +84,7 @@ class HfTokenizer:
             for number, text in enumerate(texts):
                 if len(text) > _COUNTED_CHARACTERS_PER_TOKEN * max_tokens:
                     self._count(text, number, max_tokens)
-            # Without offsets, and without holding the interpreter's lock while it works.
+            # This call computes no offsets, and releases the interpreter lock while it works.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
@@ -123,10 +123,10 @@ class HfTokenizer:
         return await self._off_loop(sum(len(text) for texts in prompts for text in texts), work)
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
-        """Raises TextTooLong for a text whose tokens are far too many to be made at once.
+        """Raises TextTooLong for a text with far too many tokens to encode at once.
 
-        A token takes some hundred bytes while it is made. Pieces of the text have about as many
-        tokens as the whole: those at a cut may differ.
+        The encoder needs a few hundred bytes per token. The sum over pieces of the text is nearly
+        the token count of the whole: only tokens at the cuts may differ.
         """
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
@@ -190,19 +190,19 @@ class HfTokenizer:
 
         texts = [text for message in messages for text in texts_of(message["content"])]
         size = _CHARACTERS_OF_MESSAGE * len(messages) + sum(map(len, texts))
-        # They may be anything that the template goes through.
+        # Variables and tools may have any size for the template.
         if variables or tools or self._chat.variables:
             size += _INLINE_CHARACTERS
         try:
             return await self._off_loop(size, work)
         except Exception as error:
-            # The template is a program that came with the model: it may raise anything about
-            # a conversation it was not written for.
+            # The template is a program that is part of the model. It may raise any error about a
+            # conversation that it does not support.
             raise _template_refusal(error, continues=continue_final_message) from error
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         def work() -> str:
-            # Alone of all ways to decode, this one does not hold the interpreter's lock.
+            # This is the only decoding method that releases the interpreter lock.
             [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
             return str(text)
 
@@ -233,8 +233,8 @@ class HfTokenizer:
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Where tokens start, given what part of the text each was made of: nothing for tokens that
-    were added to it, and without spaces at its ends where the tokenizer is set to trim them.
+    """The start of each token in characters. `offsets` are the tokens' spans in the text. An added
+    token has an empty span. Spans have no spaces at their ends if the tokenizer trims them.
     """
     starts, end = [], 0
     for first, last in offsets:
@@ -244,13 +244,15 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _second_text(type_ids: Sequence[int]) -> int:
-    """Where tokens of another type than the first begin; 0 if all are of one."""
+    """The index of the first token of the second text, by token types; 0 if all
+    tokens have one type.
+    """
     return type_ids.index(1) if 1 in type_ids else 0
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
-    """The error for the client. It quotes a sentence that the template raised itself; messages of
-    jinja, Python and transformers about a template that fails are not for clients.
+    """The client's error for an exception in a template. It quotes a message that the template
+    itself raised. Other messages, from jinja, Python or transformers, are not for clients.
     """
     if type(error) is TemplateError:
         why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
@@ -274,11 +276,11 @@ def load_tokenizer(
     """Reads the tokenizer files of a model directory. Raises FailedPrecondition in one sentence."""
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
-    # The tokenizer needs no torch; this keeps transformers from warning of its absence.
+    # The tokenizer needs no torch. This stops the warning of transformers about its absence.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Threads of its own would compete with the event loop for the cores.
+    # The tokenizer's own threads would compete with the event loop for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Here, since loading it takes a fifth of a second; nothing else here needs it.
+    # Imported here, since it takes a fifth of a second, and nothing else in this module needs it.
     auto_tokenizer = import_auto_tokenizer()
     try:
         tokenizer = auto_tokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -293,7 +295,7 @@ def load_tokenizer(
 
 
 def _damaged_file(directory: Path) -> Path:
-    """The first tokenizer file that is damaged, or the directory where each one can be read."""
+    """The first damaged tokenizer file; the directory if all files can be parsed."""
     for path in (directory / name for name in _FILES):
         try:
             json.loads(path.read_bytes())
@@ -310,7 +312,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values()) + 1)
     added = backend.get_added_tokens_decoder()
-    # GPT-2's printable stand-ins of bytes.
+    # GPT-2's printable characters for bytes.
     alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     for token, token_id in vocabulary.items():
         raw = token.encode()
@@ -323,7 +325,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
 
 
 def _byte_values(backend: Any) -> dict[int, int]:
-    """The tokens that SentencePiece writes as <0xE2>, each with its byte."""
+    """Tokens of the form <0xE2> (SentencePiece's byte tokens), each with its byte."""
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     return {
         token_id: int(match[1], 16)

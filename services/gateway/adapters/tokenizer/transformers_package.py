@@ -1,10 +1,9 @@
 """Imports modules of transformers without its list of all models.
 
-AutoTokenizer itself is needed: a tokenizer.json alone does not say which tokens a text has, since
-the classes of some models build their tokenizers anew. But the package's own code, and that of
-`transformers.models`, read the source files of every model for the names that they define, so that
-these can be imported from the package. That takes twice as long as to import what a tokenizer
-needs, by the names of its modules.
+AutoTokenizer itself is needed: some models' classes rebuild their tokenizers, so that a
+tokenizer.json alone does not determine the tokens. But on import, the package and
+`transformers.models` read the source files of every model to list their names. That takes twice as
+long as importing just the modules that a tokenizer needs.
 """
 
 import sys
@@ -18,8 +17,8 @@ _PACKAGES = ("transformers", "transformers.models")
 
 
 class _ListedLater(ModuleType):
-    """Stands in sys.modules for a package. The package itself is imported when a name is looked up
-    that is neither a module imported so far nor a tokenizer's class.
+    """A placeholder in sys.modules for a package. The package itself is imported when an attribute
+    is neither a module imported so far nor a tokenizer's class.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -33,8 +32,8 @@ class _ListedLater(ModuleType):
 
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
-    """The module in which AutoTokenizer finds a class by way of the package: that of a model of the
-    same name, if there is one.
+    """The module of a tokenizer class that AutoTokenizer looks up in the package: the module of the
+    model with the same name; None if there is none.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"
@@ -45,8 +44,8 @@ def _module_of_tokenizer(name: str) -> ModuleType | None:
 
 
 def import_auto_tokenizer() -> Any:
-    """The class AutoTokenizer. What else is imported from transformers, before or later, is found
-    as always. A version whose modules have other names is imported as a whole.
+    """The class AutoTokenizer. Other imports from transformers, before or later, work as usual. If
+    the modules have other names in this version, the whole package is imported.
     """
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)
@@ -55,7 +54,7 @@ def import_auto_tokenizer() -> Any:
             module.__class__ = _ListedLater
             module.__dict__["__version__"] = version("transformers")
     try:
-        import_module("transformers.dependency_versions_check")  # as the package does first
+        import_module("transformers.dependency_versions_check")  # as the package itself does first
         return import_module("transformers.models.auto.tokenization_auto").AutoTokenizer
     except (ImportError, AttributeError):
         for package in _PACKAGES:

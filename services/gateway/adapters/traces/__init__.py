@@ -1,1 +1,1 @@
-"""The store of traces: spans come in by OTLP, and are read as JSON."""
+"""The trace store: spans are received by OTLP and returned as JSON."""

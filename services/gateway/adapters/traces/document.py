@@ -11,13 +11,13 @@ from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attribut
 from services.gateway.core.traces.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
-"""Attributes that hold what clients wrote."""
+"""Attributes that contain clients' text."""
 
 Document = dict[str, Any]
 
 
 def summary(trace: StoredTrace) -> Document:
-    """A request that has ended, or one that runs, in a line."""
+    """One request as a summary, ended or running."""
     assert trace.root is not None
     root = trace_pb2.Span.FromString(trace.root.encoded)
     return {
@@ -34,8 +34,8 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def document(trace: StoredTrace) -> Document:
-    """A trace with all spans that came: each before its children, which are in order of time.
-    Times are in seconds from the beginning of the first one.
+    """A trace with all its spans, each before its children. Children are in order of time. Times
+    are seconds from the start of the first span.
     """
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
@@ -53,7 +53,7 @@ def document(trace: StoredTrace) -> Document:
 def in_tree(
     spans: Iterable[tuple[str, trace_pb2.Span]],
 ) -> Iterator[tuple[str, trace_pb2.Span, int]]:
-    """Each span before its children, with its depth. One whose parent is not there has depth 0."""
+    """Each span before its children, with its depth. A span whose parent is missing has depth 0."""
     by_start = sorted(spans, key=lambda one: one[1].start_time_unix_nano)
     known = {span.span_id for _, span in by_start}
     children: dict[bytes, list[tuple[str, trace_pb2.Span]]] = {}
@@ -96,15 +96,15 @@ def _seconds(start: int, end: int) -> float:
 
 
 def _error(span: trace_pb2.Span) -> str | None:
-    """What went wrong; None if nothing did."""
+    """The error message of a span; None if it has no error."""
     if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
         return None
     return span.status.message or "failed"
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """Where the time of the request went: a line, and its parts with an explanation of each. None
-    before the span of the request has come.
+    """The request's time: a line of text, and its parts with an explanation each. None before the
+    request's root span has arrived.
     """
     if root is None:
         return None

@@ -1,4 +1,4 @@
-"""The sequences that a session has sent, and what may come of each."""
+"""The sequences that a session has sent, and the checks of their results."""
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -13,12 +13,12 @@ from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
 _BY_TOKENS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
-"""Ends that follow from the tokens."""
+"""Finish reasons that can be derived from the tokens."""
 _LONGEST_NANOS = 2**62
 
 
 class Sent:
-    """One sequence, as the scheduler has it: the bounds of what comes of it."""
+    """One sequence at the scheduler, with the bounds of its valid results."""
 
     __slots__ = (
         *("ending", "inflight", "is_admitted", "is_between_turns", "is_leaving", "max_tokens"),
@@ -30,7 +30,7 @@ class Sent:
         self.inflight = inflight
         self.is_admitted = False
         self.is_leaving = False
-        """Whether it was aborted here, and the scheduler may not know yet."""
+        """Whether it was aborted here. The scheduler may not have received the abort yet."""
         self.is_between_turns = False
         self.max_tokens = MAX_INT32 if sampling.max_tokens is None else sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -40,22 +40,24 @@ class Sent:
         num_rows = len(inflight.request.prompt_token_ids) - 1
         self.num_prompt_rows_wanted = num_rows if inflight.wants_prompt_logprobs else 0
         self.num_prompt_rows = 0
-        """Rows of the prompt that came of it in this session."""
+        """Rows of prompt log-probabilities received in this session."""
 
     @property
     def needs_more(self) -> bool:
-        """Whether a step of it is more than one token of its output."""
+        """Whether checking its tokens needs more than comparing token counts and stop tokens."""
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:
-        """It was scheduled for the first time."""
+        """Checks its first scheduling. Raises WrongMessage."""
         require(not self.is_admitted, "a request is admitted twice")
         inflight = self.inflight
         num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)
         require(num_cached_tokens <= num_tokens, f"{num_cached_tokens} tokens are cached")
 
     def check_tokens(self, token_ids: list[int], num_output: int, *, has_ended: bool) -> None:
-        """New tokens came, with which it has `num_output`; `has_ended`: and its end."""
+        """Checks new tokens, and that `num_output` is the count including them. `has_ended`: the
+        message also ends it.
+        """
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:
             given = f"{len(output)} and {len(token_ids)} more"
@@ -84,7 +86,9 @@ class Sent:
     def check_end(
         self, message: scheduler_pb2.Finished, token_ids: list[int], limits: ModelLimits
     ) -> None:
-        """It ended, or its turn, with these new tokens."""
+        """Checks its end, or the end of its turn. `token_ids` are its new tokens in
+        the same message.
+        """
         reason = finish_reason_from_proto(message.reason)
         require(reason is not None, f"finish reason {message.reason} is not known")
         _check_times(message.times)
@@ -100,7 +104,7 @@ class Sent:
         token_ids: list[int],
         limits: ModelLimits,
     ) -> None:
-        """Compares how it ended with how it ends by its tokens."""
+        """Compares its finish reason with the one derived from its tokens."""
         tokens = [*self.inflight.output_token_ids, *token_ids]
         require(bool(tokens), "a request ended without a token")
         num_prompt, last = len(self.inflight.request.prompt_token_ids), tokens.pop()
@@ -114,7 +118,7 @@ class Sent:
         require(is_same, f"a request ended by {reason} in place of {end.reason}")
 
     def check_prompt_rows(self, rows: common_pb2.Logprobs, vocab_size: int) -> None:
-        """Log-probabilities came of further tokens of its prompt."""
+        """Checks log-probabilities of the next tokens of its prompt."""
         request, start = self.inflight.request, self.num_prompt_rows
         num_rows = len(rows.ranks)
         is_wanted = start + num_rows <= self.num_prompt_rows_wanted

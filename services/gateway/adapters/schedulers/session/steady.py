@@ -1,4 +1,4 @@
-"""Steps whose requests are those of the step before, each with one more token: most of all."""
+"""Fast check of steps that add one token to each request of the previous step: most steps."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from services.gateway.adapters.schedulers.session.sent import Sent
 
 
 class SteadySteps:
-    """Requests that were checked one by one in a step. Of a further step in which each of them gets
-    one token, and none ends, whole lists are compared in place of the requests.
+    """The requests of a step that was checked one by one. A later step is checked by comparing
+    whole lists if each of the same requests gets one token and none ends.
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
-        """`totals` are their output tokens with those of the step."""
+        """`totals` are the requests' output tokens, including the step's."""
         self._handles, self._totals = handles, totals
         self._ones = [1] * len(handles)
         self._num_left = min(
@@ -25,7 +25,7 @@ class SteadySteps:
     def after(
         cls, handles: list[int], totals: list[int], sent: dict[int, Sent]
     ) -> "SteadySteps | None":
-        """None where some of the requests need more than such a comparison."""
+        """None if any request needs more checks."""
         found = [sent[handle] for handle in handles]
         if not found or any(one.needs_more for one in found):
             return None
@@ -39,7 +39,9 @@ class SteadySteps:
         token_ids: list[int],
         totals: list[int],
     ) -> bool:
-        """Whether a step is such a one; notes it then."""
+        """Checks a step by comparison; returns whether that was possible. If so,
+        the counts advance.
+        """
         if handles != self._handles or counts != self._ones or self._num_left <= 1:
             return False
         if deltas.admitted or deltas.logprobs or deltas.pooled:
