@@ -1,33 +1,33 @@
-"""The errors of all services, in kinds that have one gRPC status each.
+"""The errors of all services. Each kind has one gRPC status.
 
     StepwellError
-    ├── InvalidArgument      the request is wrong in any state; names the field
-    │   └── OutOfRange       it is well formed but longer than what is served
+    ├── InvalidArgument      the request is invalid in any state; names the field
+    │   └── OutOfRange       the request is well formed but exceeds a limit of this service
     ├── NotFound             no such model, pool or request
-    ├── Unauthenticated      no key, or a wrong one
-    ├── PermissionDenied     the caller is known, and may not do this
-    ├── PayloadTooLarge      the body is larger than what is read
-    ├── ResourceExhausted    refused before queueing, or evicted from the queue; says when to retry
-    │   └── QuotaExceeded    over a limit of the tenant's own, under any load
-    ├── FailedPrecondition   the state does not allow it: fenced, out of sequence, in use
+    ├── Unauthenticated      the key is missing or wrong
+    ├── PermissionDenied     the caller is authenticated but not permitted
+    ├── PayloadTooLarge      the body exceeds the size limit
+    ├── ResourceExhausted    rejected before queueing, or evicted from the queue; has a retry time
+    │   └── QuotaExceeded    exceeds a limit of the tenant, under any load
+    ├── FailedPrecondition   the state forbids it: fenced, out of sequence, in use
     ├── Aborted              taken over or cancelled after it was accepted
-    ├── Unavailable          a part is away or draining; says when to try again
-    │   └── DeadlineExceeded no answer came in the time that the caller gave
-    └── InternalError        a defect here
+    ├── Unavailable          a component is down or draining; has a retry time
+    │   └── DeadlineExceeded the caller's deadline passed before the answer
+    └── InternalError        a defect in this service
 
-A core subclasses the kind that fits and sets `reason`, the machine-readable name that travels in
-`google.rpc.ErrorInfo`. The map to statuses is `services.common.rpc.status`.
+A core subclasses the kind that fits and sets `reason`, a machine-readable name that is sent in
+`google.rpc.ErrorInfo`. `services.common.rpc.status` maps kinds to gRPC statuses.
 """
 
 from typing import ClassVar
 
 
 class StepwellError(Exception):
-    """One sentence for people, a `reason` for machines, maybe the field at fault."""
+    """One sentence for people, a `reason` for programs, and optionally the invalid field."""
 
     reason: ClassVar[str] = "UNKNOWN"
     may_retry: bool | None = None
-    """Whether the same request may succeed later; None: as its status says."""
+    """Whether a retry of the same request may succeed. None: the gRPC status decides."""
 
     def __init__(
         self,
@@ -48,49 +48,49 @@ class StepwellError(Exception):
 
 
 class InvalidArgument(StepwellError):
-    """The request is wrong in any state of the system; `field` names what is at fault."""
+    """The request is invalid in any state of the system. `field` names the invalid field."""
 
     reason = "INVALID_ARGUMENT"
 
 
 class OutOfRange(InvalidArgument):
-    """Well formed, but longer or larger than what is served here."""
+    """The request is well formed but longer or larger than this service allows."""
 
     reason = "OUT_OF_RANGE"
 
 
 class NotFound(StepwellError):
-    """No model, pool or request has that name."""
+    """No model, pool or request has this name."""
 
     reason = "NOT_FOUND"
 
 
 class Unauthenticated(StepwellError):
-    """No key, or one that is not known."""
+    """The key is missing or unknown."""
 
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(StepwellError):
-    """The caller is known, and may not do this."""
+    """The caller is authenticated but not permitted to do this."""
 
     reason = "PERMISSION_DENIED"
 
 
 class PayloadTooLarge(StepwellError):
-    """The body is larger than what is read."""
+    """The body exceeds the size limit."""
 
     reason = "PAYLOAD_TOO_LARGE"
 
 
 class ResourceExhausted(StepwellError):
-    """Refused before it was queued, or evicted from the queue before it was scheduled."""
+    """The request was rejected before queueing, or evicted from the queue before scheduling."""
 
     reason = "RESOURCE_EXHAUSTED"
 
 
 class QuotaExceeded(ResourceExhausted):
-    """The tenant is over a limit of its own. `quota` names what is limited, such as "requests"."""
+    """The tenant exceeds one of its own limits. `quota` names the limit, such as "requests"."""
 
     reason = "RATE_LIMIT_EXCEEDED"
 
@@ -112,31 +112,31 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The state does not allow it: a stale generation, a number out of sequence, blocks in use."""
+    """The state forbids it: a stale generation, a number out of sequence, blocks in use."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class Aborted(StepwellError):
-    """Accepted, and then taken over or cancelled."""
+    """The request was accepted, and later taken over or cancelled."""
 
     reason = "ABORTED"
 
 
 class Unavailable(StepwellError):
-    """A part that is needed is away or draining. `retry_after_seconds` says when to try again."""
+    """A required component is down or draining. `retry_after_seconds` is the time to wait."""
 
     reason = "UNAVAILABLE"
 
 
 class DeadlineExceeded(Unavailable):
-    """The deadline that the caller set passed before the answer was complete."""
+    """The caller's deadline passed before the answer was complete."""
 
     reason = "DEADLINE_EXCEEDED"
     may_retry = False
 
 
 class InternalError(StepwellError):
-    """A defect here, not in the request."""
+    """A defect in this service, not in the request."""
 
     reason = "INTERNAL"

@@ -1,7 +1,7 @@
-"""API keys: their text, and the records that are kept of keys and tenants.
+"""API keys: their text, and the stored records of keys and tenants.
 
-A key is `sk-<id>-<32 random bytes>`. Of it only the SHA-256 is kept: a key is random, so that no
-slower hash is needed. A record is found by the id, which is no secret.
+A key is `sk-<id>-<32 random bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash
+is needed. A record is found by the id, which is not secret.
 """
 
 import base64
@@ -24,7 +24,7 @@ MAX_WEIGHT = 1000.0
 
 
 class DamagedRecord(ValueError):
-    """A record of a key or a tenant is damaged; the message says how."""
+    """The record of a key or a tenant is invalid. The message has the reason."""
 
 
 class KeyState(Enum):
@@ -45,18 +45,18 @@ class KeyRecord:
     tenant_id: str
     created: int
     expires: int | None = None
-    """None: never."""
+    """The time at which the key expires. None means never."""
     revoked: int | None = None
-    """None: it is not."""
+    """The time at which the key was revoked. None means that it is not revoked."""
     models: tuple[str, ...] | None = None
-    """Models that the key may ask for; None: all."""
+    """Models for which the key may be used. None means all."""
 
     def matches(self, key: bytes) -> bool:
-        """Whether this is the record of the whole key, in constant time."""
+        """Whether this record belongs to the given whole key. Compares in constant time."""
         return hmac.compare_digest(hashlib.sha256(key).hexdigest(), self.sha256)
 
     def state(self, now: float) -> KeyState:
-        """Whether the key is accepted at a time."""
+        """The state of the key at time `now`."""
         if self.revoked is not None:
             return KeyState.REVOKED
         is_over = self.expires is not None and now >= self.expires
@@ -65,21 +65,24 @@ class KeyRecord:
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """The limits of a tenant, for all its keys together; None is no limit."""
+    """The limits of a tenant, over all its keys. None means no limit."""
 
     tenant_id: str
     weight: float = 1.0
-    """Where requests of several tenants compete, each gets a share in proportion to it."""
+    """The tenant's weight when requests of several tenants compete for capacity."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Prompt tokens that are not cached, and generated ones."""
+    """Limit of generated tokens and of prompt tokens that are not cached."""
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
-    """No request of it is scheduled with a smaller `priority`, which would run earlier."""
+    """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:
-    """A key, its id, and its SHA-256 in hexadecimal. `draw(n)` gives n random bytes."""
+    """Creates a key. Returns the key, its id, and its SHA-256 in hexadecimal.
+
+    `draw(n)` must return n random bytes.
+    """
     key_id = base64.b32encode(draw(8)).decode().lower()[:12]
     secret = base64.urlsafe_b64encode(draw(32)).decode().rstrip("=")
     key = f"sk-{key_id}-{secret}"
@@ -87,23 +90,23 @@ def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, st
 
 
 def key_id_of(key: str) -> str | None:
-    """The id in a key; None for what has not the form of one."""
+    """The id in a key, or None if the text is not a well-formed key."""
     match = _KEY.fullmatch(key)
     return None if match is None else match[1]
 
 
 def is_tenant_id(name: str) -> bool:
-    """Whether a tenant may be named so: 1 to 64 letters, digits, and `._@-`."""
+    """Whether the name is a valid tenant id: 1 to 64 letters, digits, and `._@-`."""
     return _TENANT_ID.fullmatch(name) is not None
 
 
 def time_text(seconds: int) -> str:
-    """A time as records have it, such as 2026-11-23T02:00:00Z."""
+    """Formats a time for records, such as 2026-11-23T02:00:00Z."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def key_to_json(key: KeyRecord) -> dict[str, Any]:
-    """A record as it is kept under the key's id; what is None is left out."""
+    """The JSON value stored under the key's id. Fields that are None are omitted."""
     times = {name: getattr(key, name) for name in ("created", "expires", "revoked")}
     return {
         "tenant": key.tenant_id,
@@ -142,7 +145,7 @@ def key_from_json(key_id: str, value: object) -> KeyRecord:
 
 
 def tenant_to_json(tenant: TenantRecord) -> dict[str, Any]:
-    """A record as it is kept under the tenant's id; what is at its default is left out."""
+    """The JSON value stored under the tenant's id. Fields with default values are omitted."""
     return {
         field.name: value
         for field in fields(tenant)
@@ -164,7 +167,7 @@ def tenant_from_json(tenant_id: str, value: object) -> TenantRecord:
 
 
 def why_wrong(tenant: TenantRecord) -> str | None:
-    """What is wrong with the numbers of a record, by name; None if nothing is."""
+    """Describes the first invalid number of a record by its name, or returns None."""
     if isinstance(tenant.weight, bool) or not isinstance(tenant.weight, int | float):
         return "weight must be a number"
     if not 1 / MAX_WEIGHT <= tenant.weight <= MAX_WEIGHT:

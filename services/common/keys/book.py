@@ -1,4 +1,4 @@
-"""All keys and tenants of one place, and how a file holds them."""
+"""A key book: all keys and tenants of one store, and its text in a file."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from services.common.keys.api_keys import (
 
 @dataclass(frozen=True, slots=True)
 class KeyBook:
-    """Records by id. A tenant without a record has no limits."""
+    """Records of keys and tenants by id. A tenant without a record has no limits."""
 
     keys: Mapping[str, KeyRecord] = field(default_factory=dict)
     tenants: Mapping[str, TenantRecord] = field(default_factory=dict)
@@ -26,20 +26,20 @@ class KeyBook:
         return self.tenants.get(key.tenant_id) or TenantRecord(key.tenant_id)
 
     def with_key(self, key: KeyRecord, tenant: TenantRecord | None = None) -> "KeyBook":
-        """A copy with this record of a key and, where given, of its tenant."""
+        """Returns a copy with this key's record and, if given, its tenant's record."""
         tenants = {} if tenant is None else {tenant.tenant_id: tenant}
         return KeyBook({**self.keys, key.key_id: key}, {**self.tenants, **tenants})
 
 
 def book_to_text(book: KeyBook) -> str:
-    """As JSON: `{"tenants": {NAME: limits}, "keys": {ID: record}}`."""
+    """Encodes a book as JSON: `{"tenants": {NAME: limits}, "keys": {ID: record}}`."""
     tenants = {name: tenant_to_json(tenant) for name, tenant in book.tenants.items()}
     keys = {key_id: key_to_json(key) for key_id, key in book.keys.items()}
     return json.dumps({"tenants": tenants, "keys": keys}, indent=2) + "\n"
 
 
 def book_from_text(text: str | bytes) -> KeyBook:
-    """The inverse of `book_to_text`; no text is a book without keys. Raises DamagedRecord."""
+    """The inverse of `book_to_text`. Empty text is an empty book. Raises DamagedRecord."""
     if not text.strip():
         return KeyBook()
     try:

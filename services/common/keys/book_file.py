@@ -1,4 +1,4 @@
-"""A key book in a file that its owner alone can read, replaced as a whole at each change."""
+"""A key book in a file that only its owner can read. Each change replaces the whole file."""
 
 import fcntl
 import os
@@ -11,14 +11,14 @@ from services.common.keys.book import KeyBook, book_from_text, book_to_text
 
 
 def read_book(path: Path) -> KeyBook:
-    """What the file holds. Raises OSError or DamagedRecord."""
+    """Reads the book in a file. Raises OSError or DamagedRecord."""
     return book_from_text(path.read_bytes())
 
 
 def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
-    """Replaces the book by what `change` makes of it; a file that is missing is an empty book.
+    """Replaces the book by the result of `change`. A missing file counts as an empty book.
 
-    A reader sees the old file or the new one, and two changes at once happen one after the other.
+    Readers see either the old or the new file. Concurrent changes are applied one after the other.
     Raises OSError or DamagedRecord.
     """
     with _locked(path):
@@ -26,7 +26,7 @@ def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int, int] | None:
-    """What differs once a file was replaced or written; None if there is none."""
+    """Returns a value that changes when the file is replaced or written; None without a file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -36,9 +36,9 @@ def version_of(path: Path) -> tuple[int, int, int] | None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of the file itself, which is made if it is missing.
+    """Locks the file itself, and creates it if it is missing.
 
-    The file may be replaced while its lock is waited for: then the new one is locked.
+    If the file is replaced while this process waits for the lock, the new file is locked.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

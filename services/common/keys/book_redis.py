@@ -1,10 +1,10 @@
 """Keys and tenants in Redis, for gateways on several machines.
 
-`apikeys:{all}:keys`      hash: id of a key to its record, in JSON
-`apikeys:{all}:tenants`   hash: name of a tenant to its record, in JSON
-`apikeys:{all}:version`   another text after each change; gateways look at it for what they know
+`apikeys:{all}:keys`      hash: a key's id to its record, in JSON
+`apikeys:{all}:tenants`   hash: a tenant's name to its record, in JSON
+`apikeys:{all}:version`   text that is replaced at each change, so that gateways notice changes
 
-The braces put them into one slot of Redis Cluster, so that one script reads or changes all three.
+The braces put all three into one slot of Redis Cluster, so that one script can access them.
 """
 
 import json
@@ -53,13 +53,15 @@ return 1
 
 
 class ChangedMeanwhile(Exception):
-    """The record is no longer what the change began with."""
+    """The record differs from the one on which the change is based."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookUp:
-    """Records of some keys, each with its tenant's, by id. `version` is "" where nothing was ever
-    written; `damaged` counts records that could not be read, and are left out.
+    """Records of some keys by id, each with its tenant's record.
+
+    `version` is empty if nothing has ever been written. `damaged` counts the invalid records, which
+    `found` excludes.
     """
 
     version: str
@@ -70,7 +72,7 @@ class LookUp:
 async def look_up(
     redis: RedisConnection, key_ids: Sequence[str], seconds: float = CALL_SECONDS
 ) -> LookUp:
-    """The records of keys, in one call. Raises RedisUnavailable."""
+    """Returns the records of several keys with one call. Raises RedisUnavailable."""
     version, *values = await redis.call(
         lambda client: client.eval(_LOOK_UP, len(_NAMES), *_NAMES, *key_ids), seconds
     )
@@ -91,7 +93,7 @@ async def look_up(
 
 
 async def read_book(redis: RedisConnection) -> KeyBook:
-    """All records. Raises RedisUnavailable or DamagedRecord."""
+    """Reads all records. Raises RedisUnavailable or DamagedRecord."""
     keys, tenants = await redis.pipeline([("HGETALL", KEYS), ("HGETALL", TENANTS)])
     return KeyBook(
         {name: _decoded(name, value, key_from_json) for name, value in _texts(keys)},
@@ -106,10 +108,10 @@ async def change_key(
     tenant: TenantRecord | None,
     version: str,
 ) -> None:
-    """Replaces the record of a key, None for a new one, and where given that of its tenant.
+    """Replaces the record of a key and, if given, of its tenant. `before` is None for a new key.
 
-    `version` is a text that was not used before. Raises RedisUnavailable, or ChangedMeanwhile if
-    the record is not `before`.
+    `version` must be a text that was never used before. Raises RedisUnavailable, or
+    ChangedMeanwhile if the stored record is not `before`.
     """
     arguments = (
         after.key_id,
@@ -136,7 +138,7 @@ def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
 
 
 def _texts(pairs: Any) -> list[tuple[str, bytes]]:
-    """The answer to HGETALL: a mapping, or names and values in turn."""
+    """Decodes the answer to HGETALL: a mapping, or a list of alternating names and values."""
     if not isinstance(pairs, dict):
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [(name.decode(), value) for name, value in pairs.items()]

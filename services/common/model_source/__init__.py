@@ -1,1 +1,1 @@
-"""Where a model is found: a directory, a name of the hub, or a GGUF file."""
+"""Finds models: in a directory, under a name of the hub, or in a GGUF file."""

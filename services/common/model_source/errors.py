@@ -4,11 +4,11 @@ from pathlib import Path
 
 
 class ModelSourceError(ValueError):
-    """A model is not there, or cannot be read."""
+    """A model does not exist or cannot be read."""
 
 
 class GgufError(ModelSourceError):
-    """A file is not a GGUF file, or is damaged."""
+    """A file is damaged or is not a GGUF file."""
 
     def __init__(self, file: Path, problem: str) -> None:
         super().__init__(f"{file}: {problem}")

@@ -1,4 +1,4 @@
-"""The directory of a model, by the text of a setting; and the name by which the model is served."""
+"""Finds the directory of a model from the text of a setting, and the model's served name."""
 
 from pathlib import Path
 
@@ -13,20 +13,21 @@ from services.common.model_source.hub import (
 
 
 def find_model(text: str) -> Path:
-    """The directory of a model with its weights: `text` is the path of a directory or of a GGUF
-    file, or a name of the hub such as Qwen/Qwen3-0.6B, also with a revision behind @. Raises
-    ModelSourceError.
+    """Returns the directory of a model with its weights. Raises ModelSourceError.
+
+    `text` is the path of a directory or of a GGUF file, or a name of the hub such as
+    Qwen/Qwen3-0.6B. A name may end with @ and a revision.
     """
     return _find(text, with_weights=True)
 
 
 def find_model_files(text: str) -> Path:
-    """The same, of a model whose weights are not read."""
+    """Returns the directory of a model whose weights are not needed. Raises ModelSourceError."""
     return _find(text, with_weights=False)
 
 
 def model_name(directory: Path) -> str:
-    """The default name of a served model: its name on the hub, or that of its directory."""
+    """The default name of a served model: its hub name, or else its directory's name."""
     directory = directory.absolute()
     return name_of_snapshot(directory) or directory.resolve().name
 
@@ -45,13 +46,13 @@ def _find(text: str, *, with_weights: bool) -> Path:
     cached = find_snapshot(name, with_weights=with_weights)
     if cached is not None:
         return _with_configuration(cached)
-    # A path that is mistyped is not looked for on the hub.
+    # A mistyped path must not be looked up on the hub.
     if "/" not in name.repo or Path(name.repo).parent.exists():
         raise ModelSourceError(f"there is no directory {path}")
     return _with_configuration(fetch_snapshot(name, with_weights=with_weights))
 
 
 def _with_configuration(directory: Path) -> Path:
-    """The directory, or one for the GGUF file that is all there is in it."""
+    """Returns the directory. If it has only a GGUF file, returns that file's own directory."""
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

@@ -1,6 +1,6 @@
-"""config.json and generation_config.json of a model, from the metadata of its GGUF file.
+"""Builds config.json and generation_config.json from the metadata of a GGUF file.
 
-The keys are those of https://github.com/ggml-org/ggml, docs/gguf.md.
+The metadata keys are specified in https://github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 import math
@@ -17,21 +17,21 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""By the name in GGUF files, that of the class and the model type in config.json."""
+"""Class and model type in config.json, by the architecture's name in GGUF files."""
 
 _F32, _F16 = 0, 1
 _CONTROL = 3
 _ENDS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
-"""Control tokens at which answers end besides the one that the file names, as in llama.cpp."""
+"""Control tokens that end answers, besides the EOS token of the file. As in llama.cpp."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW, _HIGH, _LENGTH = 1.0, 4.0, 8192
-"""Llama 3's own low_freq_factor, high_freq_factor and original_max_position_embeddings."""
+"""Llama 3's low_freq_factor, high_freq_factor and original_max_position_embeddings."""
 
 
 def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
-    """The content of config.json. Raises GgufError for what is not read."""
+    """Returns the content of config.json. Raises GgufError for unsupported metadata."""
     name = header.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -74,7 +74,7 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
-    """The content of generation_config.json: the tokens at which answers end."""
+    """Returns the content of generation_config.json: the tokens that end answers."""
     metadata = header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -92,7 +92,7 @@ def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
 
 
 class _Reader:
-    """Numbers in the metadata of one architecture."""
+    """Reads numbers in the metadata of one architecture."""
 
     def __init__(self, file: Path, header: GgufHeader, architecture: str) -> None:
         self.file = file
@@ -100,7 +100,7 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """A value, None where there is none. A list of equal numbers, one a layer, is one."""
+        """Returns a value or None. A list of equal values, one per layer, counts as one value."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]
@@ -129,7 +129,7 @@ def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
 
 
 def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's scaling, of which a file has the divisors of all frequencies."""
+    """Returns Llama 3's RoPE scaling, inferred from the file's divisors of all frequencies."""
     count = tensor.shape[0]
     with file.open("rb") as stream:
         stream.seek(tensor.begin)
@@ -154,8 +154,9 @@ def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict
 
 
 def _original_length(factor: float, divisor: float, wave: float) -> int | None:
-    """The length that a model was made for before its frequencies were stretched, by a divisor
-    between 1 and the factor.
+    """The context length for which a model was trained before its frequencies were scaled.
+
+    It follows from a divisor between 1 and the factor. Returns None for any other divisor.
     """
     smooth = (1 / divisor - 1 / factor) / (1 - 1 / factor) if factor > 1 else 0.0
     is_between = 1e-3 < smooth < 1 - 1e-3
@@ -163,7 +164,7 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type to compute in: float32 or float16 where all matrices are stored so."""
+    """The data type for computation: float32 or float16 if all matrices are so, else bfloat16."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"
@@ -171,5 +172,5 @@ def _dtype(tensors: list[GgufTensor]) -> str:
 
 
 def _shortest(value: float) -> float:
-    """The decimal that a float of 32 bits was written for."""
+    """The shortest decimal of a 32-bit float."""
     return float(f"{value:.7g}")

@@ -1,8 +1,8 @@
-"""A directory in Hugging Face's format for a GGUF file that lies by itself.
+"""Creates a directory in Hugging Face's format for a single GGUF file.
 
-Configuration and tokenizer are made of the file's metadata, once for each file, and kept in
-$XDG_CACHE_HOME/stepwell/gguf with a link to the weights. So whatever reads a model directory reads
-a GGUF file, and the same file gives the same directory on each machine.
+Configuration and tokenizer are built from the file's metadata, once for each file. They are stored
+in $XDG_CACHE_HOME/stepwell/gguf with a link to the weights. Code that reads model directories can
+therefore read GGUF files too. Their contents depend on the file alone.
 """
 
 import json
@@ -20,13 +20,14 @@ from services.common.model_source.gguf_tokenizer import gguf_tokenizer
 
 SUFFIX = ".gguf"
 _FORM = 1
-"""Raised where other files are made of the same metadata."""
+"""The version of the generated files. It is increased when their contents change."""
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 def gguf_directory(file: Path) -> Path:
-    """The directory of a file, which is made where it is not yet. Raises GgufError for a file that
-    is damaged, a part of a model, or of a kind that is not read.
+    """Returns the directory of a GGUF file and creates it if it does not exist.
+
+    Raises GgufError for a file that is damaged, one part of several, or of an unsupported kind.
     """
     part = _PART.search(file.name)
     if part is not None and part[1] != "00001":
@@ -51,7 +52,7 @@ def gguf_directory(file: Path) -> Path:
 
 
 def single_gguf(directory: Path) -> Path | None:
-    """The one GGUF file of a directory without config.json; None if there is none, or several."""
+    """The only GGUF file of a directory. None if there are several, none, or a config.json."""
     if (directory / "config.json").exists():
         return None
     files = list(directory.glob(f"*{SUFFIX}"))
@@ -64,7 +65,7 @@ def _cache() -> Path:
 
 
 def _make(directory: Path, file: Path) -> Path:
-    """Makes the directory at once: another process that makes it, too, sees all files or none."""
+    """Creates the directory atomically, so that concurrent processes see all files or none."""
     header = read_gguf_header(file, with_arrays=True)
     tokenizer, tokenizer_config = gguf_tokenizer(file, header)
     contents = {

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: metadata, and where each tensor is.
+"""Reads the header of a GGUF file: metadata, and the position of each tensor.
 
-Format: https://github.com/ggml-org/ggml, docs/gguf.md.
+The format is specified in https://github.com/ggml-org/ggml, docs/gguf.md.
 """
 
 import struct
@@ -15,13 +15,13 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MOST_AXES = 4
 _FORMATS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
-"""The type of `struct` for each type of value, by number; None for strings and arrays."""
+"""The `struct` format of each value type, by the type's number. None for strings and arrays."""
 _STRING, _ARRAY = 8, 9
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its name, its shape, the number of its type, and where its bytes begin."""
+    """A tensor: its name, its shape, the number of its type, and the offset of its first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,15 +31,16 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata by key, and the tensors in the order of the file."""
+    """Metadata by key, and the tensors in file order."""
 
     metadata: dict[str, Any]
     tensors: list[GgufTensor]
 
 
 def read_gguf_header(file: Path, *, with_arrays: bool = False) -> GgufHeader:
-    """Reads a header. Metadata that are arrays, such as a vocabulary, are None unless asked for.
-    Raises GgufError.
+    """Reads a header. Raises GgufError.
+
+    Array values, such as a vocabulary, are None in the metadata unless `with_arrays` is set.
     """
     try:
         with file.open("rb") as stream:
@@ -68,7 +69,7 @@ def _read(file: Path, stream: BinaryIO, with_arrays: bool) -> GgufHeader:
 
 
 def _entry(file: Path, stream: BinaryIO) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of a tensor."""
+    """Reads name, shape, type and offset of a tensor."""
     name, num_axes = _text(stream), _number(stream, "I")
     if num_axes > _MOST_AXES:
         raise GgufError(file, f"tensor {name} has {num_axes} axes")

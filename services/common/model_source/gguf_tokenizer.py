@@ -1,8 +1,8 @@
-"""tokenizer.json and tokenizer_config.json of a model, from the metadata of its GGUF file.
+"""Builds tokenizer.json and tokenizer_config.json from the metadata of a GGUF file.
 
-Both are plain JSON, so they are written here. transformers converts GGUF vocabularies, too, but it
-needs torch and the package gguf, which the gateway's image does not have, and it does not read the
-field that names the rule by which texts are split (tokenizer.ggml.pre).
+Both files are plain JSON. transformers can also convert GGUF vocabularies, but it needs torch and
+the package gguf, which the gateway's image does not have. It also ignores the field
+tokenizer.ggml.pre, which names the rule for splitting texts.
 """
 
 import re
@@ -14,9 +14,9 @@ from services.common.model_source.errors import GgufError
 from services.common.model_source.gguf_header import GgufHeader
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 3, 4, 5, 6
-"""Types of tokens."""
+"""Types of tokens in GGUF files."""
 _PADDING = re.compile(r"\[PAD\d+\]")
-"""Tokens that llama.cpp's converter adds where an embedding has more rows than there are tokens."""
+"""Tokens that llama.cpp's converter adds if an embedding has more rows than the vocabulary."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CL100K = (
@@ -36,19 +36,20 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
-"""The expressions by which a text is split, one after another, by tokenizer.ggml.pre."""
+"""The expressions that split a text, applied in order, by the value of tokenizer.ggml.pre."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Rules whose texts are first brought to Unicode's composed form."""
+"""Rules that first normalize texts to Unicode's composed form (NFC)."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Rules by which a word that is a token is not merged from its parts."""
+"""Rules that keep a word that is a token whole, without merging it from its parts."""
 _WITH_BOS = _WHOLE_WORDS | {"smaug-bpe"}
-"""Rules by which a text begins with the token of the beginning unless the file says otherwise."""
+"""Rules that start texts with the BOS token, except if the file disables it."""
 _SPACE = "▁"
 
 
 def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of tokenizer.json and tokenizer_config.json; `header` has arrays. Raises
-    GgufError for a vocabulary of a kind that is not read.
+    """Returns the contents of tokenizer.json and tokenizer_config.json.
+
+    `header` must include arrays. Raises GgufError for an unsupported kind of vocabulary.
     """
     metadata = header.metadata
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
@@ -84,7 +85,7 @@ def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict
 
 
 def _bpe(file: Path, metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> dict[str, Any]:
-    """Byte-level BPE, as GPT-2's."""
+    """Builds a byte-level BPE tokenizer, like GPT-2's."""
     pre = metadata.get("tokenizer.ggml.pre") or _guessed_rule(metadata, tokens)
     merges = metadata.get("tokenizer.ggml.merges")
     if pre not in _SPLITS or not isinstance(merges, list):
@@ -117,7 +118,7 @@ def _bpe(file: Path, metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> 
 
 
 def _guessed_rule(metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> str:
-    """The rule of an old file, which does not name it."""
+    """Guesses the splitting rule of an old file, which does not name it."""
     if metadata.get("general.architecture") in ("qwen2", "qwen3"):
         return "qwen2"
     return "llama-bpe" if "<|begin_of_text|>" in tokens else "gpt-2"
@@ -126,7 +127,7 @@ def _guessed_rule(metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> str
 def _sentencepiece(
     metadata: Mapping[str, Any], tokens: Mapping[str, int], kinds: list[int]
 ) -> dict[str, Any]:
-    """SentencePiece's BPE with bytes for what is in no token, as Llama 2's and Mistral's."""
+    """Builds a SentencePiece BPE tokenizer with byte fallback, like Llama 2's and Mistral's."""
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(kinds)
     normal = {
         token: scores[token_id] for token, token_id in tokens.items() if kinds[token_id] == _NORMAL
@@ -162,7 +163,7 @@ def _sentencepiece(
 
 
 def _merges(scores: Mapping[str, float]) -> list[list[str]]:
-    """The merges of a vocabulary in which the best token that two parts make is merged first."""
+    """Returns all merges of two tokens into one, ordered by the score of the merged token."""
     found = [
         (-score, rank, token[:cut], token[cut:])
         for rank, (token, score) in enumerate(scores.items())
@@ -202,7 +203,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 def _post_processor(
     metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool
 ) -> dict[str, Any] | None:
-    """Adds the tokens of beginning and end that a file asks for."""
+    """Builds a post-processor that adds the BOS and EOS tokens that the file enables."""
     adds = {"bos": adds_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     ids = {
         special[f"{name}_token"]: metadata[f"tokenizer.ggml.{name}_token_id"]

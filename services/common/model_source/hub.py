@@ -1,8 +1,7 @@
-"""Models by their names on the Hugging Face hub: from its cache on this machine, or fetched.
+"""Finds models by their names on the Hugging Face hub, in the local cache or by download.
 
-What the cache holds is used without a request to the hub. What it lacks is fetched by the package
-huggingface_hub, whose variables apply: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN and
-HF_ENDPOINT.
+Cached files are used without a request to the hub. Missing files are downloaded with the package
+huggingface_hub and its variables: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT.
 """
 
 import json
@@ -20,22 +19,22 @@ _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 _ANSWER_SECONDS = 5.0
 _CONFIGURATION = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|\d+_[A-Za-z]+/[^/]+\.json")
-"""Files of a model other than weights: those of a folder such as 1_Pooling are of sentence-
-transformers.
+"""Files of a model other than weights. Those in a folder such as 1_Pooling belong to
+sentence-transformers.
 """
 _WEIGHTS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     re.compile(r"[^/]+\.safetensors"),
     re.compile(r"[^/]+\.gguf"),
 )
-"""Names of weights; those of the first kind that a model has are read."""
+"""Name patterns of weights. Only files of the first pattern that matches any file are read."""
 _INDEX = "model.safetensors.index.json"
 _CACHE_FOLDER = "models--"
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model of the hub, and the branch, tag or commit of it; None: main."""
+    """A model of the hub, with a branch, tag or commit. The revision None means main."""
 
     repo: str
     revision: str | None = None
@@ -45,13 +44,13 @@ class HubName:
 
     @property
     def command(self) -> str:
-        """The command that fetches it."""
+        """The shell command that downloads the model."""
         revision = "" if self.revision is None else f" --revision {self.revision}"
         return f"hf download {self.repo}{revision}"
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """The model of the hub that a text names, also as a link; None if it cannot be a name."""
+    """Parses a hub name or a link to a model of the hub. Returns None if it cannot be a name."""
     for link in _LINKS:
         text = text.removeprefix(link)
     if _NAME.fullmatch(text) is None or ".." in text or "--" in text:
@@ -61,7 +60,7 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def name_of_snapshot(directory: Path) -> str | None:
-    """The model's name on the hub, by a directory of the cache; None for any other directory."""
+    """The hub name of a model in a directory of the cache. None for any other directory."""
     folder = directory.parent.parent.name
     if directory.parent.name != "snapshots" or not folder.startswith(_CACHE_FOLDER):
         return None
@@ -69,16 +68,18 @@ def name_of_snapshot(directory: Path) -> str | None:
 
 
 def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
-    """The directory of the cache that holds a model, and all its weights if they are needed; None
-    if there is none. Raises ModelSourceError where huggingface_hub is not installed.
+    """Returns the cache directory of a model, or None if files are missing.
+
+    Weights count only `with_weights`. Raises ModelSourceError if huggingface_hub is not installed.
     """
     directory = _cached(name)
     return directory if directory and not _missing(directory, with_weights) else None
 
 
 def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
-    """Fetches what the cache lacks, and shows how far it is on standard error. Raises
-    ModelSourceError within seconds if the hub does not answer, or refuses.
+    """Downloads missing files and shows the progress on standard error.
+
+    Raises ModelSourceError within seconds if the hub does not answer or rejects the request.
     """
     found = _ask(name, with_weights)
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
@@ -97,8 +98,9 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """The files of a model that are read. Weights are those of one kind: in Hugging Face's names,
-    else of another name, else a GGUF file.
+    """The files of a model that are read.
+
+    Weights are the files of one pattern: Hugging Face's names, else other safetensors, else GGUF.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():
@@ -109,7 +111,7 @@ def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
 
 
 def _ask(name: HubName, with_weights: bool) -> Any:
-    """The hub's description of a model."""
+    """Returns the hub's description of a model."""
     try:
         from huggingface_hub import HfApi  # noqa: PLC0415 - slow to import
 
@@ -119,7 +121,7 @@ def _ask(name: HubName, with_weights: bool) -> Any:
 
 
 def _why(name: HubName, error: Exception, with_weights: bool) -> str:
-    """Why a model cannot be fetched. Errors of the package are known by their names."""
+    """Why a model cannot be downloaded. The package's errors are recognized by class name."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (
@@ -147,8 +149,9 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """The snapshot of a model in the cache. The package's own look-up finds complete copies only,
-    and those have files that are not needed.
+    """Returns the snapshot of a model in the cache.
+
+    The package's own look-up finds only complete copies, which include files not needed here.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image
@@ -165,7 +168,7 @@ def _cached(name: HubName) -> Path | None:
 
 
 def _missing(directory: Path, with_weights: bool) -> str | None:
-    """The first file that a snapshot lacks; None: it has all that is needed."""
+    """The first needed file that a snapshot lacks, or None if it has all of them."""
     if any(directory.glob("*.gguf")):
         return None
     if not (directory / "config.json").exists():

@@ -1,13 +1,13 @@
-"""The hash of a full KV-cache block, by which prefixes are found. The same on every machine.
+"""Hashes of full KV-cache blocks, by which prefixes are found. They are equal on all machines.
 
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
-The chain starts at the model's fingerprint, so that equal tokens of two models have different
-hashes. Extra keys are what changes the keys and values besides the tokens: the cache salt and the
-content of an adapter, which go into the first block only, since every later one inherits them
-through its parent, and items of the prompt such as images, which go into each block that they
-touch: their tokens are placeholders. Chained block hashes are vLLM's automatic prefix caching; a
-canonical encoding in place of pickle makes them portable.
+The chain starts with the model's fingerprint, so that equal tokens of two models have different
+hashes. Extra keys are everything besides the tokens that changes keys and values. The cache salt
+and the digest of an adapter are part of the first block only, since later blocks inherit them
+through the parent digest. Items of the prompt, such as images, are part of each block that they
+overlap, since their tokens are placeholders. Chained block hashes are vLLM's automatic prefix
+caching. A canonical encoding instead of pickle makes them portable.
 """
 
 import struct
@@ -24,7 +24,7 @@ HASH_VERSION = 1
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32. Raises OverflowError for an id of 2**31 or more."""
+    """Encodes token ids as little-endian int32. Raises OverflowError for an id >= 2**31."""
     if not token_ids:
         return b""
     try:
@@ -43,8 +43,10 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """Extra keys of a first block: of a salt a tag, its length and the salt, then of an adapter a
-    tag and the digest of its files, 32 bytes. Nothing of what a request does not have.
+    """Extra keys of a first block.
+
+    A salt adds a tag, its length and the salt. An adapter adds a tag and the 32-byte digest of its
+    files. Without both the result is empty.
     """
     extra_keys = b""
     if cache_salt:
@@ -54,17 +56,19 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 
 def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
-    """What requests must have in common to be served from what others left behind: SHA-256 of the
-    extra keys of their first blocks, empty where there are none.
+    """Identifies requests that may share cached results.
+
+    The key is the SHA-256 of the extra keys of the first block, or empty without extra keys.
     """
     extra_keys = encode_extra_keys(cache_salt, adapter_digest)
     return sha256(extra_keys).digest() if extra_keys else b""
 
 
 def encode_items(encoder_inputs: Sequence[EncoderInput], start: int, end: int) -> bytes:
-    """Extra keys of the block of tokens `start` up to `end`: of each item that it touches a tag,
-    the length of the item's identifier, the identifier, and where the item begins, counted from
-    the beginning of the block, as a signed int32.
+    """Extra keys of the block with tokens `start` up to `end`.
+
+    Each item that overlaps the block adds a tag, the length of its identifier, the identifier, and
+    the item's position relative to the start of the block, as a signed int32.
     """
     extra_keys = b""
     for item in encoder_inputs:
@@ -85,8 +89,9 @@ def hash_full_blocks(
     encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids` after those already `known`, in order. `root` is the
-    model's fingerprint.
+    """Hashes of the full blocks of `token_ids` that follow the `known` ones, in order.
+
+    `root` is the model's fingerprint.
     """
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
@@ -106,7 +111,7 @@ def hash_full_blocks(
 def _hash_with_items(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes, of_items: Sequence[bytes]
 ) -> list[BlockHash]:
-    """Hashes of consecutive full blocks, each with extra keys of items."""
+    """Hashes of consecutive full blocks, with extra keys of items for each block."""
     hashes: list[BlockHash] = []
     for index, extra_keys_of_items in enumerate(of_items):
         block = packed[4 * block_size * index : 4 * block_size * (index + 1)]
@@ -118,8 +123,9 @@ def _hash_with_items(
 def hash_packed_blocks(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes = b""
 ) -> list[BlockHash]:
-    """Hashes of consecutive full blocks, whose tokens are packed, after the block with the hash
-    `parent`. `extra_keys` are those of the first of them.
+    """Hashes of consecutive full blocks that follow the block with the hash `parent`.
+
+    `packed` has the token ids as int32. `extra_keys` belong to the first of these blocks.
     """
     stride = 4 * block_size
     hashes: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Groups of layers that share a block table: what each attention type sees, and what it holds."""
+"""KV-cache groups: layers that share a block table, and the blocks that their attention needs."""
 
 import enum
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class AttentionType(enum.Enum):
-    """The tokens that a layer's queries see."""
+    """Which tokens a layer's queries can see."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -16,12 +16,12 @@ class AttentionType(enum.Enum):
 
 
 class MambaCacheMode(enum.Enum):
-    """Which earlier states of state-space layers are kept. Names are vLLM's."""
+    """Which earlier states of state-space layers are kept. The names are vLLM's."""
 
     NONE = "none"
-    """Nothing: one state, which each step overwrites. Its prefixes cannot be cached."""
+    """One state, which each step overwrites. Prefixes cannot be cached."""
     ALIGN = "align"
-    """States at block boundaries, where the steps of a prompt end, each in a block of its own."""
+    """States at block boundaries, each in its own block. Steps of a prompt end at boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +30,21 @@ class KVCacheGroup:
 
     attention_type: AttentionType
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     window: int = 0
-    """Tokens that a sliding window shows, the query's own included, or the length of a chunk; 0 for
-    full attention and for state-space layers.
+    """For sliding windows, the number of tokens that a query sees, its own included. For chunked
+    local attention, the tokens per chunk. For other types, 0.
     """
     num_layers: int = 1
     is_eagle_group: bool = False
-    """Whether a draft head reads the hidden states at the end of a hit, so that the last block of a
-    hit of this group is dropped. If no group is marked, that is done in all of them
+    """Whether a draft head reads the hidden states at the end of a hit, so that a hit's last block
+    is dropped in this group. If no group has this flag, the block is dropped in all groups
     (`PoolConfig.drop_last_hit_block`).
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
-    """Which states state-space layers keep."""
+    """Which states a state-space group keeps."""
     num_speculative_blocks: int = 0
-    """Blocks that state-space layers have besides, one for the state after each draft."""
+    """Additional blocks of a state-space group, one for the state after each draft token."""
 
     @property
     def aligns_states(self) -> bool:
@@ -56,15 +56,16 @@ class KVCacheGroup:
 
     @property
     def overwrites_states(self) -> bool:
-        """Whether the group keeps one state of a request, whose block stands for all its tokens."""
+        """Whether the group keeps one state per request, in a block that covers all its tokens."""
         return (
             self.attention_type is AttentionType.STATE_SPACE
             and self.mamba_cache_mode is MambaCacheMode.NONE
         )
 
     def first_seen_block(self, num_tokens: int) -> int:
-        """The first block that a query from position `num_tokens` on can see; of states only that
-        of the last token is needed.
+        """The first block that a query from position `num_tokens` on can see.
+
+        State-space layers need only the block of the last token.
         """
         match self.attention_type:
             case AttentionType.FULL:
@@ -79,9 +80,11 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """Most blocks that a request of `num_slots` holds at once, while steps with
-        `max_in_flight_tokens` were planned and not yet processed; one more for a window, which may
-        begin within a block. Each of the steps in flight may store a state.
+        """The most blocks that a request of `num_slots` has at one time.
+
+        `max_in_flight_tokens` is the number of tokens in steps that are planned but not processed.
+        A sliding window may begin inside a block and then needs one block more. Each step in flight
+        may store a state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -96,10 +99,10 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """Most blocks of a request that its admission counts; None: all that it needs.
+        """The most blocks that an admission counts for a request. None means all that it needs.
 
-        Windows give blocks back when a step has been processed, so besides the window there are
-        tokens of all batches in flight. As in vLLM this does not depend on the request.
+        A window frees blocks only after a step has been processed. The limit therefore includes
+        the tokens of all batches in flight. As in vLLM, it does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -113,15 +116,17 @@ class KVCacheGroup:
 
 
 def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """Tokens that are whole blocks in every group: hits are multiples of it, unless they may end
-    inside a block.
+    """The least number of tokens that are whole blocks in every group.
+
+    Hit lengths are multiples of this number, except if hits may end inside a block.
     """
     return math.lcm(*(group.block_size for group in groups))
 
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """Tokens of a block in the chains that tell how deep a prompt is cached: the greatest number
-    that divides the blocks of all groups whose prefixes can be cached.
+    """Tokens per block in the chains that measure how deep a prompt is cached.
+
+    This is the greatest common divisor of the block sizes of all groups with prefix caching.
     """
     sizes = [group.block_size for group in groups if not group.overwrites_states]
     return math.gcd(*sizes) or hit_block_size(groups)
@@ -130,8 +135,10 @@ def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:
-    """Tokens that one hash of a chain stands for: those of a block, or of several groups the
-    greatest number that divides the blocks of all of them, if `prefix_match_unit` is not given.
+    """Tokens per hash of a chain.
+
+    With one group this is its block size. With several it is `prefix_match_unit`, or by default the
+    greatest common divisor of all block sizes. Without prefix caching it is the hit block size.
     """
     if len(groups) == 1:
         return groups[0].block_size
@@ -146,8 +153,8 @@ def hash_block_size(
 def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
     """Whether prefix hits may end inside a block, at any multiple of the hash block size.
 
-    That is so where blocks of states are larger than that. Sliding windows and chunks find whole
-    blocks only, so theirs must be of that size.
+    This requires a group whose state blocks are larger than a hash block. Sliding windows and
+    chunks match whole blocks only, so their blocks must have the hash block size.
     """
     return (
         len(groups) > 1
@@ -161,8 +168,10 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 
 
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
-    """The last multiple of `unit` at which a sequence of `num_tokens` can be continued from a
-    state: a token must be left to compute, or, where the last block of hits is dropped, a unit.
+    """The last multiple of `unit` at which a sequence can continue from a state.
+
+    At least one token must be left to compute. If a hit's last block is dropped, a whole unit must
+    be left.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

@@ -1,4 +1,4 @@
-"""KV-cache groups from and to their message."""
+"""Converts KV-cache groups from and to their message."""
 
 from stepwell.common.v1 import common_pb2
 
@@ -13,7 +13,7 @@ _MAMBA_CACHE_MODES = ProtoEnum(MambaCacheMode, common_pb2.MambaCacheMode, "MAMBA
 
 
 def kv_cache_group_from_proto(message: common_pb2.KVCacheGroup) -> KVCacheGroup | None:
-    """The group of a message; None if its attention type is not set, or not known here."""
+    """Converts a message. Returns None if its attention type is unset or unknown."""
     attention_type = _ATTENTION_TYPES.from_proto(message.attention_type)
     if attention_type is None:
         return None

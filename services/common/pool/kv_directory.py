@@ -1,8 +1,8 @@
-"""The directory's nouns: what a pool writes about its prefix index, and what a gateway reads.
+"""Types of the directory of cached prefixes, which pools write and gateways read.
 
-A *node* is the pool of one scheduler process. A *life* of a node has an epoch: all that was written
-under another epoch is void. Blocks are named by keys, which are shortened hashes. The forms in
-Redis are in `services.common.redis.directory_layout`.
+A *node* is the pool of one scheduler process. A node begins a new *epoch* when its earlier entries
+are void: entries of another epoch are ignored. Blocks are identified by keys, which are shortened
+hashes. `services.common.redis.directory_layout` defines the schemas in Redis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,73 +15,74 @@ from services.common.pool.packed_keys import KEY_BITS, KEY_BYTES
 
 _KEY_MASK = (1 << KEY_BITS) - 1
 _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: multiples of it differ in all bits (Knuth, volume 3)."""
+"""2**64 divided by the golden ratio. Its multiples differ in all bits (Knuth, volume 3)."""
 
 
 def group_salt(group: int) -> int:
-    """What the keys of a KV-cache group are combined with (XOR), so that groups do not share keys;
-    0 for the first.
+    """The value that is XORed with a group's keys, so that groups have different keys.
+
+    It is 0 for the first group.
     """
     return group * _GROUP_MULTIPLIER & _KEY_MASK
 
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
-    """The keys of block hashes in a KV-cache group: of each hash the first 48 bits.
+    """The keys of block hashes in a KV-cache group: the first 48 bits of each hash.
 
-    Among a million blocks three look-ups in a billion find a block that is not the one asked for.
+    Among a million blocks, three look-ups in a billion match a wrong block.
     """
     salt, from_bytes = group_salt(group), int.from_bytes
     return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]
 
 
 def node_name(replica: str, started_unix_nanos: int) -> str:
-    """The node of a scheduler process's pool. It stays when the pool's process is replaced."""
+    """The node name of a scheduler process's pool. It survives a restart of the pool process."""
     return f"{replica}-{started_unix_nanos:x}"
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Count and XOR of a set of keys. Two sets that differ have the same one by chance only."""
+    """Count and XOR of a set of keys. Different sets have equal digests only by chance."""
 
     count: int = 0
     xor: int = 0
 
 
 def digest_of(keys: Iterable[int]) -> Digest:
-    """The digest of keys, each given once."""
+    """The digest of distinct keys."""
     keys = list(keys)
     return Digest(len(keys), reduce(xor, keys, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class KeyBatch:
-    """One entry of the log: keys that entered and left a node's index since the entry before it."""
+    """A log entry: keys added to and removed from a node's index since the previous entry."""
 
     epoch: int
     sequence: int
-    """Grows by one with each entry of a life. Entry 0 begins the life: what the node holds then is
-    in a snapshot, unless its digest says that it holds nothing.
+    """Grows by one with each entry of an epoch. Entry 0 begins the epoch. A snapshot has the keys
+    of the node at that time, except if the digest of entry 0 is empty.
     """
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
     digest: Digest | None = None
-    """That of all keys after this entry; None in entries without one."""
+    """The digest of all keys after this entry, or None in entries without a digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord:
-    """A node and its present life."""
+    """A node and its current epoch."""
 
     node: str
     epoch: int
     generation: int
-    """The pool's generation, by which its scheduler knows it."""
+    """The pool's generation, by which the node's scheduler identifies it."""
     groups: tuple[KVCacheGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Expires unless it is renewed: the node runs, and has this digest after entry `sequence`."""
+    """Shows that a node runs, with its digest after entry `sequence`. Expires unless renewed."""
 
     epoch: int
     sequence: int
@@ -90,8 +91,9 @@ class NodeLease:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """What a snapshot says besides the keys: they are all keys of a life after entry `sequence`,
-    and later entries follow `log_id` in the log.
+    """The head of a snapshot, which has all keys of an epoch after entry `sequence`.
+
+    Later entries follow `log_id` in the log.
     """
 
     epoch: int

@@ -1,4 +1,4 @@
-"""A worker, or a pool, belongs to one scheduler at a time."""
+"""A lease: a worker or a pool belongs to one scheduler at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.common.errors import FailedPrecondition
 
 
 class Taken(FailedPrecondition):
-    """It belongs to another scheduler, named in the message."""
+    """The worker or pool belongs to another scheduler, which the message names."""
 
     reason = "TAKEN"
 
@@ -18,7 +18,7 @@ class Holder:
     """A scheduler process."""
 
     name: str
-    """Of its replica."""
+    """The name of the scheduler's replica."""
     started_unix_nanos: int
 
     def __str__(self) -> str:
@@ -29,13 +29,13 @@ class Holder:
 
 
 class Lease:
-    """Lets one holder at a time have `what`, from `take` to `grace_seconds` after the last
-    `release`, so that a holder that opens a stream again finds it free.
+    """Grants `what` to one holder at a time.
 
-    A holder of the same name that started later takes it over at once: it replaces the first
-    process, whose connection may not have ended yet, and which is refused from then on. So is a
-    former holder that seems to have started later, since the clock was set back in between. Leases
-    with fencing are Gray and Cheriton's (1989); here the generation of each step is the fence.
+    A lease lasts from `take` until `grace_seconds` after the last `release`, so that its holder can
+    reopen a stream. A later process of the same name takes the lease over at once: it replaces the
+    first process, whose connection may not have ended yet. The replaced holder is then refused,
+    even if it appears to have started later because the clock was set back. Leases with fencing are
+    Gray and Cheriton's (1989). Here the generation of each step is the fencing token.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:
@@ -44,12 +44,12 @@ class Lease:
         self._clock = clock
         self._holder: Holder | None = None
         self._former: Holder | None = None
-        """The one before it."""
+        """The previous holder."""
         self._num_uses = 0
         self._free_at = 0.0
 
     def take(self, holder: Holder) -> None:
-        """Lets `holder` have it. Raises Taken."""
+        """Grants the lease to `holder`. Raises Taken if it belongs to another one."""
         if holder != self._holder:
             if not self._is_free() and not self._is_replaced_by(holder):
                 raise Taken(f"the {self._what} belongs to {self._holder}")
@@ -58,7 +58,7 @@ class Lease:
         self._num_uses += 1
 
     def release(self, holder: Holder) -> None:
-        """Ends one use; does nothing if it belongs to another holder by now."""
+        """Ends one use. Does nothing if the lease now belongs to another holder."""
         if holder == self._holder:
             self._num_uses -= 1
             self._free_at = self._clock() + self._grace_seconds

@@ -1,7 +1,8 @@
-"""The operations of a pool transaction and their outcome, as scheduler and kvpool both use them.
+"""The operations of a pool transaction and their outcome, shared by scheduler and kvpool.
 
-An operation is of several requests, in parallel sequences. stepwell.kvpool.v1 specifies the fields.
-What is made in most steps, or for each request, is not frozen: that would take thrice the time.
+An operation affects several requests and has parallel sequences. stepwell.kvpool.v1 specifies the
+fields. Types with an instance per step or per request are not frozen, since creating a frozen
+instance takes three times as long.
 """
 
 import enum
@@ -18,22 +19,26 @@ BlockTables = tuple[list[BlockId], ...]
 
 
 class MalformedTransaction(InvalidArgument):
-    """An operation is invalid in any state of the pool; nothing of the transaction is done."""
+    """An operation is invalid in any state of the pool. Nothing of the transaction is applied."""
 
     reason = "MALFORMED_TRANSACTION"
 
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """A step begins: what was published before is stored when it runs. Always fits. Only states
-    need it: a request that finds a state which the present step publishes does not fit.
+    """Starts a step: blocks published before it are stored when the step runs. Always fits.
+
+    Only states need this operation. An admission does not fit if its hit is a state that was
+    published in the current step.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCopies:
-    """Lets go of the blocks of the first `num_copies` copies that still hold theirs, or of all if
-    those are fewer: nothing comes before the step that makes them. Always fits.
+    """Releases the extra references on the blocks of the oldest `num_copies` copies. Always fits.
+
+    If fewer copies have references, all are released. No step that reuses these blocks can precede
+    the step that makes the copies.
     """
 
     num_copies: int
@@ -41,9 +46,10 @@ class ReleaseCopies:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Frees all blocks of the requests and removes them from the pool, if it knows them. Always
-    fits. Groups are freed one after the other; `as_one_list`: all blocks of a request enter the
-    free queue together, those of the last group first.
+    """Frees all blocks of the requests and removes the requests from the pool. Always fits.
+
+    Unknown requests are ignored. Groups are freed one after the other. With `as_one_list` all
+    blocks of a request enter the free queue together, the last group's blocks first.
     """
 
     requests: Sequence[RequestKey]
@@ -52,8 +58,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RemoveSkippedBlocks:
-    """Frees the blocks of requests that no query from `num_computed_tokens` on can see, as a Grow
-    does. A request that holds no blocks is passed over. Always fits.
+    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits.
+
+    Requests without blocks are skipped. Grow frees these blocks too.
     """
 
     requests: Sequence[RequestKey]
@@ -62,102 +69,107 @@ class RemoveSkippedBlocks:
 
 @dataclass(slots=True)
 class Grow:
-    """Extends block tables to `num_slots` token slots each. Each request gets all or none. A table
-    with that many slots stays as it is.
+    """Extends block tables to `num_slots` token slots each.
+
+    Each request gets all missing blocks or none. A table with enough slots stays unchanged.
     """
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
-    """Tokens that are stored when the step begins, and will stay: blocks that no later query sees
-    are freed first, and stay free even if the request then does not fit.
+    """Tokens that are stored at the start of the step and will not be recomputed. Blocks that no
+    later query can see are freed first. They stay free even if the request does not fit.
     """
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
-    """Tokens that are computed when the step ends, drafts included; empty: as many as slots, which
-    is so without lookahead.
+    """Tokens computed at the end of the step, draft tokens included. Empty means equal to
+    `num_slots`, which is the case without lookahead.
     """
 
 
 @dataclass(slots=True)
 class Commit:
-    """Publishes the blocks that lie wholly below `num_tokens`. Always fits."""
+    """Publishes the blocks that end at or before `num_tokens`. Always fits."""
 
     requests: Sequence[RequestKey]
     num_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
-    """The hashes that follow those which the pool has of each request's chain."""
+    """New hashes of each request, which continue the hash chain that the pool already has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Asks for the longest cached prefix of waiting requests, in whole blocks. Always fits. No
-    block is held; the pool keeps the hashes until the request is released.
+    """Looks up the longest cached prefixes of waiting requests, in whole blocks. Always fits.
+
+    No block is allocated. The pool keeps the hashes until the request is released.
     """
 
     requests: Sequence[RequestKey]
     max_hit_tokens: Sequence[int]
     new_hashes: Sequence[Sequence[BlockHash]]
     with_divergent_hits: bool = False
-    """Also asks for the hit of full attention alone, where states are cached less far."""
+    """Whether to also look up the hit of full attention alone, which states may not cover."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """The conditions on which one waiting request gets its blocks. It fits if the prefix hit still
-    is the one that was planned with, and if enough blocks are free.
+    """The conditions for admitting one waiting request.
+
+    The admission fits if the prefix hit is still the planned one and enough blocks are free.
     """
 
     request: RequestKey
     max_hit_tokens: int
     num_hit_tokens: int
-    """The planned hit."""
+    """Tokens of the planned hit."""
     num_slots: int
-    """Token slots that the block tables hold then."""
+    """Token slots in the block tables after the admission."""
     num_commit_tokens: int
-    """Blocks wholly below are published."""
+    """Blocks that end at or before this token are published."""
     num_reserve_slots: int
-    """Token slots, hits included, for which blocks must be free, so that `num_watermark_blocks`
-    stay free besides; 0: no more than `num_slots`. Of a request that holds blocks these are counted
-    before windows give back what it no longer sees.
+    """Token slots, hits included, for which enough blocks must be free in addition to
+    `num_watermark_blocks`. With 0 only `num_slots` counts. For a request that has blocks they are
+    counted before the blocks outside its windows are freed.
     """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
     traceparent: str = ""
-    """The request's trace context; "" if it is not sampled."""
+    """The request's trace context. Empty if the request is not sampled."""
     resumed: bool = False
-    """Whether the request was preempted: it is left out of the hit statistics."""
+    """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_external_tokens: int = 0
-    """Tokens after the hit that are loaded from elsewhere: they need blocks and count as computed.
-    If no slots follow them, they are loaded between steps, and their blocks are not to be cleared.
+    """Tokens after the hit that are loaded from elsewhere. They need blocks and count as computed.
+    If no slots follow them, they are loaded between steps, and their blocks must not be zeroed.
     """
     num_blocks_kept_free: int = 0
-    """Blocks that must stay free besides those taken now, not besides those reserved."""
+    """Blocks that must stay free in addition to `num_slots`, but not to `num_reserve_slots`."""
     holds_blocks: bool = False
-    """Whether the request waited for such a load with its blocks, and keeps its tables: nothing is
-    looked up, and `num_hit_tokens` of it are computed.
+    """Whether the request already has blocks, since it waited for a load from elsewhere. It keeps
+    its tables, nothing is looked up, and `num_hit_tokens` of its tokens are computed.
     """
     num_tokens: int | None = None
-    """As `Grow.num_tokens`; None: as many as slots."""
+    """Tokens computed at the end of the step (see `Grow.num_tokens`). None: as many as slots."""
     num_prompt_tokens: int = 0
-    """Where later requests are likely to continue."""
+    """Tokens of the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
-    """That of the planned hit: another one is another hit, unless it diverges."""
+    """The shared prefix boundary of the planned hit. If it differs, the hit has changed, except
+    when `diverges` is set.
+    """
     diverges: bool = False
-    """Whether the hit is one of full attention: what other groups lack of it is also loaded."""
+    """Whether this is a hit of full attention alone. Other groups load what they lack of it."""
     num_stored_tokens: int | None = None
-    """Tokens to which windows move on, where fewer than are computed: the rest is computed again,
-    or steps in flight still read what lies before it.
+    """Tokens behind which windows free their blocks, if fewer than the computed tokens: the rest is
+    computed again, or steps in flight still read earlier tokens.
     """
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that need not be computed: the hit, and what is loaded from elsewhere."""
+        """Tokens that need no computation: the hit, and tokens loaded from elsewhere."""
         return self.num_hit_tokens + self.num_external_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Admits requests one after another; each sees what earlier ones published."""
+    """Admits requests in order. Each one sees the blocks that earlier ones published."""
 
     admissions: Sequence[Admission]
 
@@ -169,8 +181,9 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Removes the hashes of these blocks, which requests hold: what is stored in them is not what
-    their hash says. Blocks that are free, or have no hash, are passed over. Always fits.
+    """Removes the hashes of blocks in use whose contents do not match their hash. Always fits.
+
+    Free blocks and blocks without a hash are skipped.
     """
 
     block_ids: Sequence[BlockId]
@@ -192,7 +205,7 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block of a group whose contents the workers copy to another before the step."""
+    """A copy between two blocks of a group, which workers make before the step."""
 
     group: int
     source: BlockId
@@ -201,7 +214,7 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """Blocks of one group for several requests: the number for each, and their ids end to end."""
+    """Blocks of one group for several requests: counts per request, and concatenated ids."""
 
     num_blocks: list[int]
     block_ids: list[BlockId]
@@ -209,34 +222,34 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class GrowResult:
-    """The new blocks of each group, for the requests that grew."""
+    """The new blocks in each group, for the requests that grew."""
 
     groups: tuple[GroupBlocks, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """What is cached of each request's prompt, in tokens; the lists are parallel."""
+    """The number of cached tokens of each request's prompt. The lists are parallel."""
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
-    """Where a prefix ends that some group has cached further than the hit; 0 if none has."""
+    """Tokens of a prefix longer than the hit that some group has cached, or 0 if there is none."""
     num_divergent_hit_tokens: list[int] = field(default_factory=list)
-    """If they were asked for: those that full attention has cached where all other groups have no
-    more, else as many as in the hit.
+    """Divergent hits, if requested: tokens of the full-attention hit, if no other group has a
+    longer hit; otherwise tokens of the common hit.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitResult:
-    """The full block tables of each group, hits first, for the requests that were admitted."""
+    """The complete block tables in each group, hits first, of the admitted requests."""
 
     groups: tuple[GroupBlocks, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCacheResult:
-    """Whether the hashes were removed; if not, blocks are in use and nothing was changed."""
+    """Whether the hashes were removed. If blocks are in use, nothing is changed."""
 
     done: bool
 
@@ -253,13 +266,13 @@ class StopReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The first item that did not fit: nothing of it was done, nor of anything after it."""
+    """The first item that did not fit. This item and all later ones were not applied."""
 
     operation_index: int
     item_index: int
     reason: StopReason
     num_hit_tokens: int = 0
-    """Those of the present hit if it has changed, else 0, as `shared_prefix_boundary`."""
+    """Tokens of the current hit if the hit has changed, else 0. The boundary below likewise."""
     shared_prefix_boundary: int = 0
 
 
@@ -269,14 +282,14 @@ class Outcome:
 
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
-    """One for each operation that was begun, None where it returns nothing; the last is partial if
-    there is a `stop`.
+    """One result for each started operation, None for operations without a result. With a `stop`
+    the last result is partial.
     """
     stop: Stop | None = None
     block_ids_to_zero: tuple[BlockId, ...] = ()
-    """Blocks of attention, beside state-space layers, that workers clear before their use."""
+    """New attention blocks that workers must zero, in pools that also have state-space groups."""
     copies: tuple[BlockCopy, ...] = ()
-    """Copies that workers make after that, in order."""
+    """Copies that workers make after zeroing, in order."""
 
     @property
     def grown(self) -> list[BlockTables]:
@@ -290,7 +303,7 @@ class Outcome:
 
     @property
     def admitted(self) -> list[BlockTables]:
-        """Full block tables of each admitted request, hits first."""
+        """Complete block tables of each admitted request, hits first."""
         return [
             tables
             for result in self.results
@@ -300,7 +313,7 @@ class Outcome:
 
     @property
     def hits(self) -> list[tuple[int, int]]:
-        """Cached tokens of each request that was looked up, and its shared prefix boundary."""
+        """For each request that was looked up, its cached tokens and shared prefix boundary."""
         return [
             hit
             for result in self.results
@@ -310,7 +323,7 @@ class Outcome:
 
     @property
     def divergent_hits(self) -> list[int]:
-        """Divergent hits of each request that was looked up, if they were asked for."""
+        """Divergent hits of each request that was looked up, if requested."""
         return [
             num_tokens
             for result in self.results
@@ -325,12 +338,12 @@ class Outcome:
 
 
 def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
-    """The blocks of each request, from blocks packed per group."""
+    """Splits blocks that are packed per group into the tables of each request."""
     return list(zip(*map(_tables_of_group, groups), strict=True))
 
 
 def _tables_of_group(group: GroupBlocks) -> list[list[BlockId]]:
-    """The blocks of each request in one group; in most steps each one has a single block."""
+    """The blocks of each request in one group. In most steps each request has one block."""
     num_blocks, block_ids = group.num_blocks, group.block_ids
     if len(num_blocks) == len(block_ids) == num_blocks.count(1):
         return [[block_id] for block_id in block_ids]

@@ -1,4 +1,4 @@
-"""Pool transactions from and to the messages of stepwell.kvpool.v1."""
+"""Converts pool transactions from and to the messages of stepwell.kvpool.v1."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -72,7 +72,7 @@ def operation_to_proto(  # noqa: PLR0911 - one for each kind
 
 
 def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.Operation]:
-    """The operations of a transaction. Raises MalformedTransaction, which names the field."""
+    """Converts a transaction's operations. Raises MalformedTransaction, which names the field."""
     return [
         _operation_from_proto(message, f"operations[{index}]")
         for index, message in enumerate(messages)
@@ -82,7 +82,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
-    """The answer to a transaction of this generation and sequence number."""
+    """Converts the answer to a transaction of this generation and sequence number."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,
@@ -100,7 +100,7 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    """The outcome in an answer. Raises ValueError for a reason to stop that is not known here."""
+    """Converts the outcome in an answer. Raises ValueError for an unknown stop reason."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
     if not (message.block_ids_to_zero or message.copies):  # as in models without states
@@ -114,7 +114,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
 
 
 def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
-    """The hashes in concatenated bytes. Raises MalformedTransaction if the last one is cut off."""
+    """Splits concatenated hashes. Raises MalformedTransaction if the last one is incomplete."""
     if len(packed) % HASH_BYTES:
         raise ops.MalformedTransaction(
             f"{len(packed)} bytes are no whole number of hashes of {HASH_BYTES} bytes", field=field

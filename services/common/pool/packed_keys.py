@@ -1,9 +1,9 @@
-"""Keys of blocks as bytes: a sequence in 6 bytes each, and a set, whose order is free, in fewer.
+"""Packs block keys into bytes: a sequence with 6 bytes per key, or a set with fewer.
 
-Keys have 48 bits. Those of a set are sorted: the first byte becomes a count for each of its 256
-values, the second the difference from the key before it, which is small and compresses well, and
-the other four bytes stay as they are. Of twenty thousand keys each takes 4.5 bytes. Numbers are
-little-endian.
+Keys have 48 bits. The keys of a set are sorted. The first byte is replaced by a count for each of
+its 256 values. The second byte becomes the difference from the previous key, which is small and
+compresses well. The other four bytes stay unchanged. In a set of twenty thousand keys each key
+takes 4.5 bytes. Numbers are little-endian.
 """
 
 import struct
@@ -29,11 +29,11 @@ _KEYS_PER_TURN = 4096
 
 
 class DamagedKeys(ValueError):
-    """Bytes that are no packed keys."""
+    """The bytes are not packed keys."""
 
 
 def pack_keys(keys: Sequence[int]) -> bytes:
-    """Keys in their order, 6 bytes each."""
+    """Packs keys in order, with 6 bytes per key."""
     wide = little_endian(array("Q", keys)).tobytes()
     packed = bytearray(KEY_BYTES * len(keys))
     for index in range(KEY_BYTES):
@@ -54,8 +54,9 @@ def unpack_keys(packed: bytes) -> "array[int]":
 
 
 def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """Packs keys that are each there once. Yields now and then, so that a large set can be packed
-    in turns with other work; returns the bytes.
+    """Packs distinct keys and returns the bytes.
+
+    The generator yields periodically, so that other tasks can run while a large set is packed.
     """
     by_top: list[list[int]] = [[] for _ in range(_NUM_TOPS)]
     for at in range(0, len(keys), _KEYS_PER_TURN):
@@ -73,7 +74,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
         if since_turn >= _KEYS_PER_TURN:
             since_turn = 0
             yield
-    # Small numbers without repetitions: codes of variable length are all that helps.
+    # The numbers are small and do not repeat, so only variable-length codes reduce their size.
     compressor = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
     compressed = compressor.compress(_COUNTS.pack(*map(len, by_top)) + steps)
     compressed += compressor.flush()
@@ -82,7 +83,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
-    """The inverse of `pack_key_set`, in parts. Raises DamagedKeys, at once."""
+    """The inverse of `pack_key_set`: yields parts of the set. Raises DamagedKeys when called."""
     try:
         num_keys, num_compressed = _LENGTHS.unpack_from(packed)
         begin = _LENGTHS.size + num_compressed

@@ -1,4 +1,4 @@
-"""How deep a chain of blocks is cached, by what each kind of attention reads of it."""
+"""Computes how deep a chain of blocks is cached, by the rules of each attention type."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,17 +7,17 @@ from itertools import takewhile
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, chain_block_size
 
 IsCached = Callable[[int], bool]
-"""Whether the block of a group that ends with the block at an index of the chain is cached."""
+"""Whether a group has cached its block that ends with chain block `index`."""
 
 
 def prefix_depth(
     groups: Sequence[KVCacheGroup], is_cached: Sequence[IsCached], num_blocks: int
 ) -> int:
-    """Blocks of the longest prefix that every group can use; `is_cached` is parallel to `groups`.
-    A block of the chain has `chain_block_size` tokens, and a block of a group one or several times
-    as many.
+    """The number of blocks in the longest prefix that every group can use.
 
-    Each group in turn shortens it to the next one of its own, until all agree.
+    `is_cached` is parallel to `groups`. A block of the chain has `chain_block_size` tokens. A block
+    of a group has this number of tokens or a multiple of it. Each group in turn shortens the prefix
+    to its own longest hit, until all groups agree.
     """
     size = chain_block_size(groups)
     scales = [max(1, group.block_size // size) for group in groups]
@@ -33,10 +33,10 @@ def prefix_depth(
 
 
 def _usable(group: KVCacheGroup, scale: int, is_cached: IsCached, num_blocks: int) -> int:
-    """Blocks of the longest prefix, up to `num_blocks`, of which a group has all blocks that it
-    reads. `scale`: blocks of the chain in each.
+    """Group blocks in the longest prefix, up to `num_blocks`, that one group can use.
 
-    Full attention looks from the left, since most chains are cached nowhere; others from the right.
+    `scale` is the number of chain blocks per group block. Full attention searches from the left,
+    since most chains are not cached at all. Other types search from the right.
     """
     ends = range(scale - 1, num_blocks * scale, scale)
     if group.attention_type is AttentionType.FULL:

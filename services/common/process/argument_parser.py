@@ -1,4 +1,4 @@
-"""An argument parser that names flags like one that it does not know."""
+"""An argument parser that suggests similar flags for an unknown one."""
 
 import argparse
 import difflib
@@ -8,7 +8,7 @@ _MAX_SIMILAR = 2
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Where arguments are left over, `error` gets a sentence with what may have been meant."""
+    """For unrecognized arguments, the sentence passed to `error` includes a suggestion."""
 
     def parse_args(  # type: ignore[override]  # a namespace of another class is not wanted
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -1,14 +1,14 @@
-"""A file that says whether a service is ready, for probes that cost next to nothing.
+"""A file with a service's readiness, for probes that cost next to nothing.
 
-Its one line is written by the event loop, so that its age shows a loop that stands still:
+The event loop writes its one line, so the file's age reveals a blocked loop:
 
     STATE PID BEAT RAN WAITED
 
-STATE is ready, live or not-live: a live service that is not ready is loading or draining, or what
-it needs is away. BEAT is the machine's uptime in whole seconds (/proc/uptime), which no change of
-the clock moves. RAN and WAITED are how long the main thread of the process PID had run and waited
-for a processor by then, in nanoseconds (/proc/PID/schedstat): a reader tells a process that hangs
-from one that is starved. `deploy/docker/probe.sh` is such a reader.
+STATE is ready, live or not-live. A service that is live but not ready is loading or draining, or a
+service that it depends on is unavailable. BEAT is the machine's uptime in whole seconds
+(/proc/uptime), which clock changes do not affect. RAN and WAITED are the times for which the main
+thread of process PID has run and has waited for a processor, in nanoseconds (/proc/PID/schedstat).
+With them a reader such as `deploy/docker/probe.sh` distinguishes a hung process from a starved one.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _UPTIME, _SCHEDSTAT = Path("/proc/uptime"), Path(f"/proc/{os.getpid()}/schedstat
 
 
 class HealthFile:
-    """Keeps the file up to date while `run` runs."""
+    """Writes the health file at each change and, while `run` runs, every `BEAT_SECONDS`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,17 +34,17 @@ class HealthFile:
         self._failure = ""
 
     def set_live(self, live: bool) -> None:
-        """Notes and writes whether the service can go on."""
+        """Sets whether the service can continue at all, and writes the file."""
         self._is_live = live
         self._try_to_write()
 
     def set_ready(self, ready: bool) -> None:
-        """Notes and writes whether requests can be served now."""
+        """Sets whether requests can be served now, and writes the file."""
         self._is_ready = ready
         self._try_to_write()
 
     def write(self) -> None:
-        """Replaces the file in one step. Raises Unavailable."""
+        """Replaces the file atomically. Raises Unavailable."""
         state = "not-live"
         if self._is_live:
             state = "ready" if self._is_ready else "live"
@@ -62,7 +62,7 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Logs a failure, such as a full disk, when it is another than the one before."""
+        """Writes the file. Logs a failure, such as a full disk, if it differs from the last one."""
         failure = ""
         try:
             self.write()
@@ -78,7 +78,10 @@ def _uptime_seconds() -> int:
 
 
 def _main_thread_nanos() -> tuple[int, int]:
-    """How long the main thread has run, and waited for a processor; 0 where that is not counted."""
+    """Nanoseconds for which the main thread has run and has waited for a processor.
+
+    Both are 0 if the kernel does not count them.
+    """
     try:
         ran, waited, _ = _SCHEDSTAT.read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Long computations on an event loop."""
+"""Runs long computations on an event loop without blocking it."""
 
 import asyncio
 from collections.abc import Generator
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def in_turns(work: Generator[None, None, T]) -> T:
-    """What work returns; other tasks get a turn where it yields."""
+    """Returns the result of a generator. Other tasks can run whenever it yields."""
     while True:
         try:
             next(work)

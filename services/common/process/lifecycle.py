@@ -1,6 +1,6 @@
-"""The life of a service process: read settings, serve until SIGTERM, drain, exit 0.
+"""The lifecycle of a service process: read settings, serve until SIGTERM, drain, exit 0.
 
-Every service is composed in its `__main__.py`, in one shape:
+Every service is composed in its `__main__.py`, with this structure:
 
     import gc
     import signal
@@ -18,11 +18,11 @@ Every service is composed in its `__main__.py`, in one shape:
         with service_tracing(SERVICE, settings) as tracing:
             ...  # build the parts, listen on settings.address, wait for stop, drain
 
-What tests start inside their own process, on free ports, is `serve` or a class in the same file.
+Tests start `serve`, or a class of the same file, inside their own process on free ports.
 
-Imports make hundreds of thousands of objects and next to no garbage. Searching them for it, again
-and again while they grow in number, would take a fifth of the processor time of a start. Ctrl-C
-during the imports ends the process at once, without a traceback.
+Imports create hundreds of thousands of objects and hardly any garbage. Repeated garbage collections
+of this growing heap would take a fifth of the processor time of a start. Ctrl-C during the imports
+ends the process at once, without a traceback.
 """
 
 import asyncio
@@ -54,21 +54,21 @@ def run_service(
     serve: Callable[[S, asyncio.Event], Awaitable[None]],
     prepare: Callable[[S], None] = lambda _: None,
 ) -> NoReturn:
-    """Reads the settings, configures logs, calls `prepare(settings)` before there is an event loop,
-    and runs `serve(settings, stop)` to its end.
+    """Runs a service until it ends, then ends the process.
 
-    SIGTERM and SIGINT set `stop`; `serve` then drains and returns, and the process exits with 0.
-    Another signal sets it again, which ends what a service does after its drain. A
-    StepwellError that either raises, at start or later, ends the process with its one sentence and
-    exit status 1, a SettingError with status 2. Once `serve` has returned, the process ends without
-    taking the interpreter apart: with large libraries that takes seconds.
+    Reads the settings, configures logs, calls `prepare(settings)` before there is an event loop,
+    and awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
+    returns, and the process exits with status 0. A second signal sets `stop` again, which ends
+    waits after the drain. A StepwellError of `prepare` or `serve` ends the process with its
+    sentence and exit status 1, a SettingError with status 2. After `serve` the interpreter is not
+    finalized, since that takes seconds with large libraries.
     """
     settings = load_settings(settings_class, service)
     configure_logs(service, settings.log_level, settings.log_format)
 
     async def main() -> None:
-        # What was imported stays: a full collection that visits it takes tens of milliseconds, in
-        # which no step is planned.
+        # Imported objects are never freed. A full collection that visits them takes tens of
+        # milliseconds, during which no step is planned.
         gc.freeze()
         gc.enable()
         stop = asyncio.Event()
@@ -92,7 +92,7 @@ def run_service(
 
 
 def end_at_once(sentence: str, status: int = 1) -> NoReturn:
-    """Ends the process with one sentence on standard error, even while threads are blocked."""
+    """Ends the process with one sentence on standard error, even if threads are blocked."""
     complain(sentence)
     _end(status)
 
@@ -104,9 +104,10 @@ def _end(status: int) -> NoReturn:
 
 
 def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that nothing awaits. Left out is one of looking up a host name: where an
-    attempt to connect is cancelled, uvloop does not end the lookup, and drops its result. Whoever
-    wanted to connect has had an error of its own.
+    """Logs an error that no task awaits, except a failed look-up of a host name.
+
+    If a connection attempt is cancelled, uvloop does not cancel its look-up and drops the result.
+    The caller that wanted to connect has received an error of its own.
     """
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)

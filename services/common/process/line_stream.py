@@ -1,4 +1,4 @@
-"""Lines for a stream that may take none for a while, as on a full disk."""
+"""Writes lines to a stream that may be blocked for some time, for example by a full disk."""
 
 import errno
 import io
@@ -8,13 +8,14 @@ from typing import TextIO
 
 
 class LineStream:
-    """Writes lines past the stream's buffers, which would keep a part of what a full disk does not
-    take. Lines that cannot be written are dropped, and the first one that can be again comes after
-    one that says how many were.
+    """Writes lines without the stream's buffers, which would keep lines that a full disk rejects.
+
+    Lines that cannot be written are dropped. When writing succeeds again, a line with the number of
+    dropped lines is written first.
     """
 
     def __init__(self, stream: TextIO, line_of: Callable[[str], str]) -> None:
-        """`line_of` makes a line, with its end, of that message."""
+        """`line_of` turns a message into a line with a line break."""
         self._stream = stream
         self._line_of = line_of
         buffer = getattr(stream, "buffer", None)
@@ -23,10 +24,10 @@ class LineStream:
         self._num_lost = 0
         self._why = ""
         self._is_cut = False
-        """Whether the last line was written in part."""
+        """Whether the last line was written only in part."""
 
     def write(self, lines: str) -> None:
-        """Writes lines, each with its end."""
+        """Writes lines. Each must end with a line break."""
         if self._num_lost:
             gap = f"{self._num_lost} lines before this one could not be written: {self._why}"
             if self._try_to_write(self._line_of(gap)):
@@ -36,7 +37,7 @@ class LineStream:
         self._num_lost += self._try_to_write(lines)
 
     def _try_to_write(self, lines: str) -> int:
-        """Returns how many could not be written."""
+        """Returns the number of lines that could not be written."""
         encoded = lines.encode(self._stream.encoding or "utf-8", "backslashreplace")
         left = b"\n" + encoded if self._is_cut else encoded
         try:

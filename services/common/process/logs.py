@@ -1,4 +1,4 @@
-"""Logs: one line an event, as text or JSON, with the ids of the current trace."""
+"""Logs: one line per event, as text or JSON, with the ids of the current trace."""
 
 import asyncio
 import enum
@@ -16,7 +16,7 @@ from opentelemetry import trace
 from services.common.process.line_stream import LineStream
 
 REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
-"""Fields that each log line has of the request that the present task serves."""
+"""Fields of the request that the current task serves. Each log line includes them."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -27,11 +27,11 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
 
 _GRPC = "grpc._cython.cygrpc"
 _WRITE_FAILED = "ExecuteBatchError"
-"""What grpc.aio raises where a connection ends while it is written to."""
+"""The error that grpc.aio raises if a connection ends during a write."""
 
 
 class LogFormat(enum.Enum):
-    """How a log line looks."""
+    """The format of log lines."""
 
     TEXT = "text"
     JSON = "json"
@@ -53,28 +53,28 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
     logging.getLogger(_GRPC).addFilter(_says_more_than_that_a_peer_left)
-    # What no line says is not looked up for each ("Optimization", in logging's documentation).
+    # Values that no log line contains are not computed ("Optimization" in logging's documentation).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
-    """False for the traceback that grpc.aio logs where a client's connection ends while it is sent
-    a message. The service learns of that by the end of the call.
+    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write.
+
+    The service is notified of the disconnection by the end of the call.
     """
     error = record.exc_info[0] if record.exc_info else None
     return error is None or error.__name__ != _WRITE_FAILED
 
 
 class _LinesHandler(logging.StreamHandler[TextIO]):
-    """Writes the lines of one turn of the event loop together, soon after it: each write is a call
-    of the system, and a busy server logs several calls in a turn.
+    """Writes the lines of one event loop iteration together, right after the iteration.
 
-    Only lines of level info wait so. Those that explain how a process failed, or are looked at to
-    find out, are written at once, after those that wait; so are lines that come outside an event
-    loop, such as those of threads.
-
-    Lines that cannot be written, as on a full disk, are counted in the log once there is room.
+    Each write is a system call, and a busy server logs several calls in an iteration. Only lines of
+    level info are delayed. All other lines are written at once, after the delayed ones, since they
+    help to analyse a failed process. Lines from outside an event loop, such as lines of threads,
+    are also written at once. Lines that cannot be written, for example because of a full disk, are
+    counted, and the count is logged later.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -82,7 +82,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
         self._lines = LineStream(stream, self._gap)
         self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        """Where they are to be written; None if none waits for its turn."""
+        """The loop that will write the delayed lines. None if no line is delayed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -95,7 +95,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
             self.flush()
         elif loop is not self._loop:
             self._loop = loop
-            # In a context of its own: the present one is a request's, and keeps it.
+            # Runs in an empty context, since the current context may contain a request's fields.
             loop.call_soon(self.flush, context=Context())
 
     def flush(self) -> None:
@@ -112,7 +112,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     def _gap(self, message: str) -> str:
         fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
         record = logging.makeLogRecord(fields | {"msg": message})
-        # In a context of its own: the present one may be a request's.
+        # Runs in an empty context, since the current context may contain a request's fields.
         return Context().run(self.format, record) + self.terminator
 
 
@@ -124,8 +124,9 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was passed as `extra`, the names of the request that is served and, where neither has a
-    trace, the trace and span that are current.
+    """The fields of a line: those in `extra`, and those of the request being served.
+
+    Without a trace among them, the ids of the current trace and span are added.
     """
     fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
     fields.update(REQUEST_FIELDS.get() or {})
@@ -153,7 +154,7 @@ class _TextFormatter(logging.Formatter):
 
 @lru_cache(maxsize=2)
 def _clock(seconds: int) -> str:
-    """The local time of a line."""
+    """Formats the local time of a line."""
     return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 

@@ -1,5 +1,5 @@
-"""Settings that every service has: where it listens, its certificate for the other services, its
-traces, its logs, its time to stop.
+"""Settings that every service has: addresses, its certificate for other services, traces, logs, and
+the drain time.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.common.rpc.addresses import is_listen_address
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSettings:
-    """A service's settings extend these. Each gives `address` its default, a port of its own."""
+    """The base class of each service's settings. Subclasses give `address` a default port."""
 
     address: str = setting(
         doc="where gRPC listens: host:port, with port 0 for a free one, or unix:PATH",
@@ -66,7 +66,7 @@ class ServiceSettings:
 
 
 def allowed_names() -> Any:
-    """A setting of services that other services call."""
+    """Defines this setting for a service that is called by other services."""
     return setting(
         (),
         doc="subject alternative names, comma-separated, of which one must be in the certificate "
@@ -75,7 +75,7 @@ def allowed_names() -> Any:
 
 
 def server_name() -> Any:
-    """A setting of services that call others."""
+    """Defines this setting for a service that calls other services."""
     return setting(
         None,
         doc="name that must be in the certificates of the services called here, where it is not "

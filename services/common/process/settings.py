@@ -1,13 +1,13 @@
-"""Settings of a service: one frozen, flat dataclass, filled from flags and the environment.
+"""Settings of a service: a frozen, flat dataclass, filled from flags and environment variables.
 
-A field `max_num_seqs` of the worker is the flag `--max-num-seqs` and the variable
-`STEPWELL_WORKER_MAX_NUM_SEQS`; a flag wins over a variable, a variable over the default.
-A value that does not parse or fails its check, and an unknown name, end the process with one
-sentence and exit status 2. Every variable `STEPWELL_…` must be one that some program reads: a
-misspelled one would leave a server open, or a limit unset.
+The worker's field `max_num_seqs` is the flag `--max-num-seqs` and the variable
+`STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default.
+A value that does not parse or fails its check ends the process with one sentence and exit status
+2, and so does an unknown name. Every variable `STEPWELL_…` must be one that some program reads,
+since a misspelled one could leave a server open or a limit unset.
 
-A secret, such as a key, can also be the content of a file. The variable's name with `_FILE` added
-has the file's path, so that neither the command line nor the environment shows the secret.
+A secret, such as a key, can also be read from a file, so that neither the command line nor the
+environment shows it. The variable's name with `_FILE` added has the file's path.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _CLIENT_VARIABLES = frozenset(
     f"STEPWELL_{name}"
     for name in ("URL", "API_KEY", "ADMIN_URL", "ADMIN_KEY", "CA_FILE", "CERT_FILE", "KEY_FILE")
 )
-"""Variables of the commands of clients and operators."""
+"""Variables of client and operator commands."""
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -51,7 +51,7 @@ Check = Callable[[Any], str | None]
 
 
 class SettingError(ValueError):
-    """A setting that cannot be used; the message names it and says why."""
+    """A setting is invalid. The message has its name and the reason."""
 
 
 def setting(
@@ -62,33 +62,33 @@ def setting(
     is_secret: bool = False,
     read: Callable[[str], Any] | None = None,
 ) -> Any:
-    """A field of a settings class. Without a default it must be given.
+    """Defines a field of a settings class. A setting without a default is required.
 
     `check` returns what is wrong with a value ("must be at least 1"), or None. A secret can be
-    read from a file. `read` makes the value of the text of a flag or variable, and raises
-    ValueError with a sentence; by default the field's type does.
+    read from a file. `read` parses the text of a flag or variable and raises ValueError with a
+    sentence; by default the field's type parses it.
     """
     metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def with_default(base: type[IsDataclass], name: str, default: Any) -> Any:
-    """The field `name` of `base`, with another default, for a class that extends it."""
+    """Defines the field `name` of `base` again, with another default, in a subclass."""
     return dataclasses.field(default=default, metadata=getattr(base, _FIELDS)[name].metadata)
 
 
 def at_least(low: float) -> Check:
-    """A check: the number is `low` or more. NaN is not."""
+    """Returns a check that a number is at least `low`. NaN fails."""
     return lambda value: None if value >= low else f"must be at least {low:g}"
 
 
 def between(low: float, high: float) -> Check:
-    """A check: the number lies in [low, high]. NaN does not."""
+    """Returns a check that a number is in [low, high]. NaN fails."""
     return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"
 
 
 def one_of(names: Collection[str]) -> Check:
-    """A check: the text is one of these names, as they are when it is checked."""
+    """Returns a check that a text is one of `names`, as they are at the time of the check."""
     return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 
@@ -135,9 +135,9 @@ def parse_settings(
     prog: str | None = None,
 ) -> T:
     """Reads the settings of `service`, by default from this process's arguments and environment.
-    Raises SettingError, or SystemExit(0) after --help.
 
-    `prog` is what the help calls the program, by default the service's module.
+    `prog` is the program's name in the help text, by default the service's module. Raises
+    SettingError, or SystemExit(0) after --help.
     """
     environ = os.environ if environ is None else environ
     kinds = {name: without_none(hint) for name, hint in typing.get_type_hints(cls).items()}
@@ -158,8 +158,9 @@ def parse_settings(
 
 
 def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The texts that the environment has for settings, by the names of their fields. Raises
-    SettingError for a name that no program reads, and a file of a secret that cannot be read.
+    """The values of settings in the environment, by field name.
+
+    Raises SettingError for a name that no program reads, or a secret's file that cannot be read.
     """
     fields = dataclasses.fields(cls)
     names = {variable_name(service, field.name): field.name for field in fields}
@@ -189,7 +190,7 @@ def _require_known(service: str, environ: Mapping[str, str], known: Collection[s
 
 
 def _secret(variable: str, path: Path) -> str:
-    """The text of a file, whose lines stand for the items of a list."""
+    """Reads a secret from a file. Each line is one item of a list."""
     try:
         return ",".join(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:
@@ -198,7 +199,7 @@ def _secret(variable: str, path: Path) -> str:
 
 
 def validate(settings: IsDataclass) -> None:
-    """Runs the check of every field. Raises SettingError for the first that fails."""
+    """Runs the check of every field. Raises SettingError for the first failure."""
     for field in dataclasses.fields(settings):
         value, check = getattr(settings, field.name), field.metadata.get("check")
         complaint = check(value) if check is not None and value is not None else None
@@ -218,7 +219,7 @@ def variable_name(service: str, field_name: str) -> str:
 
 
 def env_prefix(service: str) -> str:
-    """What the environment variables of a service begin with."""
+    """The prefix of a service's environment variables."""
     return f"STEPWELL_{service.upper()}_"
 
 
@@ -267,14 +268,14 @@ def _metavar(kind: Any) -> str:
 
 
 def without_none(hint: Any) -> Any:
-    """The type behind `X | None`."""
+    """The type X of a hint `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
 
 
 def _value(field: dataclasses.Field[Any], text: str | bool, kind: Any, name: str) -> Any:
-    """The value of a field by the text of a flag or variable of this name."""
+    """Parses the text of the flag or variable `name` into the value of a field."""
     read = field.metadata.get("read")
     if read is None:
         return _convert(text, kind, name)
@@ -304,7 +305,7 @@ def _convert(text: str | bool, kind: Any, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A value as a flag or a variable has it."""
+    """Formats a value as in a flag or a variable."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, tuple):

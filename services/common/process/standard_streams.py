@@ -1,4 +1,4 @@
-"""Standard output and error, where they cannot be written to, as on a full disk."""
+"""Standard output and error that may be unwritable, for example because of a full disk."""
 
 import os
 import sys
@@ -8,14 +8,15 @@ from typing import TextIO
 
 
 def complain(sentence: str) -> None:
-    """Writes to standard error, if that can be written to."""
+    """Writes a sentence to standard error. Ignores a failure."""
     with suppress(OSError):
         print(sentence, file=sys.stderr)
 
 
 def drop_unwritten(*streams: TextIO | None) -> None:
-    """Writes what the streams hold, and drops what cannot be written. Python would try once more at
-    the end of the process, and end it with 120 instead of its own status.
+    """Flushes the streams and drops text that cannot be written.
+
+    Without this, Python would flush again at exit and exit with status 120 instead of its own.
     """
     for stream in streams:
         if stream is None:

@@ -1,9 +1,9 @@
-"""Redis as the services use it: one server or a cluster, whichever the URL leads to, and calls that
-fail within a fraction of a second, since no request may wait for Redis.
+"""Calls to Redis, a single server or a cluster as the URL requires, that fail within 0.5 s.
 
-redis-py's defaults retry ten times with five seconds each. Here a call is never retried, each read
-and write of a socket is bounded, and the whole call is. Commands are those of Redis 6.2, spoken in
-RESP2. `redis` is an extra: this module is imported only where a URL is given.
+No request may wait for Redis. By default redis-py retries ten times with five seconds each. Here a
+call is never retried, and both the whole call and each socket operation have a time limit. Commands
+are limited to Redis 6.2 and RESP2. `redis` is an optional dependency: this module is imported only
+if a URL is set.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ logger = logging.getLogger(__name__)
 
 
 class RedisUnavailable(Unavailable):
-    """Redis did not do what it was asked, or not in time. Whether it was done is not known."""
+    """Redis failed or did not answer in time. The command may or may not have been executed."""
 
     reason = "REDIS_UNAVAILABLE"
 
 
 class RedisConnection:
-    """Calls Redis, and connects as often as needed. Calls may overlap."""
+    """Calls Redis and connects when necessary. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking`: for commands that wait at the server; only the call as a whole is bounded.
+        """`blocking` is for commands that wait at the server: only the whole call has a time limit.
 
-        Raises SettingError where a file that the URL names is missing.
+        Raises SettingError if a file that the URL names is missing.
         """
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:
@@ -68,12 +68,12 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """What `use` returns. Raises RedisUnavailable, after `seconds` at the latest."""
+        """Returns the result of `use`. Raises RedisUnavailable, after `seconds` at the latest."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
-        # Any error: redis-py does not name all that it may raise while a cluster changes, and
-        # whatever it is, the call has failed.
+        # Catches every error: redis-py does not document all errors that it can raise while a
+        # cluster changes, and each of them means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
@@ -83,9 +83,9 @@ class RedisConnection:
     async def pipeline(
         self, commands: list[tuple[Any, ...]], seconds: float = CALL_SECONDS
     ) -> list[Any]:
-        """Executes commands in order and returns their answers. It is no transaction.
+        """Executes commands in order, not as a transaction, and returns their answers.
 
-        All keys must be of one slot. Raises RedisUnavailable if one of them fails.
+        All keys must belong to one slot. Raises RedisUnavailable if any command fails.
         """
 
         async def use(client: Client) -> list[Any]:
@@ -98,10 +98,9 @@ class RedisConnection:
         return await self.call(use, seconds)
 
     async def require_usable(self) -> None:
-        """Raises SettingError where the URL leads to no Redis, or password or certificate are
-        wrong.
+        """Raises SettingError if there is no Redis at the URL, or password or certificate is wrong.
 
-        A server that cannot be reached now may be back later: that is logged.
+        A server that is unreachable now may become reachable later, so that is only logged.
         """
         try:
             await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
@@ -111,7 +110,7 @@ class RedisConnection:
             logger.warning("%s; going on without it until it can be reached", error)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes all connections."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -135,8 +134,9 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """What is wrong with a URL, password or certificate, by the error that a call ended with; None
-    if trying again later may help.
+    """What is wrong with a URL, password or certificate, judging by the error of a call.
+
+    Returns None if a later retry may succeed.
     """
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):
@@ -146,7 +146,7 @@ def why_unusable(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLError):
             return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
         if isinstance(cause, socket.gaierror):
-            # EAI_AGAIN: no name server answers, which is no statement about the name.
+            # With EAI_AGAIN no name server answers, so the host may exist.
             return None if cause.errno == socket.EAI_AGAIN else "there is no such host"
         if isinstance(cause, exceptions.InvalidResponse):
             return "what answers there is not Redis"
@@ -167,14 +167,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _raise_if_cancelled() -> None:
-    """redis-py now and then answers a cancellation with another error, or with none."""
+    """Raises CancelledError if the task is cancelled: redis-py may hide a cancellation."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 def _text(error: BaseException) -> str:
-    """In one line; errors of pipelines begin with the command, which may be long and binary."""
+    """An error in one line, without the command with which errors of pipelines begin."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

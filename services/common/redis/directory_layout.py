@@ -1,14 +1,14 @@
-"""The directory's forms in Redis: names of keys, and bytes of what is stored under them.
+"""The directory's schemas in Redis: names of keys, and the encoding of their values.
 
 `kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
-`kvd:{fp}:epoch`          counter; the next life of any node takes the next number
+`kvd:{fp}:epoch`          counter; a new epoch of any node takes the next number
 `kvd:{fp}:nodes`          hash: name of a node to its record, in JSON
 `kvd:{fp}:lease:N`        lease of node N; expires
-`kvd:{fp}:snap:N:E`       all keys of node N in its life E; expires
+`kvd:{fp}:snap:N:E`       all keys of node N in its epoch E; expires
 
-`fp` is the model's fingerprint. The braces put all of a model into one slot of Redis Cluster.
-Binary values begin with a CRC-32 of what follows; numbers are little-endian. The keys of an entry
-are packed in 6 bytes each, those of a snapshot as a set.
+`fp` is the model's fingerprint. The braces put all keys of a model into one slot of Redis Cluster.
+Binary values begin with a CRC-32 of the following bytes. Numbers are little-endian. The block keys
+of a log entry are packed with 6 bytes each, the block keys of a snapshot as a set.
 """
 
 import json
@@ -29,7 +29,7 @@ from services.common.pool.packed_keys import (
 )
 
 FIELD = b"b"
-"""The one field of a log entry."""
+"""The only field of a log entry."""
 
 _CRC = struct.Struct("<I")
 _BATCH = struct.Struct("<BBQQI")  # version, flags, epoch, sequence, number of added keys
@@ -42,46 +42,46 @@ _HAS_DIGEST = 1
 
 
 class DamagedValue(ValueError):
-    """Bytes that are no value of the directory, or not whole."""
+    """The bytes are incomplete or not a value of the directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryKeys:
-    """The names of what Redis holds for one model."""
+    """The names of one model's keys in Redis."""
 
     prefix: str
 
     @classmethod
     def of(cls, fingerprint: bytes) -> "DirectoryKeys":
-        """The names of a model's keys, with 64 bits of its fingerprint."""
+        """Returns the names for a model, which contain 64 bits of its fingerprint."""
         return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
 
     @property
     def log(self) -> str:
-        """The stream."""
+        """The name of the log stream."""
         return f"{self.prefix}:log"
 
     @property
     def epoch(self) -> str:
-        """The counter of lives."""
+        """The name of the epoch counter."""
         return f"{self.prefix}:epoch"
 
     @property
     def nodes(self) -> str:
-        """The records of nodes."""
+        """The name of the hash with the nodes' records."""
         return f"{self.prefix}:nodes"
 
     def lease(self, node: str) -> str:
-        """The lease of a node."""
+        """The name of a node's lease."""
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """The keys of a life. An older life's snapshot that is written late replaces nothing."""
+        """The name of an epoch's snapshot. A late snapshot of an older epoch replaces nothing."""
         return f"{self.prefix}:snap:{node}:{epoch}"
 
 
 def batch_to_bytes(batch: KeyBatch) -> bytes:
-    """A batch as the log holds it."""
+    """Encodes a batch for the log."""
     digest = batch.digest
     head = _BATCH.pack(
         _VERSION,
@@ -95,7 +95,7 @@ def batch_to_bytes(batch: KeyBatch) -> bytes:
 
 
 def batch_from_bytes(value: bytes) -> KeyBatch:
-    """The inverse. Raises DamagedValue."""
+    """The inverse of `batch_to_bytes`. Raises DamagedValue."""
     body = _unseal(value, _BATCH.size)
     version, flags, epoch, sequence, num_added = _BATCH.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")
@@ -113,13 +113,13 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
 
 
 def lease_to_bytes(lease: NodeLease) -> bytes:
-    """A lease as Redis holds it."""
+    """Encodes a lease."""
     digest = lease.digest
     return _seal(_LEASE.pack(_VERSION, lease.epoch, lease.sequence, digest.count, digest.xor))
 
 
 def lease_from_bytes(value: bytes) -> NodeLease:
-    """The inverse. Raises DamagedValue."""
+    """The inverse of `lease_to_bytes`. Raises DamagedValue."""
     body = _unseal(value, _LEASE.size)
     _require(len(body) == _LEASE.size, "too long")
     version, epoch, sequence, count, xor = _LEASE.unpack(body)
@@ -128,7 +128,7 @@ def lease_from_bytes(value: bytes) -> NodeLease:
 
 
 def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """A snapshot as Redis holds it. Yields now and then, as `pack_key_set` does."""
+    """Encodes a snapshot. Yields periodically, as `pack_key_set` does."""
     log_id = snapshot.log_id.encode()
     head = _SNAPSHOT.pack(_VERSION, snapshot.epoch, snapshot.sequence, len(log_id))
     packed = yield from pack_key_set(keys)
@@ -136,7 +136,7 @@ def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[
 
 
 def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
-    """The inverse; the keys come in parts. Raises DamagedValue, at once."""
+    """The inverse of `snapshot_to_bytes`, with the keys in parts. Raises DamagedValue at once."""
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")
@@ -151,7 +151,7 @@ def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]
 
 
 def record_to_bytes(record: NodeRecord) -> bytes:
-    """A node's record as Redis holds it."""
+    """Encodes a node's record as JSON."""
     groups = [
         {
             "attention_type": group.attention_type.value,
@@ -165,7 +165,7 @@ def record_to_bytes(record: NodeRecord) -> bytes:
 
 
 def record_from_bytes(node: str, value: bytes) -> NodeRecord:
-    """The inverse, of the node under whose name it is stored. Raises DamagedValue."""
+    """The inverse of `record_to_bytes`, for the given node name. Raises DamagedValue."""
     try:
         values = json.loads(value)
         groups = tuple(

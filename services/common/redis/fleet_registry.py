@@ -1,12 +1,12 @@
-"""The registry of a fleet in Redis: at which addresses schedulers serve a model now.
+"""The registry of a fleet in Redis: the addresses of the schedulers that currently serve a model.
 
-`fleet:{NAME}:replicas`   sorted set: the record of each replica, in JSON, by the time at which its
-                          lease ends, in milliseconds of Redis's clock
+`fleet:{NAME}:replicas`   sorted set: the record of each replica, in JSON. The score is the end of
+                          its lease, in milliseconds of Redis's clock
 
-NAME is the name by which clients ask for the model, quoted as in URLs; the braces keep all keys of
-a fleet in one slot of Redis Cluster. A scheduler renews its lease every second. One that does not
-is read no more once its lease has ended, and is removed by the next renewal of another one. Scripts
-take the time from the server, so that the clocks of schedulers and gateways do not matter.
+NAME is the model name that clients use, quoted as in URLs. The braces keep all keys of a fleet in
+one slot of Redis Cluster. A scheduler renews its lease every second. Records with an expired lease
+are not returned, and the next renewal by any scheduler removes them. Scripts use the server's
+clock, so the clocks of schedulers and gateways do not matter.
 """
 
 import json
@@ -38,16 +38,16 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], string.format('(%.0f', now), '+inf')
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReplica:
-    """A scheduler process as it registers itself."""
+    """The record of a scheduler process in the registry."""
 
     address: str
-    """Where gateways reach it: host:port or unix:PATH."""
+    """The address for gateways: host:port or unix:PATH."""
     node: str
-    """The name that no other process has: that of its pool in the directory."""
+    """The unique name of the scheduler's pool in the directory."""
 
 
 class FleetRegistry:
-    """The replicas that serve a model under one name. Each call raises RedisUnavailable."""
+    """The replicas that serve a model under one name. Each method may raise RedisUnavailable."""
 
     def __init__(
         self, redis: RedisConnection, model_name: str, lease_seconds: float = LEASE_SECONDS
@@ -58,19 +58,19 @@ class FleetRegistry:
         self._damaged: set[bytes] = set()
 
     async def renew(self, replica: RegisteredReplica) -> None:
-        """Registers a replica for the time of a lease from now on."""
+        """Registers a replica for the duration of one lease."""
         record = record_to_bytes(replica)
         await self._redis.call(
             lambda client: client.eval(_RENEW, 1, self._key, record, self._lease_millis)
         )
 
     async def remove(self, replica: RegisteredReplica, seconds: float = CALL_SECONDS) -> None:
-        """Removes a replica. Does nothing if it is not registered."""
+        """Removes a replica. Does nothing if the replica is not registered."""
         record = record_to_bytes(replica)
         await self._redis.call(lambda client: client.zrem(self._key, record), seconds)
 
     async def replicas(self) -> list[RegisteredReplica]:
-        """The replicas whose lease has not ended. Records that cannot be read are logged once."""
+        """Returns the replicas with a valid lease. Logs each invalid record once."""
         records = await self._redis.call(lambda client: client.eval(_READ, 1, self._key))
         found = []
         for record in records:
@@ -84,13 +84,13 @@ class FleetRegistry:
 
 
 def record_to_bytes(replica: RegisteredReplica) -> bytes:
-    """A record as Redis holds it: always the same bytes for the same process."""
+    """Encodes a record. One process always has the same bytes."""
     values = {"address": replica.address, "node": replica.node}
     return json.dumps(values, separators=(",", ":")).encode()
 
 
 def record_from_bytes(value: bytes) -> RegisteredReplica:
-    """The inverse; fields that are not known are passed over. Raises ValueError."""
+    """The inverse of `record_to_bytes`. Unknown fields are ignored. Raises ValueError."""
     try:
         values = json.loads(value)
         replica = RegisteredReplica(str(values["address"]), str(values["node"]))

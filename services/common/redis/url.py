@@ -1,4 +1,4 @@
-"""The setting --redis-url: its form, and how it is shown."""
+"""The setting --redis-url: its format, and its display without secrets."""
 
 from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
@@ -7,14 +7,14 @@ NEEDS_REDIS = "--redis-url needs the package redis: pip install 'stepwell[redis]
 
 _SCHEMES = ("redis", "rediss")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-"""Names in the query of a rediss:// URL: the authorities (CA) that the server's certificate must
-come from, by default the system's; and a certificate for the server, with its key.
+"""Query parameters of a rediss:// URL that name files: the authorities (CA) of the server's
+certificate, by default the system's; and a client certificate with its key.
 """
 _FORM = "must be redis://[user:password@]host:port, rediss://… for TLS, or unix://PATH"
 
 
 def is_redis_url(value: str) -> str | None:
-    """A check of a setting: the text has the form of a Redis URL."""
+    """Checks that a setting is a well-formed Redis URL."""
     try:
         parts = urlsplit(value)
         if parts.scheme == "unix":
@@ -27,7 +27,7 @@ def is_redis_url(value: str) -> str | None:
 
 
 def missing_file(url: str) -> str | None:
-    """What is wrong with the files that a URL names; None if they are there."""
+    """What is wrong with the files that a URL names. None if all exist."""
     for name, value in parse_qsl(urlsplit(url).query):
         if name in _FILES and not url.startswith("rediss:"):
             return f"{name} is for rediss:// URLs"

@@ -1,21 +1,21 @@
-"""How much a replica has to do, and how fast it does it."""
+"""The load of a replica: its outstanding work and its speed."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What a scheduler reports of all its requests, and of its last steps.
+    """The load that a scheduler reports, over all its requests and its latest steps.
 
-    `seconds_per_prompt_token` and `seconds_per_decode` are what each token of a prompt and each
-    decoding request add to the time of a step; 0: not known yet.
+    `seconds_per_prompt_token` and `seconds_per_decode` are the times that each prompt token and
+    each decoding request add to a step. 0 means that the value is not known yet.
     """
 
     num_requests: int
-    """Requests that run or wait."""
+    """The number of running and waiting requests."""
     num_uncomputed_tokens: int
-    """Tokens of them whose keys and values are still to be computed or found in the cache."""
+    """Tokens of these requests that must still be computed or found in the prefix cache."""
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """The part of `num_requests` that came from other gateways than the one that gets this."""
+    """The requests in `num_requests` that other gateways sent than the receiver of this report."""

@@ -1,4 +1,4 @@
-"""The wire form of a replica's load."""
+"""Converts a replica's load from and to its message."""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -6,7 +6,7 @@ from services.common.replica.load import ReplicaLoad
 
 
 def replica_load_from_proto(message: scheduler_pb2.ReplicaLoad) -> ReplicaLoad:
-    """The load that a scheduler reported."""
+    """Converts a message to a load."""
     return ReplicaLoad(
         num_requests=message.num_requests,
         num_uncomputed_tokens=message.num_uncomputed_tokens,
@@ -17,7 +17,7 @@ def replica_load_from_proto(message: scheduler_pb2.ReplicaLoad) -> ReplicaLoad:
 
 
 def replica_load_to_proto(load: ReplicaLoad) -> scheduler_pb2.ReplicaLoad:
-    """The load as a scheduler reports it."""
+    """Converts a load to a message."""
     return scheduler_pb2.ReplicaLoad(
         num_requests=load.num_requests,
         num_uncomputed_tokens=load.num_uncomputed_tokens,

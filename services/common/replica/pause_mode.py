@@ -1,4 +1,4 @@
-"""Modes of an engine's pause, by what happens to requests that have not ended."""
+"""Modes of an engine's pause, which differ in how unfinished requests are treated."""
 
 from enum import Enum
 
@@ -7,8 +7,8 @@ class PauseMode(Enum):
     """vLLM's modes of /pause."""
 
     KEEP = "keep"
-    """They go on after the pause."""
+    """Unfinished requests continue after the pause."""
     ABORT = "abort"
-    """They are aborted."""
+    """Unfinished requests are aborted."""
     WAIT = "wait"
-    """Running requests end first; no other is admitted."""
+    """Running requests finish first. No other request is admitted."""

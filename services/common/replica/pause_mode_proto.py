@@ -1,4 +1,4 @@
-"""PauseMode on the wire."""
+"""Converts PauseMode from and to its message."""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 

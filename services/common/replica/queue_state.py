@@ -1,52 +1,56 @@
-"""A replica's queue, and whether it takes one more request."""
+"""A replica's queue, and whether it accepts another request."""
 
 from dataclasses import dataclass
 
 from services.common.errors import ResourceExhausted
 
 RETRY_AFTER_SECONDS = 1.0
-"""Shortest time after which a refused client should try again."""
+"""The shortest retry time for a rejected client."""
 
 
 def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
-    """How long a request with a timeout may wait: what its usual running time, at most half of the
-    timeout, leaves.
+    """The seconds for which a request with a timeout may wait in the queue.
+
+    This is the timeout minus the usual service time. At most half of the timeout is subtracted.
     """
     return timeout_seconds - min(service_seconds, timeout_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """How long a replica's queue is and how fast it moves. The scheduler decides by it which
-    requests to queue; a gateway by a copy, so that most refusals need no scheduler.
+    """The length and speed of a replica's queue.
+
+    The scheduler uses it to decide which requests to queue. A gateway uses a copy, so that most
+    rejections do not involve the scheduler.
     """
 
     num_waiting: int
     max_num_waiting: int
     max_queue_seconds: float
-    """Longest time that a request without output may wait to be scheduled; 0: no limit."""
+    """The longest time that a request without output may wait to be scheduled; 0 for no limit."""
     seconds_per_request: float = 0.0
-    """Delay of the requests behind each one that waits until another one ends; 0: not known."""
+    """Delay added by each request ahead that needs another one to finish first. 0 if unknown."""
     service_seconds: float = 0.0
-    """Time from a request's admission to its end; 0: not known."""
+    """Seconds from a request's admission to its end; 0 if unknown."""
     num_running: int = 0
     is_blocked: bool = False
-    """Whether requests wait since the last step had no blocks or no tokens for them."""
+    """Whether requests wait because the last step had no blocks or no tokens for them."""
     num_free: int = 0
-    """Waiting requests for which there are places and blocks, so that none has to end before."""
+    """Waiting requests with free slots and blocks, which need no other request to finish."""
     seconds_per_prompt: float = 0.0
-    """Delay of the requests behind each of these, by its prompt; 0: not known."""
+    """Delay added by each of the `num_free` requests ahead, for its prompt. 0 if unknown."""
 
     def expected_wait(self, num_waiting: int) -> float:
-        """Seconds until a request is scheduled that has `num_waiting` before it."""
+        """Seconds until a request with `num_waiting` requests ahead of it is scheduled."""
         num_with_place = min(num_waiting, self.num_free)
         seconds_per_prompt = self.seconds_per_prompt or self.seconds_per_request
         num_behind = num_waiting - num_with_place
         return num_with_place * seconds_per_prompt + num_behind * self.seconds_per_request
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
-        """Time that a request may wait to be scheduled; None: as long as it takes. Only its
-        client's timeout bounds a request with output.
+        """Seconds that a request may wait to be scheduled. None means no limit.
+
+        Only the client's timeout limits a request that has output.
         """
         longest = None if has_output else self.max_queue_seconds or None
         if timeout_seconds is None:
@@ -61,14 +65,17 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Why one more request is refused while `num_waiting` wait; None if it is taken."""
+        """Why another request is rejected while `num_waiting` wait. None if it is accepted."""
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
 
     def refusal_within(
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
-        """The same of a request of which it is known how long it may wait: see `longest_wait`."""
+        """Why a request that may wait for `longest` seconds is rejected, or None.
+
+        `longest` is a result of `longest_wait`; None means no limit.
+        """
         if num_waiting is None:
             num_waiting = self.num_waiting
         if num_waiting >= self.max_num_waiting:

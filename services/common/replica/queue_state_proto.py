@@ -1,4 +1,4 @@
-"""The wire form of a queue's state."""
+"""Converts a queue's state from and to its message."""
 
 from dataclasses import asdict, fields
 

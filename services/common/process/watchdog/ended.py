@@ -1,7 +1,7 @@
-"""Processes that their supervisor ended since they hung, in a file beside their Unix socket.
+"""Records processes that their supervisor killed as hung, in a file beside their Unix socket.
 
-A process that is killed cannot say why it ends, and its peers see the end of a connection, as they
-do after a crash. The file has the ids of such processes, one a line. It is written before the kill.
+A killed process cannot report why it ended. Its peers see a closed connection, as after a crash.
+The file has the ids of such processes, one per line. It is written before the kill.
 """
 
 from contextlib import suppress
@@ -11,13 +11,13 @@ from services.common.rpc.addresses import is_unix_address, unix_path
 
 
 def note_ended(address: str, pid: int) -> None:
-    """Notes that the supervisor is about to end the process that listens at unix:PATH."""
+    """Records that the supervisor is about to kill the process that listens at unix:PATH."""
     with suppress(OSError), _file(address).open("a") as ended:
         ended.write(f"{pid}\n")
 
 
 def was_ended(address: str, pid: int) -> bool:
-    """Whether a supervisor has noted the end of the process. False for an address host:port."""
+    """Whether a supervisor has recorded a kill of the process. False for an address host:port."""
     if not is_unix_address(address):
         return False
     with suppress(OSError):

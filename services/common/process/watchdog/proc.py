@@ -1,4 +1,4 @@
-"""Readings of processes from /proc. Where it lacks a file, the reading lacks what is in it."""
+"""Reads process and machine times from /proc. Values of missing files are left empty or 0."""
 
 import os
 import socket
@@ -23,17 +23,18 @@ _BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 _PRESSURES = ("/proc/pressure/io", "/proc/pressure/memory")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
-"""Fields of /proc/PID/stat behind the name."""
+"""Indices of fields in /proc/PID/stat after the process name."""
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
-    """Makes readings of processes of this machine; takes the time."""
+    """Returns a function that reads processes of this machine. Its argument is the time."""
     return lambda now: _reading(now, pids)
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """Makes readings of the processes that listen at host:port or unix:PATH. None is known unless
-    all listen at sockets of this machine.
+    """Returns a function that reads the processes listening at host:port or unix:PATH.
+
+    If any of the addresses is not a Unix socket of this machine, the reading has no process.
     """
 
     def read(now: float) -> Reading:
@@ -44,13 +45,14 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """Makes readings of this process, which is the watched one, without a watcher."""
+    """Returns a function that reads this process as the watched one, without a watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The threads of a process; none if it has ended, or outside Linux. The thread that reads is
-    shown as one that sleeps: it always runs then.
+    """The threads of a process. Empty if it has ended, or outside Linux.
+
+    The reading thread itself always runs during a reading. It is reported as sleeping.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):
@@ -73,7 +75,7 @@ def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
 
 
 def listener_pid(address: str) -> int:
-    """The process that listens at a Unix socket; 0 where it is not known."""
+    """The id of the process that listens at a Unix socket; 0 if it is unknown."""
     if not is_unix_address(address):
         return 0
     with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:

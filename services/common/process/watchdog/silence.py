@@ -1,20 +1,20 @@
-"""How much of a process's silence counts against it: the time in which it could have answered.
+"""Measures a process's silence: the time in which it could have answered but did not.
 
-On a machine with more runnable threads than processors, an answer takes as long as its threads wait
-for a processor. A fixed timeout takes a starved process for one that hangs. Silence is therefore
-counted in time that the watched process and its watcher could both run:
+On a machine with more runnable threads than processors, threads wait for a processor before they
+can answer. A fixed timeout would treat a starved process as hung. Silence therefore counts only
+time in which the watched process and its watcher could both run:
 
-1. Time in which a thread of the watched process waited for a processor, or for the disk while the
-   machine stalls on memory or input and output, does not count. An endless loop, a deadlock and a
-   process that is stopped wait for neither: their time counts in full.
-2. Time in which the watcher waited for a processor, or looked later than it meant to, does not
-   count either: an answer may have arrived that nothing read.
-3. Where the watched process is not on this machine, or not known, the machine's run queue stands
-   for it: with more than two runnable threads for each processor, time counts by the share of a
-   processor that one of two threads gets.
+1. Time in which a thread of the watched process waited for a processor does not count. The same
+   holds for waiting for the disk while the machine stalls on memory or input and output. An endless
+   loop, a deadlock and a stopped process wait for neither, so their time counts in full.
+2. Time in which the watcher waited for a processor, or read later than planned, does not count
+   either. An answer may have arrived that nothing read.
+3. If the watched process is unknown or not on this machine, the machine's run queue is used
+   instead. With more than two runnable threads per processor, time is scaled by the fraction of a
+   processor per thread, relative to two threads.
 
-Readings are counters, and two of them make an interval. The interval between the last answer and
-the first reading is counted like the first interval between two readings.
+Readings are counters, and two readings form an interval. The time between the last answer and the
+first reading is scaled like the first interval between two readings.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,17 @@ from dataclasses import dataclass, field
 from math import inf
 
 CONFIRM_SECONDS = 0.25
-"""Between two readings of a process that is silent."""
+"""Seconds between two readings of a silent process."""
 _THREADS_PER_PROCESSOR = 2
-"""Runnable threads for each processor up to which a machine is quiet."""
+"""The machine is not overloaded up to this number of runnable threads per processor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """A thread: its state as in proc(5), and since its start the seconds in which it ran, and in
-    which it was runnable and waited for a processor.
+    """A thread's state as in proc(5), and times in seconds since the thread's start.
+
+    `ran` is its running time, `waited` the time in which it was runnable and waited for a
+    processor.
     """
 
     state: str
@@ -40,25 +42,27 @@ class ThreadTimes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTimes:
-    """The threads of a process, by their ids."""
+    """The threads of a process, by thread id."""
 
     threads: Mapping[int, ThreadTimes] = field(default_factory=dict)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal or a debugger has stopped it."""
+        """Whether a signal or a debugger has stopped the process."""
         return any(thread.state in ("T", "t") for thread in self.threads.values())
 
     @property
     def is_runnable(self) -> bool:
-        """Whether a thread runs, or waits for a processor or the disk."""
+        """Whether any thread runs, or waits for a processor or the disk."""
         return any(thread.state in ("R", "D") for thread in self.threads.values())
 
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """The machine: runnable threads, processors, and seconds in which a task stalled on memory or
-    on input and output, since the start.
+    """The machine's runnable threads, its processors, and its stalled time.
+
+    `stalled` is the time since boot, in seconds, in which some task stalled on memory or on input
+    and output.
     """
 
     num_runnable: int = 0
@@ -67,15 +71,16 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The share of a processor that a runnable thread gets, 1 on a quiet machine."""
+        """The fraction of time that counts: 1, or less if there are too many runnable threads."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One look: the time, the watcher, the watched processes, and the machine. No watched process
-    means that none is known.
+    """A reading at one time of the watcher, the watched processes, and the machine.
+
+    `watched` is empty if the watched processes are unknown.
     """
 
     now: float
@@ -85,10 +90,10 @@ class Reading:
 
 
 class Silence:
-    """The silence of a process since `began`: `seconds` is the part that counts against it.
+    """The silence of a process since time `began`. `seconds` is the part that counts.
 
-    More than `longest_turn_seconds` between two looks, and more than `longest_first_seconds` before
-    the first one, are the watcher's own lateness.
+    Time above `longest_turn_seconds` between two readings is the watcher's delay and does not
+    count. The same holds for time above `longest_first_seconds` before the first reading.
     """
 
     def __init__(
@@ -104,10 +109,10 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds before the first reading."""
+        """Seconds before the first reading, until a second reading shows which part counts."""
 
     def look(self, reading: Reading) -> float:
-        """Counts the time since the last look; returns `seconds`."""
+        """Adds the time since the last reading. Returns `seconds`."""
         last, self._last = self._last, reading
         if last is None:
             elapsed = min(reading.now - self._began, self._longest_first)
@@ -127,7 +132,7 @@ class Silence:
 
 
 def _share_at_once(reading: Reading) -> float:
-    """The share of time that counts before there is an interval."""
+    """The fraction of time that counts when there is only one reading."""
     return 1.0 if _is_stopped(reading) else reading.machine.share
 
 
@@ -156,7 +161,7 @@ def _counted(before: Reading, after: Reading, elapsed: float) -> float:
 
 
 def _waited(before: ProcessTimes, after: ProcessTimes, elapsed: float, stalled: float) -> float:
-    """The longest time that a thread of the process waited for a processor or the disk."""
+    """The longest wait of any of the process's threads for a processor or the disk."""
     new = ThreadTimes("R", 0.0, 0.0)
     return max(
         (
