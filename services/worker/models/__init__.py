@@ -1,1 +1,1 @@
-"""Models from Hugging Face directories: reading them, checking them, running them."""
+"""Models from Hugging Face directories: reading, checking and running them."""

@@ -1,8 +1,8 @@
-"""The architectures that run natively, and the traits of each that config.json does not give.
+"""The architectures that run natively, and the traits of each that config.json does not contain.
 
-All of them are one network, a pre-norm decoder with rotary positions, grouped queries and gated
-MLPs; `Traits` names their differences. Traits are looked up by architecture only when config.json
-is read; the layers are built from ModelConfig, which holds their consequences.
+All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
+their differences. Traits are looked up by architecture only while config.json is read. Layers are
+built from ModelConfig, which has the values derived from traits.
 """
 
 import enum
@@ -12,7 +12,7 @@ from services.worker.backends.choices import Activation
 
 
 class Architecture(enum.Enum):
-    """Architectures by the name that config.json gives them."""
+    """Native architectures; values are their names in config.json."""
 
     LLAMA = "LlamaForCausalLM"
     MISTRAL = "MistralForCausalLM"
@@ -28,8 +28,10 @@ _ENDINGS = ("ForCausalLM", "ForSequenceClassification", "Model")
 
 
 def native_architecture(name: str) -> Architecture | None:
-    """The native decoder in a model that config.json calls `name`: with its own head, with one for
-    classes (LlamaForSequenceClassification), or alone (LlamaModel); None if there is none.
+    """The native decoder of the model class `name` in config.json; None if there is none.
+
+    The class may have the decoder's own head, a head for classes (LlamaForSequenceClassification),
+    or no head (LlamaModel).
     """
     known = {native.value: native for native in Architecture}
     for ending in _ENDINGS:
@@ -66,42 +68,42 @@ class ExpertLayout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Properties that an architecture always has, and its defaults for keys of config.json."""
+    """Fixed properties of an architecture, and its defaults for keys of config.json."""
 
     biases: Biases = Biases.CONFIGURED
     mlp_bias: bool = False
-    """Whether MLPs have biases where config.json has `mlp_bias`."""
+    """Whether the `mlp_bias` key of config.json is used."""
     qk_norm: bool = False
     """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
-    """The window where `sliding_window` is absent; None: no layer has one then."""
+    """The window if `sliding_window` is absent; None: no layer has a window then."""
     window_pattern: int = 1
-    """Layers of one period of the pattern, of which the last has no window."""
+    """Layers in one period of the pattern. The last layer of a period has no window."""
     experts: ExpertLayout | None = None
-    """None: MLPs are dense."""
+    """How experts are named; None: MLPs are dense."""
     activation_key: str = "hidden_act"
-    """The key of config.json for the activation of MLPs, which must be `activation`."""
+    """The key of config.json for the activation of MLPs. Its value must be `activation`."""
     activation: Activation = Activation.SILU
     output_norms: bool = False
     """Whether outputs of attention and MLP are normalized before they are added to the residual."""
     norm_weight_offset: float = 0.0
     """Added to the norm weights of checkpoints."""
     scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the root of `hidden_size`."""
+    """Whether embeddings are multiplied by the square root of `hidden_size`."""
     query_pre_attn_scalar: int | None = None
-    """The default of that key, by whose root attention is scaled, not by that of `head_dim`; None:
-    it is not read.
+    """Default of the key `query_pre_attn_scalar`: attention is scaled by 1 / sqrt of its value.
+    None: the key is not read, and `head_dim` is used in its place.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`; None: neither is read."""
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`; None: both unused."""
     head_dim: int | None = None
-    """None: `hidden_size` divided by the number of heads."""
+    """Default of `head_dim`; None: `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
     """Base of the rotary embedding."""
     local_theta: float | None = None
-    """That of layers with a window, if it is another one."""
+    """Base of the rotary embedding in layers with a window; None: `theta`."""
 
 
 _GEMMA = Traits(
@@ -141,4 +143,4 @@ TRAITS: dict[Architecture, Traits] = {
         local_theta=10_000.0,
     ),
 }
-"""One entry for each architecture."""
+"""The traits of every architecture."""

@@ -1,4 +1,4 @@
-"""The configuration of a decoder that runs natively, as read from config.json."""
+"""The configuration of a native decoder, read from config.json."""
 
 import enum
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from services.worker.models.rope import RopeConfig, read_ropes
 
 
 class DtypeSetting(enum.Enum):
-    """The data type of weights and cache."""
+    """The data type of weights and KV cache."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -31,20 +31,20 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shapes of a decoder's tensors, and how they are used."""
+    """The shapes of a decoder's tensors, and its hyperparameters."""
 
     architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    """The width inside the dense MLPs; those of experts have their own."""
+    """The inner width of dense MLPs; experts have their own."""
     num_heads: int
-    """Heads of queries."""
+    """Number of query heads."""
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
     layers: tuple[LayerConfig, ...]
-    """The settings of each layer that may differ from layer to layer."""
+    """The configuration of each layer, for properties that differ between layers."""
     rope: RopeConfig
     """Rotary positions of layers without a window."""
     tie_word_embeddings: bool
@@ -59,14 +59,14 @@ class ModelConfig:
     attention_scale: float
     """Factor of the products of queries and keys."""
     attention_softcap: float | None
-    """c: scores x of attention become c tanh(x / c); None: they stay as they are."""
+    """c: attention scores x become c tanh(x / c); None: no cap."""
     logits_softcap: float | None
-    """The same of logits."""
+    """c: logits x become c tanh(x / c); None: no cap."""
     checkpoint_dtype: str | None
-    """The name of a data type; None if config.json does not give one that models run in."""
+    """Name of the stored data type; None if config.json names none that models run in."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
-    """How the checkpoint's weights are quantized; None: they are not."""
+    """How the checkpoint's weights are quantized; None: unquantized."""
 
     @property
     def traits(self) -> Traits:
@@ -128,7 +128,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
     """The longest sequence to serve: `asked`, or else the default.
 
-    Raises ModelConfigError if that is more than the `longest` that the model is made for.
+    Raises ModelConfigError if `asked` exceeds `longest`, the limit of the model.
     """
     if asked is not None and asked > longest:
         raise ModelConfigError(
@@ -138,7 +138,7 @@ def resolve_max_model_len(asked: int | None, default: int, longest: int, path: P
 
 
 def read_architecture(directory: Path) -> str:
-    """The one name in `architectures` of config.json. Raises ModelError."""
+    """The only entry of `architectures` in config.json. Raises ModelError."""
     path = directory / "config.json"
     names = read_json_object(path).get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -169,8 +169,8 @@ def _checkpoint_dtype(reader: JsonReader) -> str | None:
 
 
 def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:
-    """The file that says at which tokens answers end: generation_config.json if it does, else
-    config.json. Raises ModelConfigError for tokens that are not in the vocabulary.
+    """Reader of the file that defines the end tokens: generation_config.json if it has the key,
+    else config.json. Raises ModelConfigError for tokens outside the vocabulary.
     """
     path, reader = directory / "generation_config.json", config
     if path.exists():
@@ -186,7 +186,7 @@ def _eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> tupl
 
 
 def _check_features(reader: JsonReader, traits: Traits) -> None:
-    """Raises UnsupportedModel for a feature that the layers here do not implement."""
+    """Raises UnsupportedModel for a feature that the native layers do not implement."""
     key = traits.activation_key
     activation = reader.text(key, traits.activation.value)
     same = {activation, "silu"} if activation == "swish" else {activation}

@@ -1,11 +1,11 @@
-"""The decoder of all native architectures: attention and gated MLPs, each behind a norm.
+"""The decoder of all native architectures: attention and gated MLPs, each after a norm.
 
-It may be a pipeline stage: then `config` has the stage's layers, and tokens enter a later stage as
-the hidden states that the stage before gave, which are the residual stream between two layers.
+It may be a pipeline stage. Then `config` has the stage's layers, and the input of a later stage is
+the residual stream that the previous stage returned as hidden states.
 
-Architectures differ in their weights (biases, query-key norms, norms of outputs, experts) and in
-their configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and
-values are one matrix, as are those of gate and up.
+Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
+configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
+are one matrix, and the gate and up projections are another.
 """
 
 import torch
@@ -25,7 +25,7 @@ from services.worker.models.rope_tables import cos_sin_table
 
 
 def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
-    """The attention of each layer."""
+    """The attention parameters of each layer."""
     return tuple(
         AttentionLayer(
             config.num_heads,
@@ -40,7 +40,7 @@ def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
 
 
 class Decoder:
-    """A decoder that reads its past from a paged cache. Immutable; call under inference mode."""
+    """A decoder over a paged cache of keys and values. Immutable; call in inference mode."""
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
@@ -49,7 +49,9 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        """The norm before each layer, and after the last one, where the last stage has it."""
+        """The norm before each layer, then the norm after the last layer, None before the last
+        stage.
+        """
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -66,7 +68,7 @@ class Decoder:
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See Model; scaled where the model does so."""
+        """Embeds token ids as in Model, and scales the embeddings if the model does so."""
         embedded = F.embedding(token_ids, self._weights.embedding)
         return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
 
@@ -79,8 +81,10 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See Model; hidden states are normalized, but those of a stage that is not the last are
-        not. The layers compute padded rows too.
+        """Runs the layers; arguments and results as in Model.
+
+        Hidden states are normalized, except in a stage that is not the last. Padding rows are
+        computed too.
         """
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):

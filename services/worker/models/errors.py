@@ -1,12 +1,12 @@
 """Errors of model directories.
 
     ModelError
-    ├── ModelFileError          a file is missing, cut short, or of another format
-    ├── ModelConfigError        config.json holds a wrong or contradictory value
-    │   └── UnsupportedModel    it describes a model that this worker cannot run
-    └── ModelTensorError        the tensors are not those that config.json describes
+    ├── ModelFileError          a file is missing, truncated, or of another format
+    ├── ModelConfigError        config.json has a wrong or contradictory value
+    │   └── UnsupportedModel    config.json describes a model that this worker cannot run
+    └── ModelTensorError        the tensors do not match config.json
 
-Each message is one sentence that names the file and the problem; it ends the worker's start.
+Each message is one sentence that names the file and the problem. It ends the worker's start.
 """
 
 from pathlib import Path
@@ -25,13 +25,13 @@ class ModelError(StepwellError):
 
 
 class ModelFileError(ModelError):
-    """A file is missing, cut short, or of another format."""
+    """A file is missing, truncated, or of another format."""
 
     reason = "MODEL_FILE"
 
 
 class ModelConfigError(ModelError):
-    """config.json holds a wrong or contradictory value."""
+    """config.json has a wrong or contradictory value."""
 
     reason = "MODEL_CONFIG"
 
@@ -43,7 +43,7 @@ class UnsupportedModel(ModelConfigError):
 
 
 def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
-    """The error for quantized weights, with the name of their method if config.json gives it."""
+    """The error for quantized weights. It names the method if config.json does."""
     values = quantization_config if isinstance(quantization_config, dict) else {}
     method = values.get("quant_method")
     how = f"weights quantized by {str(method)[:40]!r}" if method else "quantized weights"
@@ -51,6 +51,6 @@ def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
 
 
 class ModelTensorError(ModelError):
-    """The tensors are not those that config.json describes."""
+    """The tensors do not match config.json."""
 
     reason = "MODEL_TENSORS"

@@ -1,4 +1,4 @@
-"""The configuration of single layers, from config.json: windows, rotary embeddings and experts."""
+"""The configuration of each layer, from config.json: windows, rotary embeddings and experts."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts of a layer: gated MLPs, of which a router picks a few for each token.
+    """Experts of a layer: gated MLPs. A router picks a few of them for each token.
 
     `normalized`: the weights of the picked experts are scaled to a sum of 1.
     """
@@ -29,8 +29,8 @@ class ExpertsConfig:
 class LayerConfig:
     """Properties that may differ from layer to layer.
 
-    `window`: the number of tokens that a query sees, its own included; None: all up to its own.
-    `experts`: None for one dense MLP.
+    `window`: the number of tokens that a query attends to, including its own; None: all previous
+    tokens. `experts`: None for one dense MLP.
     """
 
     window: int | None
@@ -39,7 +39,7 @@ class LayerConfig:
 
 
 def read_layers(reader: JsonReader, traits: Traits, num_layers: int) -> tuple[LayerConfig, ...]:
-    """Every layer in order. Raises ModelConfigError."""
+    """The configuration of every layer, in order. Raises ModelConfigError."""
     windows = _windows(reader, traits, num_layers)
     rope, sliding_rope = read_ropes(reader, theta=traits.theta, local_theta=traits.local_theta)
     experts = _experts(reader, traits)
@@ -84,7 +84,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Which layers have a window according to `layer_types`; None if that is absent."""
+    """Whether each layer has a window, according to `layer_types`; None if the key is absent."""
     types = reader.raw("layer_types")
     if types is None:
         return None

@@ -1,4 +1,4 @@
-"""Loads a model directory: natively if there is code for its architecture, else by transformers."""
+"""Loads a model directory: natively if the architecture has native code, else by transformers."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,10 +34,10 @@ def load_model(
     ranks: Ranks = ALONE,
     wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads configuration and weights; with `ranks`, this one's part of them.
+    """Reads configuration and weights; with several `ranks`, this rank's part of the weights.
 
-    `wait_for_ranks` returns when every rank has called it, however long one of them reads. It is
-    called before the ranks compute something together. Raises ModelError for what cannot be served.
+    `wait_for_ranks` waits until every rank has called it, however long a rank reads. It is called
+    before the ranks compute something together. Raises ModelError if the model cannot be served.
     """
     directory = checkpoint.directory
     name = read_architecture(directory)
@@ -50,12 +50,12 @@ def load_model(
         )
     else:
         check_decoder(read_json_object(directory / "config.json"), directory / "config.json")
-        # Only here, since importing transformers takes seconds and a hundred megabytes.
+        # Imported only here, since importing transformers takes seconds and a hundred megabytes.
         from services.worker.models.from_transformers.model import load_transformers_model  # noqa: PLC0415
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
         progress(1, 1)
-    # A window that is no shorter than the longest sequence hides nothing.
+    # A window at least as long as the longest sequence has no effect.
     attention = tuple(
         replace(x, window=None) if x.window and x.window >= loaded.max_model_len else x
         for x in loaded.attention

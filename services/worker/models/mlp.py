@@ -1,4 +1,4 @@
-"""The MLP of a layer: one gated MLP, or experts, of which a router picks a few for each token."""
+"""The MLP of a layer: one gated MLP, or experts with a router that picks a few for each token."""
 
 from dataclasses import dataclass
 
@@ -13,13 +13,13 @@ from services.worker.backends.torch.gating import gated
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs behind a router: the result of a token is the weighted sum of the `num_picked`
-    experts with its highest scores.
+    """Gated MLPs with a router. A token's result is the weighted sum of the `num_picked` experts
+    with its highest scores.
 
-    Tokens are grouped by expert, so that each expert is one multiplication, and one that no token
-    picks is not computed. A token's sum is added up in the order of the experts' numbers, whatever
-    other tokens are in the step. `normalized`: the picked weights are scaled to a sum of 1. Jiang
-    et al., Mixtral of Experts.
+    Tokens are grouped by expert, so that each expert is one multiplication. Experts that no token
+    picks are not computed. A token's results are added in the order of expert numbers, independent
+    of other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Jiang et
+    al., Mixtral of Experts.
     """
 
     router: Linear
@@ -55,11 +55,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
-    """As Experts, with all experts in two multiplications, whose shapes do not depend on the picks:
-    the host need not wait for the device, and the device may record them. The weights of experts
-    that no token picks are not read.
+    """Computes the same as Experts, with all experts in two grouped multiplications. Their shapes
+    do not depend on the picks, so the host need not wait for the device, and the device may record
+    them. The weights of experts that no token picks are not read.
 
-    `gate_up` [num_experts, 2 * intermediate_size, hidden_size], gates before values, `down`
+    `gate_up` [num_experts, 2 * intermediate_size, hidden_size]: gates before values. `down`
     [num_experts, hidden_size, intermediate_size].
     """
 
@@ -91,7 +91,7 @@ class GroupedExperts:
 def _route(
     scores: torch.Tensor, num_picked: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights, float32, and numbers of the picked experts, each [n, num_picked]."""
+    """Weights (float32) and numbers of the picked experts, each [n, num_picked]."""
     weights, picked = torch.softmax(scores.float(), dim=-1).topk(num_picked, dim=-1)
     if normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -99,11 +99,11 @@ def _route(
 
 
 def _multiplied(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows [n, in], those of group i up to `ends[i]`, by weights [num_groups, out, in]."""
+    """Multiplies rows [n, in] by weights [num_groups, out, in]. Group i ends at row `ends[i]`."""
     product: torch.Tensor = F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     return product
 
 
 def is_static(mlp: Mlp) -> bool:
-    """Whether its operations depend on the number of tokens alone, never on values."""
+    """Whether the MLP's operations depend only on the number of tokens, never on values."""
     return not isinstance(mlp, Experts)

@@ -1,4 +1,4 @@
-"""The interface of a decoder, and a decoder in memory with its properties."""
+"""The interface of a decoder, and a loaded decoder with its properties."""
 
 import logging
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Model(Protocol):
     """A decoder over a paged cache."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids, int64 [n] -> the input of the first layer, a new tensor [n, hidden_size]."""
+        """Maps token ids, int64 [n], to the first layer's input, a new tensor [n, hidden_size]."""
 
     def forward(
         self,
@@ -36,23 +36,24 @@ class Model(Protocol):
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids and positions, int64 [n] -> hidden states [n, hidden_size], and the logits of
-        the wanted ones, float32 [m, vocab_size], or None if m is 0.
+        """Maps token ids and positions, int64 [n], to hidden states [n, hidden_size] and wanted
+        logits.
 
-        `embedded` [n, hidden_size] replaces `embed(token_ids)`, and may be overwritten. `wanted`
-        int64 [m]: rising indexes of the tokens whose logits are returned; None: of all.
+        The logits are float32 [m, vocab_size], or None if m is 0. `embedded` [n, hidden_size]
+        replaces `embed(token_ids)`, and may be overwritten. `wanted` int64 [m]: ascending indexes
+        of the tokens whose logits are returned; None: all tokens.
 
-        A pipeline stage that is not the first begins with `embedded`, which are the hidden states
-        of the stage before; one that is not the last returns no logits. `lora`: the adapters of
-        the tokens, for a model that takes any.
+        In a later pipeline stage, `embedded` is the hidden states of the previous stage. Stages
+        before the last return no logits. `lora`: the adapters of the tokens, if the model supports
+        LoRA.
         """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [n, hidden_size] -> logits, float32 [n, vocab_size]."""
+        """Maps hidden states [n, hidden_size] to logits, float32 [n, vocab_size]."""
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The wanted rows, see Model.forward; None if no rows are wanted."""
+    """The rows at these indexes, or all rows if `wanted` is None; None if no rows are wanted."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -77,34 +78,34 @@ class LoadedModel:
     hidden_size: int
     intermediate_size: int
     max_model_len: int
-    """The longest sequence to serve."""
+    """The longest sequence to serve, in tokens."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
-    """Each layer with attention, in order, also those that other pipeline stages compute."""
+    """The attention layers of all pipeline stages, in order."""
     states: tuple[StateLayer, ...] = ()
-    """The state of each recurrent layer."""
+    """The states of each recurrent layer."""
     rope_length: int = 0
-    """See model_fingerprint."""
+    """Sequence length that fixes rotary frequencies; 0 if they depend on none."""
     is_static: bool = False
-    """Whether the operations of a step depend on the number of tokens alone, never on values, so
-    that a device can record them.
+    """Whether a step's operations depend only on the number of tokens, never on values, so that a
+    device can record them.
     """
     is_native: bool = True
-    """Whether its layers are those of this package, and not of transformers."""
+    """Whether Stepwell's own layers compute it, not those of transformers."""
     stage: StageLayers | None = None
-    """The layers of `model`; None: all."""
+    """The layers that `model` has; None: all."""
     lora: "LoraReader | None" = None
-    """Reads adapters; None if the model takes none."""
+    """Reads LoRA adapters; None if the model does not support LoRA."""
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:
-        """The attention of each layer of `model`."""
+        """The attention layers that `model` has."""
         if self.stage is None:
             return self.attention
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers of `layers` that are in `model`, by their index there."""
+        """Those of these layers that `model` has, by their index in `model`."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
@@ -113,10 +114,10 @@ class LoadOptions:
     """Options of loading a model."""
 
     max_model_len: int | None
-    """None: the model's own limit."""
+    """The longest sequence to serve; None: the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
-    """None for a model that generates."""
+    """None if the model generates."""
     stage: int = 0
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1
@@ -125,10 +126,10 @@ class LoadOptions:
 
 
 def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: str | None) -> torch.dtype:
-    """The data type to compute in.
+    """The data type of computations.
 
-    Auto is bfloat16 for a bfloat16 checkpoint on a processor that computes in it, else float32,
-    which represents the numbers of every checkpoint exactly.
+    AUTO is bfloat16 if the checkpoint is bfloat16 and the processor computes in bfloat16. Otherwise
+    it is float32, which represents the numbers of every checkpoint exactly.
     """
     match setting:
         case DtypeSetting.FLOAT32:
@@ -141,5 +142,5 @@ def resolve_dtype(setting: DtypeSetting, checkpoint_dtype: str | None) -> torch.
 
 
 def log_loading(architecture: str, directory: Path, dtype: torch.dtype) -> None:
-    """Logs which model is read, from where, in which data type."""
+    """Logs the architecture, directory and data type of a model to load."""
     logger.info("loading %s from %s in %s", architecture, directory, str(dtype)[6:])

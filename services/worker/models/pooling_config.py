@@ -1,9 +1,9 @@
-"""The pooling of a model, by its directory: whether it answers with vectors, which states they are
-made of, and the activation that is applied to them last.
+"""How a model's directory defines pooling: whether the model returns vectors, which states they are
+computed from, and their final activation.
 
 Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
-with a config.json of its own, and perhaps a normalization. Cross-encoders have an architecture that
-ends in ForSequenceClassification.
+module with its own config.json, and optionally a normalization. Architectures of cross-encoders end
+in ForSequenceClassification.
 """
 
 import enum
@@ -30,7 +30,7 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 class RunnerSetting(enum.Enum):
-    """The use of a model, by vLLM's `--runner`."""
+    """How a model is used, as in vLLM's `--runner`."""
 
     AUTO = "auto"
     GENERATE = "generate"
@@ -38,7 +38,7 @@ class RunnerSetting(enum.Enum):
 
 
 class Activation(enum.Enum):
-    """The function that is applied to a vector last."""
+    """The final function applied to a vector."""
 
     NONE = "none"
     NORMALIZE = "normalize"
@@ -59,22 +59,22 @@ class PoolingConfig:
 
     task: PoolingTask
     pooling_type: PoolingType | None
-    """None where the directory leaves it to the kind of model: the first state where tokens see
-    later ones, else the last.
+    """None if the directory does not set it. Then it is CLS for models whose tokens attend to later
+    tokens, else LAST.
     """
     activation: Activation
-    """The activation where a request does not set `use_activation`."""
+    """The activation for requests that do not set `use_activation`."""
     num_labels: int = 0
-    """Classes; 0 for embeddings."""
+    """Number of classes; 0 for embeddings."""
     max_seq_length: int | None = None
-    """The longest prompt by the directory, in tokens; None: the model's."""
+    """The longest prompt in tokens, according to the directory; None: the model's limit."""
     may_shorten: bool = True
-    """See `services.common.request.pooling.Pooler`, as for `matryoshka_dimensions`."""
+    """This and `matryoshka_dimensions`: see `services.common.request.pooling.Pooler`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property
     def forced_activation(self) -> Activation:
-        """The activation of vectors whose client asks for one."""
+        """The activation for requests that set `use_activation` to true."""
         if self.task is PoolingTask.EMBED:
             return Activation.NORMALIZE
         if self.activation is not Activation.NONE:
@@ -83,15 +83,15 @@ class PoolingConfig:
 
 
 def generates(architecture: str) -> bool:
-    """Whether an architecture has the head of a language model."""
+    """Whether an architecture has a language model's head."""
     return architecture.endswith(_GENERATORS)
 
 
 def read_pooling(directory: Path, runner: RunnerSetting) -> PoolingConfig | None:
     """How the model pools; None if it generates.
 
-    By itself a model pools if the directory lists modules of sentence-transformers, or its
-    architecture has no head of a language model. Raises ModelError.
+    With RunnerSetting.AUTO a model pools if the directory lists sentence-transformers modules, or
+    if its architecture has no language model's head. Raises ModelError.
     """
     name = read_architecture(directory)
     modules = directory / MODULES_FILE

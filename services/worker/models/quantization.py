@@ -1,4 +1,4 @@
-"""How a worker reads the weights of projections: as they are stored, or quantized at load."""
+"""Reads the weights of projections: as stored, or quantized while they are loaded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The quantized weights of a checkpoint: of each, by its name in an unquantized one, the shape.
-    `config` is None if there are none, or if each is one tensor of blocks (GGUF).
+    """The quantized weights of a checkpoint. `shapes`: by the weight's name in an unquantized
+    checkpoint. `config` is None if there are none, or if each is one tensor of blocks (GGUF).
     """
 
     checkpoint: Checkpoint
@@ -28,8 +28,8 @@ class StoredWeights:
     shapes: Mapping[str, tuple[int, int]]
 
     def check(self, expected: Shapes) -> None:
-        """Raises ModelTensorError unless the tensors are those of `expected`, of which quantized
-        weights have others in their place.
+        """Raises ModelTensorError unless the tensors are those of `expected`, with the tensors of
+        quantized weights in place of the unquantized ones.
         """
         stored: Shapes = {}
         for name, shape in expected.items():
@@ -38,7 +38,7 @@ class StoredWeights:
         self.checkpoint.check(stored, dict.fromkeys(added, CODES))
 
     def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """One of them, whole."""
+        """Reads one quantized weight, whole."""
         if self.config is None:
             return reader.read_quantized(name, dtype)
         tensors = {
@@ -51,7 +51,7 @@ class StoredWeights:
             raise UnsupportedModel(self.checkpoint.source, f"{name}: {error}") from error
 
     def _tensors_of(self, name: str) -> Shapes:
-        """Names and shapes of the tensors of a weight."""
+        """Names and shapes of the tensors of a quantized weight."""
         if self.config is None:
             return {name: self.shapes[name]}
         module = name.removesuffix(_WEIGHT)
@@ -65,8 +65,8 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Those of the expected tensors that are quantized, as the configuration says or, if there is
-    none, the tensors' types. `tied`: one that is the embedding.
+    """The expected tensors that are quantized: according to `config`, or, if that is None, to the
+    tensors' types. `tied`: name of a head that shares the embedding's weight, or None.
     """
 
     def is_quantized(name: str) -> bool:
@@ -83,14 +83,14 @@ def stored_weights(
 
 
 def _is_projection(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the weight of a projection, other than a router."""
+    """Whether a tensor is the weight of a projection that is not a router."""
     is_matrix = len(shape) == 2 and name.endswith(_WEIGHT)
     return is_matrix and not name.endswith((".gate.weight", "embed_tokens.weight", "score.weight"))
 
 
 @dataclass(frozen=True, slots=True)
 class WeightReader:
-    """Reads weights of projections, for a computation in `dtype`."""
+    """Reads weights of projections, for computations in `dtype`."""
 
     reader: TensorReader
     stored: StoredWeights
@@ -98,8 +98,9 @@ class WeightReader:
     setting: QuantizationSetting
 
     def read(self, *parts: tuple[str, Index]) -> Weight:
-        """Parts of weights, stacked along their rows; see TensorReader.read_parts. Raises
-        UnsupportedModel for parts that are quantized in different ways, or not in whole groups.
+        """Reads parts of weights and stacks them along their rows, like TensorReader.read_parts.
+        Raises UnsupportedModel if the parts are quantized differently, or do not contain whole
+        groups.
         """
         is_plain = self.setting is QuantizationSetting.AUTO
         if is_plain and not any(name in self.stored.shapes for name, _ in parts):
@@ -111,13 +112,11 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """The weight of a head, which was read already."""
+        """The weight of a head that was read before, quantized if the setting says so."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:
-        """Rows are quantized whole, so that every rank has the same codes whatever columns of them
-        it takes.
-        """
+        """Quantizes whole rows before it selects columns: all ranks have the same codes."""
         if name in self.stored.shapes:
             weight = self.stored.read(self.reader, name, self.dtype)
             return _taken(weight, index)
@@ -131,7 +130,7 @@ class WeightReader:
 
 
 def _taken(weight: QuantizedWeight, index: Index) -> QuantizedWeight:
-    """A part of a weight, by the slices of its rows and columns."""
+    """A part of a weight, selected by slices of rows and of columns."""
     rows, columns = (*index, WHOLE, WHOLE)[:2]
     assert isinstance(rows, slice)
     assert isinstance(columns, slice)

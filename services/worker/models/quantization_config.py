@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are quantized, as `quantization_config` of config.json says."""
+"""How the weights of a checkpoint are quantized, from `quantization_config` in config.json."""
 
 import enum
 import re
@@ -14,8 +14,9 @@ _FP8_BLOCK = 128
 
 
 class QuantizationSetting(enum.Enum):
-    """Bits of the weights of projections, of those that are stored unquantized. W8A8: 8, and so are
-    their inputs, other than those of the head.
+    """How projections that are stored unquantized are quantized while they are loaded.
+
+    INT8: weights in 8 bits. W8A8: inputs in 8 bits too, except the head's inputs.
     """
 
     AUTO = "auto"
@@ -24,7 +25,7 @@ class QuantizationSetting(enum.Enum):
 
 
 class StoredFormat(enum.Enum):
-    """The form of a quantized weight's tensors; see quantized_tensors.py."""
+    """The storage format of a quantized weight; see quantized_tensors.py."""
 
     GPTQ = "gptq"
     AWQ = "awq"
@@ -39,7 +40,7 @@ _COMPRESSED = {
     StoredFormat.INT_QUANTIZED.value,
     StoredFormat.FLOAT_QUANTIZED.value,
 }
-"""Those of compressed-tensors."""
+"""Formats of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +49,28 @@ class QuantizationConfig:
 
     format: StoredFormat
     bits: int
-    """Of a weight's code."""
+    """Bits of a weight's code."""
     group_size: int | None
-    """Input features that share a scale; None: all. Of FP8 as many output features share it, too:
-    all, or a block of as many.
+    """Number of input features that share a scale; None: all. In FP8 formats with blocks, the same
+    number of output features shares it.
     """
     zero_points: bool
     """Whether codes have zero points."""
     ignored: tuple[str, ...]
-    """Projections that are not quantized: a name, or `re:` and a regular expression for the
-    beginning of one; of AWQ any part of a name.
+    """Projections that are not quantized: names, or `re:` followed by a regular expression that
+    matches the beginning of a name. For AWQ, any part of a name.
     """
     quantizes_head: bool
     """Whether the projection to the vocabulary is quantized."""
     has_input_scales: bool = False
-    """Whether the checkpoint has scales for inputs, which are not quantized here."""
+    """Whether the checkpoint has input scales. They are ignored: inputs are not quantized with
+    them.
+    """
     quantizes_inputs: bool = False
-    """Whether each token's inputs are rounded to 8 bits."""
+    """Whether inputs are quantized to 8 bits, with a scale for each token."""
 
     def quantizes(self, module: str) -> bool:
-        """Whether a projection is quantized, by its name."""
+        """Whether the projection with this name is quantized."""
         if module == "lm_head" and not self.quantizes_head:
             return False
         if self.format is StoredFormat.AWQ:
@@ -82,8 +85,8 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def read_quantization(config: JsonReader) -> QuantizationConfig | None:
-    """None if the weights are not quantized. Raises UnsupportedModel for what is not read, and
-    ModelConfigError.
+    """The quantization of config.json; None if the weights are not quantized. Raises
+    UnsupportedModel for an unsupported quantization, and ModelConfigError.
     """
     if KEY not in config:
         return None
@@ -198,7 +201,7 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
 
 
 def _is_w8a8(activations: JsonReader) -> bool:
-    """Whether inputs are int8 with a scale for each token, found when it is computed."""
+    """Whether inputs are int8 with a scale for each token, determined at run time."""
     return (
         activations.raw("dynamic") is True
         and activations.raw("strategy") == "token"

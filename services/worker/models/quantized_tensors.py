@@ -1,9 +1,8 @@
-"""The tensors of quantized weights in checkpoints, and what they say.
+"""Decodes the tensors of quantized weights in checkpoints.
 
-A weight [out, in] of FP8 is floats times a scale. One of GPTQ, AWQ or compressed-tensors is
-`(code - zero point) * scale`, where a zero point and a scale belong to an output feature and a
-group of input features. Codes of 4 bits, or 8, are packed into words of 32 bits, from the lowest
-bits up.
+An FP8 weight [out, in] is floats times a scale. A weight of GPTQ, AWQ or compressed-tensors is
+`(code - zero point) * scale`, with a zero point and a scale for each output feature and group of
+input features. Codes of 4 or 8 bits are packed into words of 32 bits, lowest bits first.
 """
 
 import torch
@@ -13,19 +12,19 @@ from services.worker.models.quantization_config import QuantizationConfig, Store
 
 WORD_BITS = 32
 CODES = frozenset({"I8", "I32", "I64", "F8_E4M3"})
-"""Data types of codes, zero points and shapes, besides those of scales."""
+"""Data types of codes, zero points and shapes; scales have others."""
 _CODES_IN = dict.fromkeys(
     ("qweight", "qzeros", "weight_packed", "weight_zero_point", "g_idx"), torch.int32
 )
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the codes of eight consecutive output features lie in a word of AWQ."""
+"""Positions of the codes of eight consecutive output features in a word of AWQ."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """The last part of the name and the shape of each tensor of a weight. Raises ValueError for a
-    weight that is not divided into such groups, or words.
+    """Shapes of a weight's tensors, by the last part of their names. Raises ValueError if the shape
+    is not a multiple of groups and words.
     """
     rows, columns = shape
     in_word = WORD_BITS // config.bits
@@ -61,9 +60,9 @@ def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[st
 def decoded(
     config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedWeight:
-    """The weight that the tensors of `tensor_shapes` hold, for a computation in `dtype`. Raises
-    ValueError for codes of another data type, NaN, groups that are not consecutive input features,
-    and as QuantizedWeight does.
+    """Decodes the tensors of `tensor_shapes`, for computations in `dtype`. Raises ValueError for
+    codes of another data type, for NaN, for groups that are not consecutive input features, and as
+    QuantizedWeight does.
     """
     floats = config.format in (StoredFormat.FLOAT_QUANTIZED, StoredFormat.FP8)
     codes_in = _CODES_IN | {"weight": torch.float8_e4m3fn if floats else torch.int8}
@@ -91,7 +90,7 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """NaN is refused, which kernels would take for a number."""
+    """Raises ValueError for NaN, whose code kernels would decode as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it holds NaN")
@@ -104,7 +103,7 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Symmetric: zero points are the middle of the codes, whatever qzeros says."""
+    """Symmetric: zero points are the middle of the code range, and qzeros is ignored."""
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):
@@ -115,7 +114,7 @@ def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -
 
 
 def _of_awq(tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """The middle of the codes is taken from codes and zero points."""
+    """Codes and zero points are shifted by the middle of the code range, 8."""
 
     def in_order(packed: torch.Tensor) -> torch.Tensor:
         words = _unpacked(packed, 4).view(len(packed), -1, len(_AWQ_PLACES))
@@ -141,6 +140,6 @@ def _of_pack_quantized(
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words int32 [n, m] -> codes int32 [n, m * 32 / bits], from 0 up."""
+    """Maps words, int32 [n, m], to unsigned codes, int32 [n, m * 32 / bits]."""
     shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
     return torch.bitwise_and(words.unsqueeze(-1) >> shifts, 2**bits - 1).flatten(1)

@@ -1,9 +1,8 @@
-"""Rotary position embeddings, and how checkpoints stretch them to longer sequences.
+"""Rotary position embeddings, and how checkpoints extend them to longer sequences.
 
 Rotary embeddings: Su et al., RoFormer. Linear: Chen et al., position interpolation. Dynamic: the
 "NTK-aware" change of base. YaRN: Peng et al. Llama 3: smoothed interpolation by wavelength.
-Settings are read in both forms that checkpoints use: `rope_theta` beside `rope_scaling`, and
-everything in `rope_parameters`.
+Settings are read from either place: `rope_theta` with `rope_scaling`, or `rope_parameters`.
 """
 
 import enum
@@ -14,7 +13,7 @@ from services.worker.models.files.json_file import JsonReader
 
 
 class RopeType(enum.Enum):
-    """How frequencies are changed for longer sequences."""
+    """How frequencies are scaled for longer sequences."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -25,10 +24,10 @@ class RopeType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of a checkpoint; fields that its type does not use hold their defaults.
+    """The rotary embedding of a checkpoint. Fields that its type does not use have their defaults.
 
-    `max_position_embeddings` is config.json's; `original_max_position_embeddings` the length the
-    model was trained at, before stretching. `attention_factor` None: derived from `factor`.
+    `max_position_embeddings`: as in config.json. `original_max_position_embeddings`: the length at
+    which the model was trained, before scaling. `attention_factor` None: derived from `factor`.
     """
 
     rope_type: RopeType
@@ -47,7 +46,7 @@ class RopeConfig:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence that the stretched embedding is made for."""
+        """The longest sequence that the scaled embedding supports, in tokens."""
         match self.rope_type:
             case RopeType.LINEAR | RopeType.DYNAMIC:
                 return int(self.max_position_embeddings * self.factor)
@@ -61,12 +60,12 @@ class RopeConfig:
 def read_ropes(
     config: JsonReader, *, theta: float, local_theta: float | None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embedding of layers that see all tokens, and that of layers with a window, as
-    config.json describes them. Raises ModelConfigError.
+    """The rotary embeddings of full-attention layers and of layers with a window, from config.json.
+    Raises ModelConfigError.
 
-    `theta`: the base where none is given. `local_theta`: layers with a window have a base of their
-    own, this or `rope_local_base_freq`, and are not stretched; None: one embedding for all.
-    `rope_parameters` may also hold an entry for each type of layer.
+    `theta`: the default base. `local_theta`: default of `rope_local_base_freq`, the base of layers
+    with a window, which are then not scaled; None: all layers have one embedding. `rope_parameters`
+    may also have an entry for each type of layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
     full, sliding = values.nested("full_attention"), values.nested("sliding_attention")

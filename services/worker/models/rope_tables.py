@@ -10,10 +10,11 @@ from services.worker.models.rope import RopeConfig, RopeType
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies, float32 [head_dim / 2], and the factor that cos and sin are multiplied by.
+    """Frequencies, float32 [head_dim / 2], and the factor of cos and sin.
 
-    The dynamic kind depends on the sequence's length. Cached keys must not change when a sequence
-    grows, so its base is fixed for `max_model_len`: the plain one up to max_position_embeddings.
+    With RopeType.DYNAMIC, frequencies depend on the sequence length. Cached keys must not change
+    when a sequence grows, so the base is fixed for `max_model_len`. Up to max_position_embeddings
+    it is the unscaled base.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (rope.theta**exponents)
@@ -39,14 +40,14 @@ def cos_sin_table(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of every position below `max_model_len`: two [max_model_len, head_dim / 2]."""
+    """cos and sin of all positions below `max_model_len`: two [max_model_len, head_dim / 2]."""
     frequencies, factor = inverse_frequencies(rope, head_dim, max_model_len)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are interpolated, short ones kept, those between blended."""
+    """Interpolates long wavelengths, keeps short ones, and blends those in between."""
     length = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     spread = rope.high_freq_factor - rope.low_freq_factor
@@ -59,7 +60,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """A ramp over dimensions: fast rotations are kept, slow ones interpolated."""
+    """A ramp over dimensions: keeps fast rotations and interpolates slow ones."""
 
     def dimension_of(rotations: float) -> float:
         ratio = rope.original_max_position_embeddings / (rotations * 2 * math.pi)

@@ -1,12 +1,12 @@
-"""The part of a decoder that a rank holds.
+"""The part of a decoder that a rank has.
 
-Heads, the inner dimension of each MLP and the rows of the output projection are divided equally, or
-with one more in the first ranks' parts. Heads of queries are on the rank of the heads of keys and
-values that they attend with. If there are fewer of the latter than ranks, several ranks hold the
-same one, as in vLLM.
-Embeddings are whole on each rank: a step reads only a few of their rows, so that dividing them
-would save no time and cost one more sum. The output projection is read whole in each step, so it is
-divided, unless its parts would differ in size, which gathering does not allow.
+Query heads, key-value heads, the inner dimension of each MLP and the rows of the output projection
+are divided. Parts are equal, or the first ranks have one element more. Query heads are on the rank
+of the key-value heads that they attend with. If there are fewer key-value heads than ranks, several
+ranks have the same one, as in vLLM. Embeddings are whole on each rank: a step reads only a few of
+their rows, so dividing them would save no time and cost one more sum. The output projection is read
+whole in each step, so it is divided. It stays whole if its parts would differ in size, which
+gathering does not support.
 """
 
 import logging
@@ -27,7 +27,7 @@ class Shard:
     size: int = 1
 
     def of(self, length: int) -> slice:
-        """Its part of a dimension of this length."""
+        """This rank's part of a dimension of this length."""
         part, more = divmod(length, self.size)
         start = self.rank * part + min(self.rank, more)
         return slice(start, start + part + (self.rank < more))
@@ -37,19 +37,19 @@ class Shard:
         return num_rows % self.size == 0
 
     def of_head(self, num_rows: int) -> slice:
-        """Its rows of the output projection; all rows if the parts would differ in size."""
+        """This rank's rows of the output projection; all rows if the parts would differ in size."""
         return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
-        """Its heads of keys and values: those that its heads of queries attend with."""
+        """This rank's key-value heads: those that its query heads attend with."""
         if num_kv_heads >= self.size:
             return self.of(num_kv_heads)
         head = self.rank * num_kv_heads // self.size
         return slice(head, head + 1)
 
     def heads(self, num_heads: int, num_kv_heads: int) -> slice:
-        """Its heads of queries: all that attend with its heads of keys and values, or, of those
-        that attend with one which several ranks hold, its share.
+        """This rank's query heads: all that attend with its key-value heads. If several ranks have
+        the same key-value head, they divide its query heads.
         """
         queries = num_heads // num_kv_heads
         own = self.kv_heads(num_kv_heads)
@@ -61,12 +61,12 @@ class Shard:
         return slice(first + share.start, first + share.stop)
 
     def count_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-        """Its numbers of heads of queries, and of keys and values."""
+        """This rank's number of query heads and of key-value heads."""
         heads, kv_heads = self.heads(num_heads, num_kv_heads), self.kv_heads(num_kv_heads)
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The configuration of this part: its number of heads, and otherwise that of the whole."""
+        """The whole model's configuration with this rank's head counts."""
         num_heads, num_kv_heads = self.count_heads(config.num_heads, config.num_kv_heads)
         return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
@@ -78,7 +78,7 @@ class Shard:
 
 
 def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:
-    """Raises UnsupportedModel, with the numbers that work, if this number cannot divide heads."""
+    """Raises UnsupportedModel, with the possible sizes, if `size` ranks cannot divide the heads."""
     if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
         return
     if num_kv_heads in (1, num_heads):

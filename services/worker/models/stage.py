@@ -1,9 +1,9 @@
 """The layers of a decoder that a pipeline stage computes.
 
-A model is divided between layers, by the bytes of weights that a step reads: of each layer all of
-them, of the head too, which projects to the vocabulary and may weigh as much as many layers. Of the
-embedding a step reads a row for each token, which is next to nothing. So the stages of a step of
-few tokens, which takes as long as its weights take to be read, are equally long.
+A model is divided between layers, by the bytes of weights that a step reads. A step reads all
+weights of its layers and of the head, which may be as large as many layers. Of the embedding it
+reads only one row for each token, which is negligible. A step of few tokens takes as long as its
+weights take to be read, so all stages of such a step take equally long.
 """
 
 import logging
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """The layers from `start` up to `stop` of `num_layers`. The first stage embeds tokens, the last
-    one has the norm after all layers and the head.
+    """The layers from `start` up to `stop` of `num_layers`. The first stage embeds tokens. The last
+    stage has the final norm and the head.
     """
 
     start: int
@@ -31,26 +31,26 @@ class StageLayers:
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with token ids, and not with hidden states."""
+        """Whether its input is token ids instead of hidden states."""
         return self.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with logits, and not with hidden states."""
+        """Whether its output is logits instead of hidden states."""
         return self.stop == self.num_layers
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the whole model."""
+        """Whether the stage is the whole model."""
         return self.is_first and self.is_last
 
     @property
     def indexes(self) -> range:
-        """Its layers, by their index in the model."""
+        """The stage's layers, by their index in the model."""
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers of `layers` that it computes, by their index in the stage."""
+        """Those of these layers that the stage computes, by their index in the stage."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
@@ -65,9 +65,11 @@ class StageLayers:
 
 
 def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) -> list[range]:
-    """Consecutive layers for each stage, at least one, so that the stage with the most bytes has as
-    few as possible; the last stage has `head_bytes` besides. Among such divisions the earlier
-    stages get as many layers as that allows.
+    """Consecutive layers for each stage, at least one, that minimize the bytes of the largest
+    stage.
+
+    The last stage also has `head_bytes`. Among such divisions, earlier stages get as many layers as
+    possible.
     """
     num_layers = len(layer_bytes)
     if num_stages > num_layers:
@@ -75,10 +77,10 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """The division with no more than `most` bytes in a stage; None if there is none."""
+        """The division with at most `most` bytes in a stage; None if there is none."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
-            # As many as fit, but one for each stage behind.
+            # As many layers as fit, but leave one for each later stage.
             stop = min(bisect_left(ends, ends[start] + most + 1) - 1, num_layers - left)
             if stop == start:
                 return None
@@ -99,8 +101,8 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
 def layers_of_stage(
     checkpoint: Checkpoint, num_layers: int, stage: int, num_stages: int
 ) -> StageLayers:
-    """The layers of a stage, by the sizes of the tensors in the checkpoint. Raises UnsupportedModel
-    for more stages than layers.
+    """The layers of a stage, from the sizes of the checkpoint's tensors. Raises UnsupportedModel if
+    there are more stages than layers.
     """
     if num_stages == 1:
         return StageLayers(0, num_layers, num_layers)
@@ -119,7 +121,7 @@ def layers_of_stage(
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, by its name; None for those of no layer."""
+    """The layer that a tensor belongs to, from its name; None if it belongs to no layer."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return int(number) if not prefix and number.isdigit() else None

@@ -41,9 +41,9 @@ from services.worker.models.stage import StageLayers
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Called with the number of layers read and the number there are."""
+"""Called with the number of layers read and the total number of layers."""
 _Part = tuple[str, Index]
-"""The name of a tensor, and what is read of it."""
+"""The name of a tensor, and the index of the part to read."""
 
 
 def load_weights(
@@ -57,15 +57,16 @@ def load_weights(
     stage: StageLayers | None = None,
     quantization: QuantizationSetting = QuantizationSetting.AUTO,
 ) -> DecoderWeights:
-    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them. Only
-    this rank's part of tensors that are divided is read, and of a pipeline `stage` only what it
-    computes with. A head that is tied to the embedding is read by the last stage too.
-    `quantization` is for projections, except routers and the head for classes.
+    """Reads, converts, fuses and packs all weights, layer by layer, as the kernels need them.
 
-    With `pooling` the head is the one for classes, whole on each rank, or where there are none a
-    single row that nothing is projected by: no logits are computed. The checkpoint may be that of
-    the layers alone. Raises ModelError before anything is read when the tensors are not those of
-    `config`.
+    Of divided tensors only this rank's part is read, and of a pipeline `stage` only the weights
+    that it computes with. The last stage also reads the embedding if the head is tied to it.
+    `quantization` applies to projections, except routers and the head for classes.
+
+    With `pooling` the head is the head for classes, whole on each rank. If there are no classes, it
+    is a single row that is never used, since no logits are computed. The checkpoint may then
+    contain only the decoder's body. Raises ModelError before anything is read if the tensors do not
+    match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
@@ -104,7 +105,7 @@ def load_weights(
 def _head(
     loader: "_Loader", embedding: torch.Tensor, pooling: PoolingConfig | None, *, has_own: bool
 ) -> Linear:
-    """The projection of the last hidden states: see load_weights."""
+    """The projection of the last hidden states: to the vocabulary or to classes."""
     if pooling is None:
         return _vocabulary_head(loader, embedding, has_own=has_own)
     head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
@@ -112,8 +113,8 @@ def _head(
 
 
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """The projection to the vocabulary: this rank's part of it. The embedding has no rows where
-    this stage does not embed.
+    """This rank's part of the projection to the vocabulary. `embedding` has no rows if this stage
+    does not embed tokens.
     """
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
@@ -129,9 +130,9 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """The checkpoint's head, or the embedding that config.json ties it to if the two are equal.
+    """The embedding that config.json ties the head to, if it equals the checkpoint's head.
 
-    If they differ the head is used: as in transformers.
+    Otherwise the checkpoint's head, as in transformers.
     """
     if torch.equal(head, tied):
         return tied
@@ -144,8 +145,8 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Loader:
-    """Reads this rank's part of tensors whose names begin with `prefix`, such as those of a layer,
-    and gives it to the kernels.
+    """Reads this rank's part of tensors whose names begin with `prefix`, such as a layer's tensors,
+    and packs them with the kernels.
     """
 
     config: ModelConfig
@@ -191,7 +192,7 @@ class _Loader:
         )
 
     def experts(self, experts: ExpertsConfig) -> Mlp:
-        """A router and its experts."""
+        """A router with its experts."""
         kernels, names, size = self.kernels, EXPERT_NAMES[experts.layout], experts.intermediate_size
         inner, activation = self.shard.of(size), self.config.traits.activation
         behind = slice(inner.start + size, inner.stop + size)
@@ -225,8 +226,8 @@ class _Loader:
         return mlp
 
     def norm(self, name: str) -> torch.Tensor:
-        """The weight of a norm. One with an offset is not rounded: a small weight would lose more
-        bits to the sum than bfloat16 took from it.
+        """The weight of a norm. If the norm has an offset, the weight is not rounded to bfloat16:
+        the sum would lose more bits of a small weight than that rounding.
         """
         offset = self.config.traits.norm_weight_offset
         dtype = torch.float32 if offset else self.dtype
@@ -234,43 +235,43 @@ class _Loader:
         return self.kernels.norm_weight(weight + offset if offset else weight)
 
     def fused(self, rows: dict[str, slice], *, bias: bool) -> tuple[Weight, torch.Tensor | None]:
-        """Weight and bias of projections of the same input, stacked; of each, some rows."""
+        """Stacked weights and biases of projections of one input. `rows`: by name, rows to read."""
         weights = ((f"{name}.weight", (taken,)) for name, taken in rows.items())
         biases = ((f"{name}.bias", (taken,)) for name, taken in rows.items())
         return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
-        """A projection of this rank's part of its input, to be summed over the ranks."""
+        """A projection of this rank's part of the input; outputs are summed over the ranks."""
         weight = self.weight((f"{name}.weight", (WHOLE, columns)))
         return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 
     def no_rows(self) -> torch.Tensor:
-        """An embedding of no tokens."""
+        """An embedding matrix with no rows."""
         device = self.reader.device
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
     def parts(self, *parts: _Part) -> torch.Tensor:
-        """Parts of tensors, stacked along their first axis. See TensorReader."""
+        """Reads parts of tensors, stacked along their first axis. See TensorReader."""
         return self.reader.read_parts(*self.named(parts), dtype=self.dtype)
 
     def weight(self, *parts: _Part) -> Weight:
-        """The same of the weights of projections. See WeightReader."""
+        """Reads parts of projection weights, stacked along their rows. See WeightReader."""
         return self.weights.read(*self.named(parts))
 
     def dense(self, *parts: _Part) -> torch.Tensor:
-        """The same, dequantized."""
+        """Reads parts of projection weights, stacked along their rows and dequantized."""
         weight = self.weight(*parts)
         return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 
     def named(self, parts: Iterable[_Part]) -> Iterator[_Part]:
-        """The parts by the whole names of their tensors."""
+        """The parts with the full names of their tensors."""
         return ((f"{self.prefix}{name}", index) for name, index in parts)
 
 
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first tensors of `count` pairs in one tensor, and the second ones, read pair by pair."""
+    """Stacks the first tensors of `count` pairs, and the second ones, reading pair by pair."""
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

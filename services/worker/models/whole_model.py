@@ -1,7 +1,7 @@
-"""Models that are computed a whole prompt at a time: encoders, whose tokens see later ones.
+"""Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
 
-The model is transformers' own with its own attention. Each prompt goes through by itself, so that
-its vector is the same whatever is computed beside it. Nothing of it is cached.
+The model and its attention are transformers' own. Each prompt is computed alone, so that its vector
+does not depend on other prompts. Nothing is cached.
 """
 
 import inspect
@@ -34,7 +34,7 @@ from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, c
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """A model in memory that takes whole prompts, and its properties."""
+    """A loaded model that processes whole prompts, and its properties."""
 
     model: PreTrainedModel
     pooling: PoolingConfig
@@ -46,10 +46,10 @@ class WholeModel:
 
     @torch.inference_mode()
     def states(self, token_ids: torch.Tensor, num_first_text_tokens: int) -> torch.Tensor:
-        """Token ids of one prompt, int64 [n] -> its hidden states, float32 [n, hidden_size], or
-        the numbers of its classes, float32 [1, num_labels].
+        """Maps the token ids of one prompt, int64 [n], to its hidden states, float32 [n,
+        hidden_size], or to its class scores, float32 [1, num_labels].
 
-        Tokens from `num_first_text_tokens` on, unless that is 0, are of a second text.
+        If `num_first_text_tokens` is above 0, later tokens are of a second text.
         """
         ids = token_ids[None].to(self.model.device)
         inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -65,8 +65,8 @@ class WholeModel:
 
 
 def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
-    """The model of a directory, on the checkpoint's device. Raises ModelError for one that cannot
-    be served.
+    """The model of a directory, on the checkpoint's device. Raises ModelError if it cannot be
+    served.
     """
     if options.pooling is None:
         raise AssertionError("a model that generates is not computed whole")
@@ -148,7 +148,7 @@ def _load(
 
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
-    """Positions that the model has. RoBERTa and its kin count them from behind the padding's."""
+    """The model's number of positions. RoBERTa's positions start after the padding index."""
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelConfigError(path, "max_position_embeddings is missing")

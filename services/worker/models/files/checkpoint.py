@@ -1,4 +1,4 @@
-"""Reads the tensors of a model directory. Safetensors files are mapped by their library."""
+"""Reads the tensors of a model directory. The safetensors library memory-maps its files."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 WHOLE = slice(None)
-"""Everything along an axis."""
+"""The index of a whole axis."""
 Index = tuple[slice | int, ...]
-"""The part along each axis that is read; an axis without an index is read whole."""
+"""The part to read along each axis; axes without an entry are read whole."""
 
 _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Every tensor of a model directory by name. `device`: where tensors are read to."""
+    """All tensors of a model directory, by name. `device`: where tensors are placed."""
 
     directory: Path
     tensors: dict[str, TensorInfo]
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @property
     def source(self) -> Path:
-        """The file that an error about the whole checkpoint names."""
+        """The file to name in an error about the whole checkpoint."""
         index = self.directory / INDEX_FILE
         single = self.directory / SINGLE_FILE
         if index.exists() or single.exists():
@@ -53,7 +53,7 @@ class Checkpoint:
         return self.files[0]
 
     def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
-        """The same, each tensor known by its name with this prefix, except one called `apart`."""
+        """A copy with `prefix` added to all tensor names except `apart`."""
         named = {
             name if name == apart else prefix + name: info for name, info in self.tensors.items()
         }
@@ -61,12 +61,12 @@ class Checkpoint:
 
     @property
     def num_bytes(self) -> int:
-        """The size of all tensors in the files."""
+        """Bytes of all tensors in the files."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def files(self) -> list[Path]:
-        """The files with tensors, in order."""
+        """The files with tensors, sorted by path."""
         return sorted({tensor.file for tensor in self.tensors.values()})
 
     def check(
@@ -74,9 +74,10 @@ class Checkpoint:
         expected: dict[str, tuple[int, ...]],
         others: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """Raises ModelTensorError unless the tensors are exactly `expected`. `others`: data types
-        that a tensor may have besides those of unquantized weights. A number may also be stored as
-        a vector of one.
+        """Raises ModelTensorError unless the tensors are exactly `expected`.
+
+        `others`: by tensor, data types that are allowed in addition to those of unquantized
+        weights. A scalar may also be stored as a vector of length 1.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
@@ -100,7 +101,7 @@ class Checkpoint:
 
     @contextmanager
     def open(self) -> Iterator["TensorReader"]:
-        """Maps the files for reading. Raises ModelFileError when one cannot be opened."""
+        """Opens the files for reading. Raises ModelFileError if one cannot be opened."""
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
             for file in self.files:
@@ -116,9 +117,7 @@ class Checkpoint:
 
 
 def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
-    """Raises ModelTensorError for a data type that is neither of unquantized weights nor one of
-    `others`.
-    """
+    """Raises ModelTensorError unless the data type is one of unquantized weights or in `others`."""
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
             tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
@@ -135,27 +134,27 @@ class TensorReader:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are read to."""
+        """Where tensors are placed."""
         return self._checkpoint.device
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes read so far, in the stored data types."""
+        """The number of bytes read so far, as stored in the files."""
         return sum(self._sizes)
 
     def dimensions(self, name: str) -> int:
-        """The number of a tensor's axes."""
+        """The number of axes of a tensor."""
         return len(self._checkpoint.tensors[name].shape)
 
     def read_parts(self, *parts: tuple[str, Index], dtype: torch.dtype) -> torch.Tensor:
-        """Parts of tensors, each by name and index, stacked along their first axis, as a new tensor
-        of `dtype`. Only the parts are read.
+        """Reads parts of tensors, given by name and index, and stacks them along their first axis
+        into a new tensor of `dtype`. Only these parts are read.
         """
         read = [self.read_part(name, index).to(dtype) for name, index in parts]
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
     def read_part(self, name: str, index: Index) -> torch.Tensor:
-        """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
+        """A part of a tensor, in its stored data type, or a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
         handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)
@@ -167,7 +166,7 @@ class TensorReader:
         return part.to(self.device)
 
     def read_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """A weight that a GGUF file holds quantized, for a computation in `dtype`."""
+        """A quantized weight of a GGUF file, for computations in `dtype`."""
         tensor = self._checkpoint.tensors[name]
         self._sizes.append(tensor.num_bytes)
         weight: QuantizedWeight = self._handles[tensor.file].get_quantized(tensor.name, dtype)
@@ -176,7 +175,7 @@ class TensorReader:
 
 def open_checkpoint(directory: Path, device: torch.device = CPU) -> Checkpoint:
     """Finds the tensors of a model directory and checks its files. Raises ModelFileError, and
-    UnsupportedModel for a GGUF file that is not read.
+    UnsupportedModel for an unsupported GGUF file.
     """
     found = find_tensors(directory)
     if found.unread is not None:

@@ -1,8 +1,8 @@
 """Quantized weights in the blocks of GGUF: https://github.com/ggml-org/ggml, docs/gguf.md.
 
-A row is consecutive blocks. Of 32 numbers a block has one scale (Q4_0, Q8_0). Of 256 it has a
-scale for the scales of groups: eight groups of codes from 0 up, with least numbers (Q4_K), or
-sixteen with codes around 0 (Q6_K).
+A row is consecutive blocks. A block of 32 numbers has one scale (Q4_0, Q8_0). A block of 256
+numbers is divided into groups, and has one scale for the groups' own scales. Q4_K has eight groups
+of unsigned codes, with a minimum for each group. Q6_K has sixteen groups of codes around 0.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Of n blocks codes [n, numbers of a block], scales and offsets [n, groups of a block]."""
+    """n blocks: codes [n, numbers in a block], scales and offsets [n, groups in a block]."""
 
     codes: npt.NDArray[np.int8]
     scales: Floats
@@ -30,7 +30,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks of `size` numbers in `num_bytes` bytes."""
+    """A block type: a block has `size` numbers in `num_bytes` bytes."""
 
     size: int
     num_bytes: int
@@ -48,8 +48,9 @@ def _q8_0(blocks: Bytes) -> _Numbers:
 
 
 def _q4_k(blocks: Bytes) -> _Numbers:
-    """Six bits for each scale and least number: of the first four groups in bytes of their own, of
-    the others four bits, and two above the six of a group before.
+    """Each group's scale and minimum have six bits. Those of the first four groups are the low six
+    bits of bytes 4 to 11. Those of the last four have their low four bits in bytes 12 to 15, and
+    their high two bits in the unused bits of bytes 4 to 11.
     """
     scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
     first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)
@@ -66,7 +67,7 @@ def _q4_k(blocks: Bytes) -> _Numbers:
 
 
 def _q6_k(blocks: Bytes) -> _Numbers:
-    """Of each half the low four bits of 128 codes in 64 bytes, and the high two in 32 bytes."""
+    """Each half has the low four bits of 128 codes in 64 bytes, and the high two in 32 bytes."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     lows = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
@@ -77,7 +78,7 @@ def _q6_k(blocks: Bytes) -> _Numbers:
 
 
 def _halves(two_bytes: Bytes) -> Floats:
-    """Float16 [n, 1], in float32."""
+    """Float16 values [n, 1], as float32."""
     return np.ascontiguousarray(two_bytes).view(np.float16).astype(np.float32)
 
 
@@ -87,11 +88,11 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""By name. The codes of Q6_K have 6 bits, and are held in 8."""
+"""Block types by name. The codes of Q6_K have 6 bits, and are stored in 8."""
 
 
 def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
-    """Rows of blocks, uint8 [out, bytes], of a type, for a computation in `dtype`."""
+    """Decodes rows of blocks of type `name`, uint8 [out, bytes], for computations in `dtype`."""
     kind = BLOCK_TYPES[name]
     numbers = kind.read(np.ascontiguousarray(rows).reshape(-1, kind.num_bytes))
 

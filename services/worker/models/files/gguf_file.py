@@ -13,7 +13,7 @@ from services.worker.models.suitability.gguf_tensors import read_gguf_tensors
 
 
 class GgufFile:
-    """An open file, whose tensors are given as in Hugging Face's checkpoints."""
+    """An open file. Its tensors are returned in the layout of Hugging Face checkpoints."""
 
     def __init__(self, file: Path) -> None:
         header, tensors = read_gguf_tensors(file)
@@ -26,7 +26,7 @@ class GgufFile:
         self._heads = {"attn_q.": heads, "attn_k.": kv_heads} if architecture == "llama" else {}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor, in float32 if it is quantized."""
+        """A tensor, dequantized to float32 if it is quantized."""
         tensor = self._tensors[name]
         if tensor.dtype in BLOCK_TYPES:
             return self.get_quantized(name, torch.float32).dequantized()
@@ -36,18 +36,18 @@ class GgufFile:
         return whole
 
     def get_slice(self, name: str) -> torch.Tensor:
-        """The tensor, which a part is then taken of."""
+        """The whole tensor, which the caller slices."""
         return self.get_tensor(name)
 
     def get_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """A quantized weight, for a computation in `dtype`."""
+        """A quantized weight, for computations in `dtype`."""
         tensor = self._tensors[name]
         rows = self._bytes[tensor.begin : tensor.end].reshape(tensor.shape[0], -1)
         return read_blocks(tensor.dtype, self._in_order(name, rows), dtype)
 
     def _in_order(self, name: str, rows: Any) -> Any:
-        """Rows in the order that rotary embeddings take: halves of heads, which Llama's files have
-        in pairs.
+        """Reorders rows for rotary embeddings, which rotate the halves of a head. Llama's GGUF
+        files store these elements in pairs.
         """
         heads = next((count for part, count in self._heads.items() if part in name), None)
         if heads is None:

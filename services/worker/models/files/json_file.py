@@ -1,4 +1,4 @@
-"""A JSON object read from a model directory, with accessors that name file, key and problem."""
+"""A JSON object from a model directory. Errors name the file, the key and the problem."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from services.worker.models.errors import ModelConfigError, ModelFileError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in `path`. Raises ModelFileError when it is missing or no JSON object."""
+    """The object in `path`. Raises ModelFileError if it is missing or not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -23,9 +23,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class JsonReader:
-    """Typed access to a JSON object. A key whose value is null counts as absent.
+    """Typed access to a JSON object. A null value counts as absent.
 
-    Every accessor raises ModelConfigError for a value of the wrong kind, and for an absent key
+    Every accessor raises ModelConfigError for a value of the wrong type, and for an absent key
     without a default.
     """
 
@@ -42,7 +42,7 @@ class JsonReader:
         return len(self._values)
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is present with the value null, where that differs from its absence."""
+        """Whether the key is present with the value null, for keys whose absence means more."""
         return key in self._nulls
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
@@ -60,7 +60,7 @@ class JsonReader:
         return float(value)
 
     def nullable_float(self, key: str, default: float | None) -> float | None:
-        """A finite number above 0; None when null, and `default` when absent."""
+        """A finite number above 0; None if null; `default` if absent."""
         if self.is_null(key) or (key not in self and default is None):
             return None
         return self.positive_float(key, default)
@@ -80,14 +80,14 @@ class JsonReader:
         return value
 
     def nested(self, key: str) -> "JsonReader":
-        """An object in the object; an empty one when absent."""
+        """A nested object; empty if absent."""
         value = self._values.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {value!r}")
         return JsonReader(self.path, value, f"{self._prefix}{key}.")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them; empty when absent."""
+        """A whole number or a list of them; empty if absent."""
         value = self._values.get(key, [])
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -95,11 +95,11 @@ class JsonReader:
         return tuple(numbers)
 
     def raw(self, key: str) -> Any:
-        """The value, unchecked; None when absent."""
+        """The unchecked value; None if absent."""
         return self._values.get(key)
 
     def error(self, key: str, problem: str) -> ModelConfigError:
-        """An error about one key."""
+        """An error about this key."""
         return ModelConfigError(self.path, f"{self._prefix}{key} {problem}")
 
     def _get(self, key: str, default: Any) -> Any:

@@ -17,5 +17,5 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """The tensor's bytes in the file."""
         return self.end - self.begin

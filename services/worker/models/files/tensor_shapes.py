@@ -1,7 +1,7 @@
 """Names and shapes of the tensors in checkpoints of native architectures.
 
-A checkpoint holds tensors for each expert, under the names of its architecture, or all experts of a
-layer stacked, as transformers holds them in memory.
+Experts are stored in one of two forms: a tensor for each expert, under the architecture's names, or
+all experts of a layer stacked in one tensor, as transformers stores them in memory.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 CLASS_HEAD = "score.weight"
-"""Projects the last token's state to classes; without a bias."""
+"""Projects the last token's hidden state to class scores, without a bias."""
 STACKED_ROUTER = "mlp.gate.weight"
 STACKED_GATE_UP = "mlp.experts.gate_up_proj"
 STACKED_DOWN = "mlp.experts.down_proj"
@@ -24,9 +24,9 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """Names of a layer's norms; None for one that it does not have.
+    """Names of a layer's norms; None if the layer lacks the norm.
 
-    `post_attention_layernorm` is another norm in Gemma than in Llama.
+    `post_attention_layernorm` names different norms in Gemma and Llama.
     """
 
     attention_output: str | None
@@ -42,7 +42,7 @@ _OUTPUT_NORMALIZED = NormNames(
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's tensors; `{}` in those of an expert stands for its number."""
+    """Names of a layer's expert tensors; `{}` is replaced by the expert's number."""
 
     router: str
     gate: str
@@ -64,7 +64,7 @@ EXPERT_NAMES = {
         down="mlp.experts.{}.down_proj.weight",
     ),
 }
-"""Names within a layer, in checkpoints with tensors for each expert."""
+"""Names within a layer, for checkpoints with one tensor for each expert."""
 
 
 def norm_names(config: ModelConfig) -> NormNames:
@@ -77,8 +77,8 @@ def expected_tensors(
 ) -> Shapes:
     """The name and shape of every tensor in a checkpoint of this configuration.
 
-    `stacked_experts`: the experts of a layer are stacked in one tensor. `with_head`: it has the
-    projection to the vocabulary.
+    `stacked_experts`: the experts of a layer are stacked in one tensor. `with_head`: the checkpoint
+    has the projection to the vocabulary.
     """
     shapes: Shapes = {
         EMBEDDING: (config.vocab_size, config.hidden_size),
@@ -95,7 +95,7 @@ def expected_tensors(
 def _layer_tensors(
     config: ModelConfig, experts: ExpertsConfig | None, *, stacked_experts: bool
 ) -> Shapes:
-    """Name within a layer and shape of every tensor of the layer."""
+    """Shapes of a layer's tensors, by name within the layer."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     norms = norm_names(config)
@@ -125,7 +125,7 @@ def _layer_tensors(
 
 
 def _expert_tensors(config: ExpertsConfig, hidden_size: int, *, stacked: bool) -> Shapes:
-    """Name within a layer and shape of every tensor of router and experts."""
+    """Shapes of the router's and the experts' tensors, by name within the layer."""
     count, inner = config.num_experts, config.intermediate_size
     if stacked:
         return {

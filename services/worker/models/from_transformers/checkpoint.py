@@ -1,7 +1,7 @@
-"""Reads a checkpoint into a model of transformers, whole or a rank's part of it.
+"""Reads a checkpoint, or a rank's part of it, into a model of transformers.
 
-transformers' own loading handles names in checkpoints, tied weights and buffers that no checkpoint
-holds. It is given tensors that read themselves, or only a part, at the moment when it copies them.
+transformers' own loader handles names in checkpoints, tied weights, and buffers that no checkpoint
+contains. It receives lazy tensors, which read their data, or a part, when it copies them.
 """
 
 import threading
@@ -23,11 +23,11 @@ from services.worker.models.from_transformers.linear import Part
 from services.worker.models.from_transformers.probe import Refused
 
 _one_at_a_time = threading.Lock()
-"""While it makes a model, transformers changes defaults of torch for all threads."""
+"""Held while transformers builds a model, since that changes torch's defaults for all threads."""
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class that config.json names, if transformers has it for decoders of its kind."""
+    """The class that config.json names; None if transformers lists no such decoder class."""
     known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     for cls in known if isinstance(known, tuple) else (known,):
         if cls is not None and cls.__name__ in (config.architectures or []):
@@ -39,7 +39,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 def load_checkpoint(
     checkpoint: Checkpoint, config: PretrainedConfig, dtype: torch.dtype, division: Division | None
 ) -> PreTrainedModel:
-    """The model, or with a division a rank's part of it, on the CPU. Raises Refused, ModelError."""
+    """The model, or a rank's part of it, on the CPU. Raises Refused, ModelError."""
     directory, cls = checkpoint.directory, model_class(config)
     with replace(checkpoint, device=CPU).open() as reader:
         if division is None:
@@ -56,14 +56,14 @@ def load_checkpoint(
 def lazy_tensors(
     checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
 ) -> dict[str, Any]:
-    """The tensors of a checkpoint for transformers, which reads each, or its part, when it copies
-    it.
+    """The tensors of a checkpoint, for transformers. Each tensor, or its part, is read when it is
+    copied.
     """
     return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
 
 class _LazyTensor:
-    """A tensor of a checkpoint that is indexed by transformers, and reads its part only then."""
+    """A tensor of a checkpoint. Its part is read when transformers indexes it."""
 
     def __init__(self, reader: TensorReader, name: str, part_of: Callable[[str], Part]) -> None:
         self._reader = reader
@@ -75,7 +75,7 @@ class _LazyTensor:
 
 
 def _divided(cls: Any, division: Division) -> Any:
-    """The class, whose models are divided as soon as they are made."""
+    """A subclass whose models are divided as soon as they are constructed."""
 
     def make(self: PreTrainedModel, config: PretrainedConfig) -> None:
         cls.__init__(self, config)
@@ -125,5 +125,5 @@ def _load(
 
 
 def one_line(error: Exception) -> str:
-    """The beginning of an error's message as one line."""
+    """The first 200 characters of an error's message, on one line."""
     return " ".join(str(error).split())[:200]

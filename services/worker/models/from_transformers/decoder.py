@@ -1,13 +1,12 @@
-"""A decoder that transformers runs, over our cache.
+"""A decoder that transformers runs, over Stepwell's cache.
 
-The model is transformers' own, whole: its layers, its norms, its head. Only its attention is ours,
-and where recurrent layers find their states: see transformers_recurrent.
-The same division as vLLM's Transformers backend.
+Layers, norms and head are transformers' own. Only attention and the states of recurrent layers are
+replaced: see `recurrent`. vLLM's Transformers backend makes the same division.
 
-Models of transformers call the attention function that their configuration names. Ours is
-registered under ATTENTION_NAME and passes each call to the function that `_attending_with` has set
-for the thread: a step over a paged cache, or a probe. No function that makes masks is registered,
-since the cache determines which tokens each token of a flattened batch sees.
+Models of transformers call the attention function that their configuration names. Stepwell
+registers one as ATTENTION_NAME. It forwards each call to the function that `_computing_with` has
+set for the thread: attention over a paged cache, or a probe. No function that builds masks is
+registered, since the cache determines which tokens each token of a flattened batch attends to.
 """
 
 import copy
@@ -40,29 +39,31 @@ from services.worker.models.model import wanted_logits
 ATTENTION_NAME = "stepwell"
 
 _AttendFunction = Callable[..., torch.Tensor]
-"""Called as transformers calls attention; returns [1, n, num_heads, head_dim]."""
+"""An attention function with transformers' signature; returns [1, n, num_heads, head_dim]."""
 
 _attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
 _ROUNDED_TOLERANCE = 0.2
-"""Relative differences of logits that may be rounding; in half precision it also picks experts."""
+"""Relative difference of logits that counts as rounding. In half precision, rounding can also
+change the choice of experts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayers:
-    """The layers of a model: by their numbers those that attend, and what recurrent ones keep."""
+    """The attention layers of a model, by layer number, and the states of its recurrent layers."""
 
     attention: dict[int, AttentionLayer]
     states: tuple[StateLayer, ...]
 
 
 class TransformersDecoder:
-    """See Model. The flattened batch goes through as one sequence with the positions of many.
+    """A Model. A flattened batch is computed as one sequence, with the positions of its requests.
 
-    `padded_rows`: see Kernels. The model's own products are torch's, whose rows depend on how many
-    there are as those do that kernels pad.
+    `padded_rows`: see Kernels. The model's products are torch's. Their results depend on the number
+    of rows, so batches are padded as kernels pad them.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TransformersDecoder:
         self._padded_rows = padded_rows
         self._recurrent = wrap_recurrent_layers(model)
         self._attention_index: dict[int, int] = {}
-        """By number of its layer, which of those that attend an attention is."""
+        """By layer number, the index among attention layers."""
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates(self._body)
@@ -79,7 +80,7 @@ class TransformersDecoder:
 
     @property
     def hidden_size(self) -> int:
-        """Width of its embeddings, which may be projected to that of its layers."""
+        """Width of the embeddings. The model may project them to another width for its layers."""
         device = next(self._embedding.parameters()).device
         return int(self.embed(torch.zeros(1, dtype=torch.int64, device=device)).shape[1])
 
@@ -114,7 +115,7 @@ class TransformersDecoder:
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model. Includes what the model computes after its projection."""
+        """Logits as in Model, including what the model computes after its projection."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
         self._given.states = padded[None]
@@ -123,11 +124,11 @@ class TransformersDecoder:
         return logits[0, :num_rows].float()
 
     def probe(self, model: PreTrainedModel) -> ProbedLayers:
-        """How its layers attend, and what its recurrent ones keep. Raises Refused for a model that
-        cannot be served like this.
+        """The parameters of attention layers and the states of recurrent layers. Raises Refused for
+        a model that cannot be served over the cache.
 
-        The logits of a few tokens must be those that the model computes with its own attention;
-        otherwise it changes scores or logits in a way that its calls of attention do not show.
+        Compares the logits of a few tokens with those of the model's own attention. If they differ,
+        the model changes scores or logits in a way that the arguments of its attention do not show.
         """
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
@@ -152,7 +153,7 @@ class TransformersDecoder:
     def _probe_embedded(
         self, positions: torch.Tensor, embedded: torch.Tensor, tolerance: float
     ) -> None:
-        """Raises Refused for a model that needs the tokens of a prompt which is embedded."""
+        """Raises Refused for a model that needs token ids in addition to embeddings."""
         try:
             self._forward(
                 Probe(), RecurrentProbe(tolerance), positions, inputs_embeds=embedded[None]
@@ -176,8 +177,8 @@ class TransformersDecoder:
 
 
 class _States(MoeModelOutputWithPast):
-    """The output of the body of any decoder, with routers' logits, cross-attentions, and keys and
-    values that layers share.
+    """The output of any decoder's body. It also has fields for router logits, cross-attentions, and
+    keys and values shared between layers.
     """
 
     cross_attentions = None
@@ -185,8 +186,8 @@ class _States(MoeModelOutputWithPast):
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body of a model, and returns given hidden states. Everything else is the body's,
-    of which some heads take a factor.
+    """Replaces the body of a model, and returns preset hidden states. All other attributes are the
+    body's, since some heads read a factor from it.
     """
 
     def __init__(self, body: nn.Module) -> None:
@@ -201,16 +202,16 @@ class _GivenStates(nn.Module):
 
     @property
     def decoder(self) -> "_GivenStates":
-        """For models that call a part of their body, such as OPT."""
+        """Itself, for models that call a part of their body, such as OPT."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
-        """The states, [1, n, hidden_size]."""
+        """The preset states, [1, n, hidden_size]."""
         return _States(last_hidden_state=self.states)
 
 
 def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
-    """The model with another body; everything else is shared."""
+    """A copy of the model with another body; all other parts are shared."""
     changed = copy.copy(model)
     changed._modules = {**model._modules, model.base_model_prefix: body}
     return changed
@@ -218,8 +219,8 @@ def _with_body(model: PreTrainedModel, body: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Iterator[None]:
-    """Within it, attention of models that transformers runs in this thread is `attend`, and `recur`
-    computes recurrent layers.
+    """A context in which models that transformers runs in this thread call `attend` for attention,
+    and `recur` for recurrent layers.
     """
     tokens = _attend_function.set(attend), recur_function.set(recur)
     try:
@@ -230,8 +231,8 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
-    """Attention of a flattened batch over a paged cache. Queries and keys come rotated. `indexes`:
-    by number of its layer, the index of an attention.
+    """Attention of a flattened batch over a paged cache. Queries and keys are already rotated.
+    `indexes`: by layer number, the index among attention layers.
     """
 
     def attend(
@@ -258,7 +259,7 @@ def _attend(
     *args: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls: heads [1, heads, n, head_dim]."""
+    """The function that transformers calls, with heads [1, heads, n, head_dim]."""
     return _attend_function.get()(module, query, key, value, *args, **options), None
 
 

@@ -1,8 +1,8 @@
-"""The part that a rank holds of a model that transformers runs.
+"""A rank's part of a model that transformers runs.
 
-Divided layers replace the whole ones before a checkpoint is read, and only this rank's part of
-their tensors is read. Attention is divided by heads, everything else evenly. The number of heads
-that a layer stores is corrected.
+Divided layers replace whole layers before a checkpoint is read. Only this rank's parts of their
+tensors are then read. Attention is divided by heads, other layers evenly. The head counts that
+attention layers store are corrected.
 """
 
 from collections.abc import Iterable
@@ -32,8 +32,8 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 class Division:
-    """One rank's part of a model. `heads`: its numbers of heads of queries, and of keys and
-    values; None if attention is not divided.
+    """One rank's part of a model. `heads`: its number of query heads and of key-value heads; None
+    if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -49,7 +49,7 @@ class Division:
     def apply(self, model: PreTrainedModel) -> None:
         """Replaces whole layers by divided ones, without weights.
 
-        Raises Refused, UnsupportedModel for a number of ranks that cannot divide its heads.
+        Raises Refused, and UnsupportedModel if the number of ranks cannot divide the model's heads.
         """
         self._prefix = f"{model.base_model_prefix}."
         transforms = get_model_conversion_mapping(model)
@@ -75,12 +75,12 @@ class Division:
                 self._parts |= {f"{name}.{key}": part for key, part in divided.parts.items()}
 
     def part_of(self, tensor: str) -> Part:
-        """The part of a tensor of the checkpoint that is read."""
+        """The part of a checkpoint tensor to read; empty for the whole tensor."""
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:
-        """Its name in the model: checkpoints may have an older one, or leave out, or add, the name
-        of the model's body.
+        """The tensor's name in the model. The checkpoint may use an older name, or differ in the
+        prefix of the model's body.
         """
         for renaming in self._renamings:
             tensor, _ = renaming.rename_source_key(tensor)
@@ -106,7 +106,9 @@ class Division:
                 return GatheredLinear(layer, self.shard.of(layer.out_features), self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """None where it stays whole, as a native one does: its parts would not be equal."""
+        """None if its parts would differ in size: then the head stays whole, as in native
+        models.
+        """
         if head.out_features % self.shard.size:
             return None
         divided = GatheredTiedLinear if is_tied else GatheredLinear
@@ -126,7 +128,7 @@ class Division:
             )
 
     def _part(self, parent: nn.Module, name: str, width: int) -> slice:
-        """This rank's part of a layer's columns: whole heads, if the layer is of attention."""
+        """This rank's part of a layer's columns. In attention layers it consists of whole heads."""
         if not isinstance(getattr(parent, "layer_idx", None), int):
             return self.shard.of(width)
         check_divisible(self._num_heads, self._num_kv_heads, self.shard.size, self._directory)
@@ -141,7 +143,7 @@ class Division:
         return of_width(heads, width // count)
 
     def _correct_counts(self, attention: nn.Module) -> None:
-        """Sets the attributes in which an attention layer stores its numbers of heads."""
+        """Sets the attributes in which an attention layer stores its head counts."""
         num_heads, num_kv_heads = self.shard.count_heads(self._num_heads, self._num_kv_heads)
         self.heads = (num_heads, num_kv_heads)
         counts = dict.fromkeys(_COUNTS_OF_HEADS, (self._num_heads, num_heads))
@@ -154,7 +156,9 @@ class Division:
 
 
 def _count_kv_heads(model: PreTrainedModel, plan: Iterable[str], num_heads: int) -> int:
-    """By the widths of a layer's projections; as many as of queries where they are one."""
+    """The number of key-value heads, from the widths of a layer's projections. It equals the number
+    of query heads if the model has one projection for queries, keys and values.
+    """
     for name in plan:
         if name.endswith(".k_proj"):
             queries = model.get_parameter(f"{name.removesuffix('k_proj')}q_proj.weight")

@@ -1,7 +1,8 @@
-"""Linear layers of a model that transformers runs, of which a rank holds a part.
+"""Divided linear layers, each a rank's part of a layer that transformers runs.
 
-Each is made from the whole layer that it replaces, without weights. `parts` are the parts of the
-whole layer's tensors that it holds. Batches have any shape [..., width]; collectives get rows.
+Each is constructed from the whole layer that it replaces, without weights. `parts`: the parts of
+the whole layer's tensors that the rank has. Batches may have any shape [..., width]; collectives
+get them as rows.
 """
 
 import torch
@@ -16,7 +17,7 @@ Part = tuple[slice, ...]
 
 
 class DividedLinear(nn.Linear):
-    """Some rows of a whole layer: its output is a part."""
+    """Some rows of a whole layer. Its output is a part of the whole output."""
 
     def __init__(self, whole: nn.Linear, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
         super().__init__(
@@ -30,20 +31,20 @@ class DividedLinear(nn.Linear):
 
 
 class GatheredLinear(DividedLinear):
-    """Some rows of a whole layer, as many on each rank: all ranks get the whole output."""
+    """Equally many rows of a whole layer on each rank. All ranks get the whole output."""
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
         super().__init__(whole, rows)
         self._ranks = ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """[..., in] -> [..., out of the whole layer]."""
+        """[..., in] -> [..., out], where out is the whole layer's width."""
         return _gather(self._ranks, super().forward(input))
 
 
 class GatheredTiedLinear(DividedLinear):
-    """A GatheredLinear that computes with its rows of a weight that is whole, being another layer's
-    too.
+    """A GatheredLinear whose weight is whole, since another layer shares it. It computes with this
+    rank's rows of the weight.
     """
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
@@ -58,8 +59,8 @@ class GatheredTiedLinear(DividedLinear):
 
 
 class SummedLinear(DividedLinear):
-    """Some columns of a whole layer: the ranks' products are summed. Its input is this rank's part;
-    with `takes_part` it is whole, and the part is taken here.
+    """Some columns of a whole layer; the products are summed over the ranks. Its input is this
+    rank's part. With `takes_part` the input is whole, and is cut here.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SummedLinear(DividedLinear):
 
 
 def normalize_gathered(norm: nn.Module, own: slice, ranks: Ranks) -> None:
-    """Makes a norm take parts, as long on each rank, together, and give the `own` one back."""
+    """Makes a norm gather its input parts, equally long on each rank, and return part `own`."""
     norm.register_forward_pre_hook(lambda _, inputs: (_gather(ranks, inputs[0]),))
     norm.register_forward_hook(lambda _norm, _inputs, output: output[..., own])
 

@@ -1,8 +1,8 @@
-"""Loads decoders that have no native code: transformers reads them and runs their layers.
+"""Loads decoders without native code: transformers reads them and runs their layers.
 
-A model that cannot be served is refused in one sentence before the worker serves: one that is no
-decoder, that does not attend in every layer, that does not use transformers' attention interface,
-or whose cached keys would have other values later.
+A model that cannot be served is refused with one sentence before the worker starts to serve.
+Reasons: it is not a decoder, a layer does not attend, it does not use transformers' attention
+interface, or its cached keys would change later.
 """
 
 import inspect
@@ -37,7 +37,7 @@ from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, c
 def read_transformers_config(directory: Path) -> PretrainedConfig:
     """The configuration as transformers reads it.
 
-    Raises UnsupportedModel for what is no decoder that transformers has code for.
+    Raises UnsupportedModel if transformers has no code for it, or if it is not a decoder.
     """
     path = directory / "config.json"
     raw = read_json_object(path)
@@ -61,8 +61,8 @@ def load_transformers_model(
     ranks: Ranks,
     wait_for_ranks: Callable[[], None],
 ) -> LoadedModel:
-    """The decoder, or a rank's part of it, on the checkpoint's device, and how each of its layers
-    attends. See load_model.
+    """The decoder, or a rank's part of it, on the checkpoint's device, with the attention
+    parameters of its layers. See load_model.
     """
     directory = checkpoint.directory
     config = read_transformers_config(directory)
@@ -116,7 +116,7 @@ def _max_model_len(config: PretrainedConfig, options: LoadOptions, path: Path) -
 
 
 def _intermediate_size(config: PretrainedConfig) -> int:
-    """The widest MLP's; some configurations name one for each layer."""
+    """The width of the widest MLP; some configurations list one width for each layer."""
     size = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return max(size) if isinstance(size, list | tuple) else int(size)
 
@@ -130,7 +130,7 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
 
 
 def _is_stateful(model: object) -> bool:
-    """Whether transformers says that a model, or its class, carries a state."""
+    """Whether transformers marks a model, or its class, as stateful."""
     return bool(getattr(model, "_is_stateful", False))
 
 

@@ -1,8 +1,8 @@
-"""The plan by which a model that transformers runs is divided over ranks; its class has one.
+"""The plan that divides a model of transformers over ranks. Model classes define one.
 
-A plan maps names of layers to styles: divided by columns, so that the output is a part; by rows, so
-that the input is a part and the ranks' outputs are summed; or with a gathered output, or a whole
-input. That is Megatron-LM's division, as in backends/ranks.py.
+A plan maps layer names to styles. Divided by columns: the output is a part. Divided by rows: the
+input is a part, and the outputs are summed over the ranks. Two further styles gather the output, or
+cut a whole input. This is Megatron-LM's division, as in backends/ranks.py.
 """
 
 import enum
@@ -14,7 +14,7 @@ from services.worker.models.from_transformers.probe import Refused
 
 
 class Style(enum.Enum):
-    """How a layer is divided, by the names in transformers' plans; the last is of this project."""
+    """How a layer is divided, named as in transformers' plans; only the last is Stepwell's own."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
@@ -25,8 +25,8 @@ class Style(enum.Enum):
 
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
-"""Styles of layers that are whole on each rank here: norms of single heads, and embeddings, of
-which a step reads few rows.
+"""Styles of layers that are whole on each rank: norms of single heads, and embeddings, since a step
+reads only a few of their rows.
 """
 
 _SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
@@ -53,13 +53,13 @@ _OLMO2 = {
     "lm_head": "colwise_gather_output",
 }
 _OWN = {"opt": _OPT, "olmo2": _OLMO2}
-"""Plans by model type: transformers has none for OPT, and one for OLMo 2 that leaves all heads, and
-so the whole cache, to each rank, for the sake of its norms over all heads.
+"""Plans by model type. transformers has no plan for OPT. Its plan for OLMo 2 leaves all heads, and
+therefore the whole cache, on each rank, because norms span all heads.
 """
 
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """The layers to divide, by name. Raises Refused for a plan that cannot be followed."""
+    """The layers to divide, by name. Raises Refused if the plan is not supported."""
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}
@@ -80,6 +80,6 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
 
 
 def _matching(pattern: str, names: list[str]) -> list[str]:
-    """A star stands for one part of a name."""
+    """Names that match the pattern. A star matches one component of a dotted name."""
     matches = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")).fullmatch
     return [name for name in names if matches(name)]

@@ -1,8 +1,8 @@
-"""Finds out how the layers of a model that transformers runs attend, before it is served.
+"""Determines how the layers of a model that transformers runs attend, before it is served.
 
-A few tokens go through the whole model. The arguments of its calls of attention give the shape of
-the cache. A model that passes options which a paged cache does not implement is refused here, by
-the name of the option, since its results would be wrong.
+A few tokens run through the whole model. The arguments of its attention calls determine the shape
+of the cache. If a call has an option that the paged cache does not implement, the model is refused
+with the option's name, since its results would be wrong.
 """
 
 from collections.abc import Collection
@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
 
 
 class Refused(Exception):
-    """A model needs something that is not supported; the message completes 'the model ...'."""
+    """A model needs an unsupported feature; the message completes the sentence 'the model ...'."""
 
 
 class Probe:
@@ -37,8 +37,8 @@ class Probe:
         self._layers: dict[int, AttentionLayer] = {}
 
     def layers(self, num_layers: int, recurrent: Collection[int] = ()) -> dict[int, AttentionLayer]:
-        """Every layer that attends, by number in rising order. Raises Refused unless each of so
-        many attended once, those left out that are recurrent.
+        """The attention layers, by number in ascending order. Raises Refused unless each of
+        `num_layers` layers attended exactly once. Layers in `recurrent` need not attend.
         """
         if not self._layers:
             raise Refused("does not attend through transformers' attention interface")
@@ -62,7 +62,7 @@ class Probe:
         softcap: float | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attends; raises Refused for what a paged cache does not do."""
+        """Computes attention; raises Refused for features that a paged cache does not implement."""
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self._layers:
             raise Refused("has attention that does not belong to one layer")
@@ -93,7 +93,7 @@ class Probe:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer
 ) -> torch.Tensor:
-    """Attention written out, [1, num_heads, n, head_dim]."""
+    """Unfused attention, [1, num_heads, n, head_dim]."""
     repeats = layer.num_heads // layer.num_kv_heads
     key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * layer.scale

@@ -1,10 +1,10 @@
-"""Recurrent layers of models that transformers runs: Mamba-2, gated delta nets and their kind.
+"""Recurrent layers of models that transformers runs, such as Mamba-2 and gated delta nets.
 
-Such a layer is a module of transformers whose `forward` takes `cache_params`, from which it takes
-the states that it goes on from, and to which it gives those it ends with: the last inputs of its
-convolution, and the matrix of its recurrence. Here each is put into a RecurrentLayer, which cuts a
-flattened batch into sequences and gives each of them a cache of its own, filled from blocks. Those
-with a single token and a state are computed in one call, every other sequence in its own.
+Such a layer is a module whose `forward` has the parameter `cache_params`. It reads its initial
+states from this object and writes its final states to it: the last inputs of the convolution, and
+the matrix of the recurrence. Here each module is wrapped in a RecurrentLayer. It splits a flattened
+batch into sequences and passes each its own cache, filled from blocks. Sequences of a single token
+with a state are computed in one call; each other sequence has its own call.
 """
 
 import inspect
@@ -21,7 +21,9 @@ from services.worker.backends.hybrid_cache import HybridStep
 from services.worker.models.from_transformers.probe import Refused
 
 _PIECES = (20, 12, 1)
-"""Tokens of a probe that a layer must compute as well in pieces: the last alone, as decodes are."""
+"""Lengths of the pieces in a probe. A layer must return the same results for the pieces as for the
+whole; the last piece is one token, like a decode.
+"""
 
 _CONVOLUTION, _RECURRENCE = range(2)
 
@@ -29,11 +31,11 @@ RecurFunction = Callable[["RecurrentLayer", torch.Tensor], torch.Tensor]
 """Computes a recurrent layer over hidden states [1, n, hidden_size]."""
 
 recur_function: ContextVar[RecurFunction | None] = ContextVar("recur", default=None)
-"""What computes recurrent layers in this thread; None: transformers, as one sequence."""
+"""Computes recurrent layers in this thread; None: transformers computes them as one sequence."""
 
 
 class RecurrentLayer(nn.Module):
-    """A recurrent layer of transformers. `index` counts such layers."""
+    """Wraps a recurrent layer of transformers. `index`: its number among recurrent layers."""
 
     def __init__(self, mixer: nn.Module, index: int) -> None:
         super().__init__()
@@ -42,26 +44,26 @@ class RecurrentLayer(nn.Module):
 
     @property
     def layer_idx(self) -> int:
-        """The number of its layer in the model, counted with those that attend."""
+        """The layer's number in the model, counting all layers."""
         return int(self.mixer.layer_idx)  # type: ignore[arg-type]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """As its module is called by transformers."""
+        """Computes the layer, with the arguments that transformers passes to its module."""
         recur = recur_function.get()
         if recur is None:
             return self.mixer(hidden_states, *args, **options)
         return recur(self, hidden_states)
 
     def compute(self, hidden_states: torch.Tensor, cache: "SequenceStates | None") -> Any:
-        """Sequences of as many tokens each, [num_sequences, n, hidden_size], behind their states,
-        which become those after the last token.
+        """Computes sequences of equal length, [num_sequences, n, hidden_size], from the states in
+        `cache`, which then has the states after the last token.
         """
         return self.mixer(hidden_states, cache_params=cache)
 
 
 class SequenceStates:
-    """The states of one layer, as transformers' modules take and give them. They may overwrite the
-    tensors that they take.
+    """The states of one layer, with the interface of transformers' caches. Modules may overwrite
+    the tensors that they read.
 
     `tensors`: the last inputs of the convolution [num_sequences, channels, width], and the matrix
     of the recurrence [num_sequences, ...]; None before the first token.
@@ -72,7 +74,7 @@ class SequenceStates:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Raises Refused if the layer has not given both of its states."""
+        """The current states. Raises Refused unless the layer has written both."""
         given = tuple(tensor for tensor in self._tensors if tensor is not None)
         if len(given) < len(self._tensors):
             raise Refused("has recurrent layers without a convolution or without a recurrence")
@@ -94,8 +96,8 @@ class SequenceStates:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Takes new inputs [num_sequences, channels, n], and returns them behind the last ones. If
-        there are fewer than the convolution is wide, zeros come first.
+        """Appends new inputs [num_sequences, channels, n] to the last ones, and returns all of
+        them. If there are fewer than the convolution's width, zeros are prepended.
         """
         held, width = self._only(state_idx), conv_kernel_size or conv_states.shape[-1]
         before = held[_CONVOLUTION]
@@ -111,12 +113,12 @@ class SequenceStates:
         state_idx: int = 0,
         **_: Any,
     ) -> torch.Tensor:
-        """Takes the matrix after the last token."""
+        """Stores the matrix after the last token, and returns it."""
         self._only(state_idx)[_RECURRENCE] = recurrent_states
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
-        """Whether earlier states are kept too: never."""
+        """Whether earlier states are kept too: always False."""
         return False
 
     def _only(self, state_idx: int) -> list[torch.Tensor | None]:
@@ -126,8 +128,8 @@ class SequenceStates:
 
 
 class RecurrentProbe:
-    """Computes recurrent layers as transformers does, records what they keep of a sequence, and
-    checks that they go on from it.
+    """Computes recurrent layers as transformers does, records the shapes of their states, and
+    checks that a layer can continue from its states.
     """
 
     def __init__(self, tolerance: float) -> None:
@@ -135,13 +137,13 @@ class RecurrentProbe:
         self._states: dict[int, StateLayer] = {}
 
     def states(self, num_layers: int) -> tuple[StateLayer, ...]:
-        """The states of each of `num_layers`. Raises Refused unless each was computed."""
+        """The states of all `num_layers` layers. Raises Refused unless each was computed."""
         if sorted(self._states) != list(range(num_layers)):
             raise Refused("does not compute all of its recurrent layers")
         return tuple(self._states[index] for index in range(num_layers))
 
     def __call__(self, layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Raises Refused for a layer that computes something else when it is cut."""
+        """Raises Refused for a layer whose results change when a sequence is split."""
         if layer.index in self._states:
             raise Refused("has recurrent layers that are computed more than once")
         whole = layer.compute(hidden_states, None)
@@ -162,7 +164,7 @@ class RecurrentProbe:
 
 
 def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
-    """Puts every recurrent layer of a model into a RecurrentLayer; returns these in order."""
+    """Wraps every recurrent layer of a model in a RecurrentLayer; returns them in order."""
     found = [
         (parent, name, child)
         for parent in list(model.modules())
@@ -177,7 +179,7 @@ def wrap_recurrent_layers(model: nn.Module) -> tuple[RecurrentLayer, ...]:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether transformers gives a module the cache as `cache_params`."""
+    """Whether transformers passes the cache to a module as `cache_params`."""
     return (
         isinstance(getattr(module, "layer_idx", None), int)
         and "cache_params" in inspect.signature(module.forward).parameters
@@ -185,8 +187,8 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> RecurFunction:
-    """Computes recurrent layers of a flattened batch behind the states in blocks. Tokens beyond
-    those of the step get zeros. `padded_rows`: see Kernels.
+    """A function that computes recurrent layers of a flattened batch, from the states in blocks.
+    The outputs of padding tokens are zeros. `padded_rows`: see Kernels.
     """
 
     def recur(layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -209,5 +211,5 @@ def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> Recur
 
 
 def _with_rows(x: torch.Tensor, missing: int) -> torch.Tensor:
-    """Sequences, and `missing` further ones of zeros."""
+    """Sequences, followed by `missing` sequences of zeros."""
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -1,6 +1,4 @@
-"""adapter_config.json of an adapter in PEFT's format, as far as it is served: LoRA that adds to
-projections.
-"""
+"""Reads adapter_config.json, in PEFT's format. Only LoRA that adds to projections is supported."""
 
 import math
 import re
@@ -26,15 +24,17 @@ _REFUSED = {
     "arrow_config": "Arrow",
     "velora_config": "VeLoRA",
 }
-"""Fields that change what an adapter computes, each false, null or empty in what is served."""
+"""Fields that change what an adapter computes. They must be false, null or empty."""
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
-"""Initializations after which an adapter belongs to another base than the model."""
+"""Initializations that change the base weights, so that an adapter no longer fits the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
-    """Rank and scale of an adapter's modules. The patterns are regular expressions for the ends of
-    modules' names, after a dot; the first that matches holds.
+    """Rank and scale of an adapter's modules.
+
+    Patterns are regular expressions that match the end of a module's name, after a dot. The first
+    pattern that matches applies.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class PeftConfig:
         return int(self._by_pattern(self.rank_pattern, module, self.r))
 
     def scale(self, module: str) -> float:
-        """The factor of B A: alpha / r, or with rsLoRA alpha / sqrt(r) (Kalajdzievski)."""
+        """The factor of BA: alpha / r, or with rsLoRA alpha / sqrt(r) (Kalajdzievski)."""
         rank, alpha = (
             self.rank(module),
             self._by_pattern(self.alpha_pattern, module, self.lora_alpha),
@@ -68,7 +68,7 @@ class PeftConfig:
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """Reads and checks adapter_config.json. Raises ModelError, which names what is not served."""
+    """Reads and checks adapter_config.json. Raises ModelError that names an unsupported field."""
     path = directory / CONFIG_FILE
     values = read_json_object(path)
     reader = JsonReader(path, values)

@@ -1,8 +1,8 @@
-"""Reads adapters in PEFT's format for a native decoder: of each the part that this rank adds.
+"""Reads this rank's part of LoRA adapters in PEFT's format, for a native decoder.
 
-Of projections that are divided by columns a rank has A whole and its rows of B, of those that are
-divided by rows its columns of A and B whole: what it adds is summed with the product that it is
-added to.
+If a projection is divided by columns, a rank has all of A and its own rows of B. If it is divided
+by rows, a rank has its own columns of A and all of B. The result is summed over the ranks together
+with the projection's product.
 """
 
 import re
@@ -35,8 +35,10 @@ _TENSOR = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A projection that adapters add to: its shape in the model, this rank's rows and columns of
-    it, and the field of LoraLayer that it is a part of, from the column `first` on.
+    """A projection that adapters may add to.
+
+    `shape`: in the model. `rows`, `columns`: this rank's part. `part`: the field of LoraLayer that
+    includes the projection; `first`: the projection's first output column in it.
     """
 
     shape: tuple[int, int]
@@ -48,7 +50,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraReader:
-    """Reads adapters of the model of `config`, for the layers of a pipeline stage on one rank."""
+    """Reads adapters for a pipeline stage's layers on one rank. `config`: the whole model's."""
 
     config: ModelConfig
     shard: Shard
@@ -57,7 +59,7 @@ class LoraReader:
     kernels: Kernels
 
     def read(self, directory: Path, max_rank: int, device: torch.device) -> PackedLora:
-        """An adapter, packed. Raises ModelError, which names what is not served of it."""
+        """A packed adapter. Raises ModelError that names an unsupported part."""
         config, file = read_peft_config(directory), directory / WEIGHTS_FILE
         tensors = {tensor.name: tensor for tensor in read_header(file)}
         checkpoint = Checkpoint(directory, tensors, device)
@@ -69,10 +71,12 @@ class LoraReader:
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
     def num_bytes(self, rank: int) -> int:
-        """The memory of an adapter of this rank that adds to every projection, about."""
+        """Approximate memory of an adapter of this LoRA rank that adds to every projection, in
+        bytes.
+        """
         widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
         hidden, queries = self.config.hidden_size, _length(self._widths[0])
-        apart = 3 * (hidden + queries)  # the A of queries, keys and values, gates and values
+        apart = 3 * (hidden + queries)  # separate A matrices of queries, keys, values, gates and up
         return rank * (widths + apart) * self.dtype.itemsize * len(self.stage.indexes)
 
     @property
@@ -89,14 +93,14 @@ class LoraReader:
 
     @property
     def _widths(self) -> tuple[slice, slice, slice]:
-        """This rank's part of the queries, the keys, and the inside of an MLP."""
+        """This rank's part of the queries, of the keys, and of the inner width of an MLP."""
         config, shard = self.config, self.shard
         queries = of_width(shard.heads(config.num_heads, config.num_kv_heads), config.head_dim)
         keys = of_width(shard.kv_heads(config.num_kv_heads), config.head_dim)
         return queries, keys, shard.of(config.intermediate_size)
 
     def _targets(self, index: int) -> dict[str, _Target]:
-        """The projections of a layer that adapters may add to, by name within it."""
+        """The projections of a layer that adapters may add to, by name within the layer."""
         config, (queries, keys, inner) = self.config, self._widths
         hidden, width = config.hidden_size, config.intermediate_size
         all_queries, all_keys = (
@@ -122,8 +126,8 @@ class LoraReader:
     def _modules(
         self, checkpoint: Checkpoint, config: PeftConfig, file: Path, max_rank: int
     ) -> dict[int, dict[str, str]]:
-        """The modules of each layer, by name within it: their names in the model. Raises ModelError
-        for tensors that are not those of an adapter of this model.
+        """By layer, the adapter's modules: from the name within the layer to the full name. Raises
+        ModelError for tensors that do not belong to an adapter of this model.
         """
         modules: dict[int, dict[str, str]] = {}
         for name in checkpoint.tensors:

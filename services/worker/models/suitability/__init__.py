@@ -1,1 +1,1 @@
-"""Checks of a model directory by its files alone. Nothing here imports torch."""
+"""Checks of a model directory that read only its files. No module here imports torch."""

@@ -1,4 +1,4 @@
-"""Checks that a model directory can be served, before torch is imported and anything is loaded."""
+"""Checks that a model directory can be served, before torch is imported and weights are read."""
 
 from pathlib import Path
 
@@ -19,8 +19,8 @@ def check_model(
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
-    """Raises ModelError for a directory that cannot be served: as `check_configuration`, and for
-    weights whose files are missing, damaged or of another format.
+    """Raises ModelError if the directory cannot be served: for the reasons of
+    `check_configuration`, and if weight files are missing, damaged or of another format.
     """
     if not (directory / "config.json").exists():
         raise no_configuration(directory)
@@ -34,8 +34,8 @@ def check_configuration(
     num_stages: int = 1,
     runner: RunnerSetting = RunnerSetting.AUTO,
 ) -> None:
-    """Raises ModelError for a wrong configuration, an architecture that is not served, or one that
-    `num_ranks` of tensor parallelism or `num_stages` cannot divide.
+    """Raises ModelError if the configuration is wrong, if the architecture is not supported, or if
+    it cannot be divided into `num_ranks` for tensor parallelism or into `num_stages`.
     """
     name, pooling = read_architecture(directory), read_pooling(directory, runner)
     path = directory / "config.json"
@@ -62,8 +62,8 @@ def check_configuration(
 
 
 def is_native(name: str, *, pools: bool = False) -> bool:
-    """Whether there is native code for an architecture; where the model pools, it may be one
-    without a head, or with one for classes.
+    """Whether an architecture has native code. For models that pool, also without a head or with a
+    head for classes.
     """
     if pools:
         return native_architecture(name) is not None
@@ -71,10 +71,11 @@ def is_native(name: str, *, pools: bool = False) -> bool:
 
 
 def takes_whole_prompts(directory: Path) -> bool:
-    """Whether a model that pools is computed by transformers, a whole prompt at a time: one whose
-    tokens see later ones, and any that is neither native nor a decoder with the head of one.
+    """Whether transformers computes a model that pools, one whole prompt at a time.
 
-    Raises ModelError, also for a decoder whose layers are said to see later tokens.
+    This is so if tokens attend to later ones, and if the architecture is neither native nor a
+    decoder with a language model's head. Raises ModelError, also if config.json of a native decoder
+    says that its layers attend to later tokens.
     """
     path, name = directory / "config.json", read_architecture(directory)
     config = read_json_object(path)

@@ -1,4 +1,4 @@
-"""Tensors in a GGUF file, by their names in Hugging Face's checkpoints."""
+"""The tensors of a GGUF file, by their names in Hugging Face checkpoints."""
 
 from math import prod
 from pathlib import Path
@@ -10,11 +10,11 @@ from services.worker.models.errors import ModelFileError, UnsupportedModel
 from services.worker.models.files.tensor_info import TensorInfo
 
 BLOCK_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}
-"""Numbers and bytes of a block, by the name of the type."""
+"""Numbers and bytes in a block, by block type."""
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED = "rope_freqs.weight"
-"""A tensor that is not read: config.json has the same of rotary embeddings."""
+"""A tensor of rotary frequencies. It is ignored, since config.json defines them too."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -37,15 +37,15 @@ _LAYER_NAMES = {
 
 
 def read_gguf(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a file, by their names in Hugging Face's checkpoints; TensorInfo has those in
-    the file. Raises ModelFileError, and UnsupportedModel for what is not read of it.
+    """The tensors of a file, by their names in Hugging Face checkpoints. Each TensorInfo has the
+    name in the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
     """
     _, tensors = read_gguf_tensors(file)
     return {_name_of(file, tensor.name): tensor for tensor in tensors if tensor.name != _IGNORED}
 
 
 def read_gguf_tensors(file: Path) -> tuple[GgufHeader, list[TensorInfo]]:
-    """The header, and tensors by their names in the file."""
+    """The header, and the tensors with their names in the file."""
     try:
         header, size = read_gguf_header(file), file.stat().st_size
     except GgufError as error:

@@ -1,4 +1,4 @@
-"""The error for a directory without weights that are read: it names the weights that are there."""
+"""The error for a directory without supported weights. It names the weights that are there."""
 
 from pathlib import Path
 
@@ -15,13 +15,13 @@ _OTHER_DIRECTORIES = {
     "refs": "a folder of the hub's cache; name the model as OWNER/NAME",
     "snapshots": "a folder of the hub's cache; name the model as OWNER/NAME",
 }
-"""What a directory without config.json is, by a file or folder in it."""
+"""Descriptions of directories without config.json, by a file or folder in them."""
 _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_states", "scaler")
-"""Beginnings of names of pickles without weights."""
+"""Prefixes of the names of pickle files that contain no weights."""
 
 
 def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
-    """The error for a directory that has neither `single`, nor an index, nor one GGUF file."""
+    """The error for a directory without `single`, without an index, and without one GGUF file."""
     names = sorted(path.name for path in directory.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     shards = [name for name in names if name.endswith(".safetensors")]
@@ -49,7 +49,7 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without config.json: it names what the directory is."""
+    """The error for a directory without config.json. It names what the directory is."""
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:
         return UnsupportedModel(directory, _about_adapters(directory))

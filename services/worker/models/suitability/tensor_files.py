@@ -1,9 +1,9 @@
-"""The tensors in the files of a model directory, by their headers: one safetensors file, shards
+"""The tensors in the files of a model directory, from their headers: one safetensors file, shards
 with an index, or a GGUF file.
 
 Headers are read and checked here, so that a damaged file is reported before anything is loaded.
-Format: https://huggingface.co/docs/safetensors, an 8-byte little-endian length, a JSON header,
-and the tensors' bytes.
+Format: https://huggingface.co/docs/safetensors, an 8-byte little-endian length, a JSON header, and
+the tensors' bytes.
 """
 
 import json
@@ -25,16 +25,16 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
-    """The tensors of a model directory by name, and what of its files is not read."""
+    """The tensors of a model directory by name, and a note on tensors that are not read."""
 
     tensors: dict[str, TensorInfo]
     unread: str | None = None
-    """A sentence for the log; None: everything is read."""
+    """A sentence for the log; None if all tensors are read."""
 
 
 def find_tensors(directory: Path) -> TensorFiles:
-    """The tensors of a directory. With an index each tensor is read from the file that the index
-    names, whatever other files hold. Raises ModelError.
+    """The tensors of a directory. If there is an index, each tensor is read from the file that the
+    index names; other files are ignored. Raises ModelError.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if index.exists():
@@ -72,7 +72,7 @@ def read_header(file: Path) -> list[TensorInfo]:
 
 
 def named(noun: str, names: list[str]) -> str:
-    """'tensor a is', 'tensors a, b and 3 more are'."""
+    """Phrases such as 'tensor a is' and 'tensors a, b and 3 more are'."""
     if len(names) == 1:
         return f"{noun} {names[0]} is"
     shown, rest = names[:2], len(names) - 2
@@ -125,7 +125,7 @@ def _read_shard(directory: Path, file_name: str) -> list[TensorInfo]:
 
 
 def _read_weight_map(index: Path) -> Mapping[str, str]:
-    """The file of each tensor, by the tensor's name."""
+    """The file of each tensor, by tensor name."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(index, "weight_map must map tensor names to files")

@@ -1,8 +1,8 @@
-"""Rules for architectures without native code: config.json, and transformers' source files.
+"""Rules for architectures without native code, from config.json and transformers' source files.
 
-transformers is not imported, which would import torch and take seconds. The class of an
-architecture is looked up in the package's tables of names, and its module is searched as text for
-the attention that it uses. What only a computation shows is refused later, by
+transformers is not imported, since that imports torch and takes seconds. The class of an
+architecture is looked up in the package's tables of names. The source of its module is searched for
+the attention that it uses. Problems that only a computation shows are found later, by
 `services.worker.models.from_transformers.probe`.
 """
 
@@ -20,11 +20,11 @@ from services.worker.models.layer_config import FULL, SLIDING
 
 RECURRENT = "linear_attention"
 BOTH = "hybrid"
-"""Types of layers, besides FULL and SLIDING: recurrent, or recurrent and attending at once."""
+"""Layer types in addition to FULL and SLIDING: recurrent; both recurrent and attention."""
 
 OTHER_INPUTS = ("vision_config", "audio_config")
 _LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Widths of a head's keys, without and with positions, and of its values (DeepSeek's attention)."""
+"""Widths of keys without positions, keys with positions, and values (DeepSeek's attention)."""
 CONFIG_KEYS = (
     "alibi",
     "architectures",
@@ -39,18 +39,18 @@ CONFIG_KEYS = (
     *_LATENT_KEYS,
     *OTHER_INPUTS,
 )
-"""The keys of config.json that are read here."""
+"""The keys of config.json that these rules read."""
 
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope", "su"})
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(", re.MULTILINE)
 _SINKS = re.compile(r"self\.sinks = nn\.Parameter\(.*\)$", re.MULTILINE)
-"""Sinks that every layer has."""
+"""Attention sinks as an unconditional parameter of every layer."""
 _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def check_decoder(values: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedModel for an architecture that is no decoder, or one that cannot be served
-    over a paged cache. `values`: those of config.json; `path`: its path.
+    """Raises UnsupportedModel if an architecture is not a decoder, or cannot be served over a paged
+    cache. `values`: the keys of config.json; `path`: its path.
     """
     name = _check_known(values, path)
     _check_inputs(values, path, name, "; its decoder may be, as a checkpoint of its own")
@@ -67,7 +67,7 @@ def check_decoder(values: Mapping[str, Any], path: Path) -> None:
 
 
 def check_whole(values: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedModel for an architecture whose states cannot be pooled."""
+    """Raises UnsupportedModel if the states of an architecture cannot be pooled."""
     name = _check_known(values, path)
     if values.get("is_encoder_decoder"):
         raise UnsupportedModel(path, f"architecture {name} has a decoder beside its encoder")
@@ -79,7 +79,7 @@ def check_whole(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_known(values: Mapping[str, Any], path: Path) -> str:
-    """The architecture's name. Raises UnsupportedModel unless transformers has its code."""
+    """The architecture's name. Raises UnsupportedModel if transformers has no code for it."""
     name = str((values.get("architectures") or ["of no name"])[0])
     if find_spec("transformers") is None:
         raise UnsupportedModel(
@@ -122,14 +122,14 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
 
 
 def _rope_types(values: Mapping[str, Any]) -> list[str]:
-    """The kinds of rotary embedding: one for all layers, or one for each type of layer."""
+    """The types of rotary embeddings: one for all layers, or one for each type of layer."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     entries = [given, *(entry for entry in given.values() if isinstance(entry, dict))]
     return [str(kind) for entry in entries if (kind := entry.get("rope_type", entry.get("type")))]
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
-    """Why a decoder with this source file cannot be served; None: nothing in it says so."""
+    """Why a decoder with this source file cannot be served; None if no reason is found."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"
@@ -146,7 +146,7 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
 
 
 def _source_of(model_type: str, name: str) -> str | None:
-    """The module of a class as text; None if it is not found."""
+    """The source text of a class's module; None if it is not found."""
     models = _package() / "models"
     own = models / model_type.replace("-", "_")
     for files in (own.glob("modeling_*.py"), models.glob("*/modeling_*.py")):
@@ -159,7 +159,7 @@ def _source_of(model_type: str, name: str) -> str | None:
 
 @cache
 def _tables() -> dict[str, dict[str, tuple[str, ...]]]:
-    """transformers' tables of classes by model type, by the name of the table."""
+    """transformers' tables from model type to class names, by the name of the table."""
     file = _package() / "models" / "auto" / "modeling_auto.py"
     return dict(_read_tables(ast.parse(file.read_text(encoding="utf-8"))))
 
@@ -181,7 +181,7 @@ def _read_tables(module: ast.Module) -> Iterator[tuple[str, dict[str, tuple[str,
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """One name or several; none for None."""
+    """The names in a table's value: one, several, or none for None."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else ()
