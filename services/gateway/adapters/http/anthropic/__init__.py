@@ -1,1 +1,1 @@
-"""Anthropic's messages: bodies, the requests that they ask for, answers and their events."""
+"""Anthropic's messages API: bodies, conversion to requests, answers and their events."""

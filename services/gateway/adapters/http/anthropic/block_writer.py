@@ -1,4 +1,4 @@
-"""What the assistant says, as blocks: whole, and as events while it comes."""
+"""Writes the assistant's output as content blocks, complete or as events."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -24,26 +24,26 @@ _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 
 
 class BlockWriter:
-    """Writes the blocks of one request's answer, each of which ends before the next begins.
+    """Writes the blocks of one request's answer. Each block ends before the next begins.
 
-    The signature of a block of thinking is the SHA-256 of what was thought: clients send blocks
-    back that have one. It is not checked.
+    The signature of a thinking block is the SHA-256 of its text, since clients send only blocks
+    back that have a signature. The server does not verify it.
     """
 
     def __init__(self, request: ClientRequest, created: int, *, shows_thinking: bool) -> None:
-        """Without `shows_thinking` there are blocks of thinking, but no text is in them."""
+        """Without `shows_thinking`, thinking blocks are written with empty text."""
         self._request = request
         self._created = created
         self._shows_thinking = shows_thinking
         self._number = -1
         self._open: str | None = None
-        """The type of the block that has begun last, unless it has ended."""
+        """The type of the open block, or None."""
         self._thought = sha256()
         self._input = InputWriter()
-        """Of the last call."""
+        """Writes the input of the last call."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds to the blocks."""
+        """The events that a piece adds."""
         added: list[OutputEvent] | None = piece.events
         if added is None:
             added = [ContentDelta(piece.text)] if piece.text else []
@@ -127,7 +127,7 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object: the one whose text a stream has."""
+    """The arguments of a call as an object, equal to the JSON that a stream sends."""
     writer = InputWriter()
     given: dict[str, Any] = json.loads("".join([*writer.feed(arguments), *writer.end()]))
     return given

@@ -1,4 +1,4 @@
-"""Turns of a conversation and their blocks, as Anthropic's API writes them."""
+"""The turns of a conversation and their blocks, in Anthropic's schema."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -27,19 +27,19 @@ class ToolUseBlock(HistoryBody):
     input: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates take it, but for an input that is no object."""
+        """The call as chat templates expect it. An input that is no object stays a text."""
         function = {"name": self.name, "arguments": called_arguments(self.input)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 class RedactedThinkingBlock(HistoryBody):
-    """Thinking that is encrypted, and so cannot be read here."""
+    """Thinking that is encrypted, and so cannot be read by this server."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolReferenceBlock(HistoryBody):
-    """A tool that a search for tools found. The model sees all tools; the name is a text."""
+    """A tool that a tool search found. The model sees all tools; the name is rendered as text."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -49,7 +49,7 @@ _TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of a block: all types of text have one."""
+    """The tag of a block. All text types share one tag."""
     tag = by_type(value)
     return "<text>" if tag in _TEXT_TAGS else tag
 
@@ -70,7 +70,9 @@ def _result_text(block: TextPart | ToolReferenceBlock) -> str:
 
 
 class ToolResultBlock(HistoryBody):
-    """What a tool gave. Chat templates have no place for `is_error`: the content says it."""
+    """The result of a tool. `is_error` is ignored, since chat templates have no field for it; the
+    content describes the error.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -88,7 +90,7 @@ class ToolResultBlock(HistoryBody):
     ) = None
 
     def to_template(self) -> dict[str, Any]:
-        """The result as a turn of chat templates."""
+        """The result as a turn for chat templates."""
         blocks = self.content or ""
         texts = [blocks] if isinstance(blocks, str) else [_result_text(one) for one in blocks]
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": texts}
@@ -113,7 +115,7 @@ _BLOCKS_OF = {
     "assistant": (TextPart, ToolUseBlock, RedactedThinkingBlock),
 }
 _ROLES = {"ctx": "user", "msg": "user"}
-"""What Claude Code calls some of its turns, by the roles that they have."""
+"""Roles of turns by the names that Claude Code uses for some of them."""
 
 
 def _as_role(value: Any) -> Any:
@@ -138,8 +140,9 @@ class AnthropicMessage(HistoryBody):
     ) = None
 
     def to_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """The turn as chat templates take it: each result of a tool is a turn of its own. Raises
-        InvalidArgument, which says `where`, for blocks that another role has.
+        """The turn as chat templates expect it. Each tool result is a separate turn. Raises
+        InvalidArgument for blocks that this role cannot have; `where` locates the message in the
+        error.
         """
         if not self.content or isinstance(self.content, str):
             yield {"role": self.role, "content": [self.content or ""]}

@@ -28,14 +28,14 @@ from services.gateway.adapters.http.openai.tool_bodies import (
 from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
 
 SESSION_HEADER = "X-Claude-Code-Session-Id"
-"""In which agents say of which of their sessions a request is."""
+"""Header with the agent's session that a request belongs to."""
 _ONE_TIER = "there is one service tier"
 _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
 
 
 class AnthropicTool(HistoryBody):
-    """A tool of the client's own. Tools that Anthropic defines or runs are not known here."""
+    """A tool that the client runs. Tools that Anthropic defines or runs are not supported."""
 
     type: Literal["custom"] | None = None
     name: str = Field(pattern=TOOL_NAME)
@@ -51,7 +51,7 @@ class AnthropicTool(HistoryBody):
         return CallableTool(self.name, arguments_schema(self.input_schema), bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool as chat templates expect it."""
         function = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description
@@ -75,7 +75,7 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks before it answers. How much it thinks is its own decision."""
+    """Whether the model thinks before it answers. The model decides how much it thinks."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
@@ -83,14 +83,14 @@ class Thinking(Body):
 
 
 class AnthropicFormat(Body):
-    """JSON that a schema accepts."""
+    """JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """How much effort the model is to make, and which form its answer has."""
+    """The model's effort, and the schema of its answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: AnthropicFormat | None = None
@@ -117,7 +117,7 @@ class CountTokensBody(Body):
     workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error with its field named as in this body."""
+        """The error, with its field renamed to this body's field."""
         has_form = self.output_config is not None and self.output_config.format is not None
         names = {
             "prompt": "messages",
@@ -127,7 +127,7 @@ class CountTokensBody(Body):
             "structured_outputs": "output_config.format" if has_form else "tools",
         }
         if error.error_reason == CONTEXT_LENGTH_EXCEEDED:
-            # Anthropic's clients recognize such an error by its beginning.
+            # Anthropic's clients recognize this error by the beginning of its message.
             message = f"prompt is too long: {error.message}"
             return type(error)(message, field="messages", reason=error.error_reason)
         return renamed(error, names)
@@ -155,7 +155,7 @@ class MessagesBody(CountTokensBody):
     skip_reading_prefix_cache: bool | None = None
     include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    # Refused with a code by which clients know to send whole conversations.
+    # Refused with an error code that makes clients send whole conversations.
     thread: dict[str, Any] | None = None
     # What changes nothing here.
     metadata: Metadata | None = None

@@ -1,4 +1,4 @@
-"""/v1/messages: from answers to its messages and events."""
+"""/v1/messages: converts answers to messages and events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,13 +20,13 @@ _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.REPETITION: "end_turn",
-    # The client may send back what was said, and have it continued.
+    # The client may send the partial answer back to have it continued.
     FinishReason.ABORT: "pause_turn",
 }
 
 
 class MessagesDialect(StreamingDialect):
-    """How Anthropic's API writes one answer: a message of blocks."""
+    """Writes one answer in Anthropic's schema: a message of blocks."""
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "msg"
@@ -40,7 +40,7 @@ class MessagesDialect(StreamingDialect):
         model_name: str,
         _tokenizer: Tokenizer,
     ) -> None:
-        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
         self._request = request
         self._model = model_name
         is_omitted = body.thinking is not None and body.thinking.display == "omitted"
@@ -98,7 +98,7 @@ class MessagesDialect(StreamingDialect):
         }
 
     def _stop(self, last: Piece, usage: Usage, *, has_called: bool) -> tuple[str, str | None]:
-        """Why the answer ended, and the stop string if one ended it."""
+        """The stop reason, and the stop string if one ended the answer."""
         assert last.finish_reason is not None
         if isinstance(last.stop_reason, str):
             return "stop_sequence", last.stop_reason
@@ -112,7 +112,7 @@ class MessagesDialect(StreamingDialect):
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:
-    """Prompt tokens that were cached are counted apart from the others, as Anthropic does."""
+    """The token counts. As at Anthropic, `input_tokens` excludes cached prompt tokens."""
     body: dict[str, Any] = {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Inputs of calls as Anthropic's API promises them: always the JSON of an object."""
+"""Inputs of calls, which Anthropic's API promises to be the JSON of an object."""
 
 import json
 import math
@@ -11,17 +11,17 @@ _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _ESCAPED = frozenset('"\\/bfnrt')
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 100
-"""Clients read JSON of some two hundred levels."""
+"""Maximum nesting. Clients parse JSON of about two hundred levels."""
 
 
 class InputWriter:
-    """Makes the text of a JSON object of the arguments of a call, while the model writes them, in
-    pieces: keys, values, brackets.
+    """Converts the arguments of a call, while the model writes them, to the text of a JSON object,
+    in pieces: keys, values, brackets.
 
-    Strings, numbers and names are written once they are complete, after their key: what the end of
-    the answer cut is left out. Superfluous and missing commas, escapes that JSON does not know, and
-    words without quotes are mended. Text that is no JSON beyond that ends the object; what is no
-    object at all is an empty one.
+    A string, number or name is written once it is complete, after its key; a value that the end of
+    the answer cuts is omitted. Superfluous and missing commas, unknown escapes and words without
+    quotes are repaired. Other invalid JSON ends the object. Text that is no object at all becomes
+    an empty object.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class InputWriter:
         next(self._work)
 
     def feed(self, text: str) -> list[str]:
-        """The pieces that more arguments add."""
+        """Adds arguments; returns the new pieces."""
         self._reader.feed(text)
         next(self._work, None)
         return self._take()
 
     def end(self) -> list[str]:
-        """The rest, once the call is over."""
+        """Ends the call; returns the remaining pieces."""
         self._reader.end()
         next(self._work, None)
         if not self._has_begun:
@@ -107,7 +107,7 @@ class InputWriter:
         pieces: list[str] = []
         yield from self._reader.quoted(pieces.append)
         text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
-        # Halves of surrogate pairs are no text: two that belong together become one character.
+        # Halves of surrogate pairs are no text: two matching halves become one character.
         whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return json.dumps(whole, ensure_ascii=False)
 
@@ -121,7 +121,7 @@ class InputWriter:
 
 
 def _known_escape(match: re.Match[str]) -> str:
-    """An escape of JSON; any other backslash is a backslash."""
+    """Keeps a valid JSON escape; a backslash before anything else is escaped."""
     escaped = match[1]
     return match[0] if escaped in _ESCAPED or len(escaped) > 1 else f"\\\\{escaped}"
 

@@ -1,4 +1,4 @@
-"""/v1/messages: from its body to a request."""
+"""/v1/messages: converts a body to a request."""
 
 import json
 from dataclasses import replace
@@ -23,9 +23,9 @@ _SAMPLED = ("temperature", "top_k", "top_p", "seed")
 async def messages_request(
     body: MessagesBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for. Raises InvalidArgument for contradictions.
+    """Converts a body to a request. Raises InvalidArgument for contradictions.
 
-    As with Anthropic, `max_tokens` may be more than fits: the answer ends where the context does.
+    As at Anthropic, `max_tokens` may exceed the context: the answer then ends at the context's end.
     """
     if body.thread is not None:
         raise InvalidArgument(
@@ -57,7 +57,7 @@ async def messages_request(
 
 
 async def render(body: CountTokensBody, inference: Inference) -> str:
-    """The conversation as the model reads it. A last turn of the assistant is continued."""
+    """Renders the prompt. A last turn of the assistant is continued."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]
@@ -79,7 +79,9 @@ async def render(body: CountTokensBody, inference: Inference) -> str:
 
 
 def _tool_use(body: MessagesBody) -> ToolUse:
-    """What the model may call. Raises InvalidArgument for a choice among no tools."""
+    """The tools that the model may call. Raises InvalidArgument if a tool must be called and none
+    is given.
+    """
     choice, tools = body.tool_choice, body.tools or []
     if choice is None:
         return ToolUse([tool.callable for tool in tools], AUTO if tools else NONE, fields=_TOOLS)
@@ -97,7 +99,7 @@ def _tool_use(body: MessagesBody) -> ToolUse:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """What templates read of whether and how much the model is to think."""
+    """Template variables for whether and how much the model thinks."""
     effort = None if body.output_config is None else body.output_config.effort
     thinking = "adaptive" if body.thinking is None else body.thinking.type
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
@@ -107,7 +109,7 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:
-    """What an answer is to conform to."""
+    """The schema that the answer must conform to, if any."""
     if body.output_config is None or body.output_config.format is None:
         return None
     schema = json.dumps(body.output_config.format.schema_, ensure_ascii=False)

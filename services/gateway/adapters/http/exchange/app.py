@@ -1,4 +1,4 @@
-"""The HTTP applications of the gateway: their routes, and what is checked before them."""
+"""The HTTP applications of the gateway: their routes, and the checks before the routes."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,8 +30,8 @@ def make_app(
     asks_for_keys: bool,
     checks: Sequence[Check] = (),
 ) -> Application:
-    """An application of these routes. Each request passes `checks`, and shows one of the keys where
-    its route needs one.
+    """An application of these routes. Each request passes `checks`. A request to a route that needs
+    a key must also have a valid one.
     """
     document = partial(openapi_document, title, description, routes, asks_for_keys=asks_for_keys)
 
@@ -59,8 +59,8 @@ def guarded(
     operations: Mapping[str, str],
     counted: ASGIApp | None = None,
 ) -> ASGIApp:
-    """The application behind the checks of where a request comes from, with records of requests.
-    See RequestRecords for `operations` and `counted`.
+    """Wraps the application with the checks of a request's origin and host, and with request
+    records. `operations` and `counted` are arguments of RequestRecords.
     """
     if allowed_origins:
         app = CORSMiddleware(
@@ -82,8 +82,9 @@ def guarded(
 async def _check_content(request: Request) -> None:
     """Refuses bodies whose Content-Type is not JSON.
 
-    A browser sends any other kind for a page of another site at once (a "simple" request); for JSON
-    it asks the server first, which allows it only for the allowed origins (CORS).
+    A page of another site can make a browser send a body of another type without asking (a "simple"
+    request). For JSON the browser first asks the server, which allows it only for the allowed
+    origins (CORS).
     """
     headers = request.scope["state"]["record"].headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""An ASGI application of routes: an endpoint for each, and one place where errors are answered."""
+"""An ASGI application of routes, with an endpoint for each and one place that answers errors."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,11 +27,11 @@ _MAX_PATH = 200
 
 
 class Application:
-    """Serves routes behind their checks, and their OpenAPI document, also as pages.
+    """Serves routes behind their checks, and their OpenAPI document, also as HTML pages.
 
-    A request passes the router and its endpoint, and nothing wraps its answer here: FastAPI, from
-    which the pages are, has five layers of its own that would, and solves dependencies for each
-    request.
+    A request passes only the router and its endpoint, and nothing here wraps its answer. FastAPI,
+    which provides the pages, has five layers of its own that would wrap it, and resolves
+    dependencies for each request.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Application:
         routes: Sequence[tuple[Route, Sequence[Check]]],
         document: Callable[[], dict[str, Any]],
     ) -> None:
-        """`document` makes the OpenAPI document, in a thread."""
+        """`document` builds the OpenAPI document. It is called in a thread."""
         endpoints = [
             StarletteRoute(route.path, _Endpoint(route.handler, checks), methods=route.methods)
             for route, checks in routes
@@ -49,7 +49,7 @@ class Application:
         self._paths = frozenset(route.path for route, _ in routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # the router raises HTTPException for what it does not find then
+        scope["app"] = self  # with this key the router raises HTTPException for an unknown path
         record: RequestRecord = scope["state"]["record"]
         try:
             await self._router(scope, receive, send)
@@ -73,13 +73,15 @@ class Application:
         return response
 
     def _similar(self, path: str) -> str | None:
-        """The route that a client with another base URL asks for: one with or without /v1."""
+        """The route that a client with another base URL probably means: the path with or without
+        /v1.
+        """
         longer, shorter = f"{_VERSION}{path}", path.removeprefix(_VERSION)
         return next((known for known in (longer, shorter) if known in self._paths), None)
 
 
 class _Endpoint:
-    """One route: its checks, its handler, and the sending of what that returns."""
+    """One route: its checks, its handler, and the sending of the handler's response."""
 
     def __init__(self, handler: Handler, checks: Sequence[Check]) -> None:
         self._handler = handler
@@ -94,10 +96,10 @@ class _Endpoint:
 
 
 def _document_routes(title: str, document: Callable[[], dict[str, Any]]) -> list[StarletteRoute]:
-    """The document, and the pages that show it.
+    """The routes of the OpenAPI document and of the pages that show it.
 
-    Each is made when it is first asked for, in a thread. The document takes 0.1 s, the import of
-    what makes the pages twice as long: neither the start waits for that nor the event loop.
+    Each response is built in a thread at the first request for it. The document takes 0.1 s, the
+    import of the page generator twice as long. Neither the start nor the event loop waits for that.
     """
     responses: dict[str, Callable[[], Response]] = {
         _DOCUMENT: lambda: JSONResponse(document()),

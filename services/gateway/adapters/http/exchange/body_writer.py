@@ -1,11 +1,11 @@
-"""Writes an answer's body as it comes."""
+"""Writes the parts of an answer's body as they are produced."""
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class BodyWriter:
-    """Writes parts of a body with chunks, once its head was sent. uvicorn's own `send` is a
-    coroutine that is given a message for each part, and this is each token's path.
+    """Writes parts of a chunked body once its head was sent. Every token takes this path, and
+    uvicorn's own `send` is slower: a coroutine with a message for each part.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")
@@ -17,15 +17,19 @@ class BodyWriter:
 
     @property
     def can_write(self) -> bool:
-        """Whether the client reads, or has gone; else after `drain`."""
+        """Whether a part can be written now: the client reads, or has disconnected. Otherwise call
+        `drain` first.
+        """
         return not self._flow.write_paused or self._cycle.disconnected
 
     def write(self, part: bytes) -> None:
-        """Writes a part that is not empty; drops it if the client has gone."""
+        """Writes a part, which must not be empty. The part is dropped if the client has
+        disconnected.
+        """
         if not self._cycle.disconnected:
             self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
     async def drain(self) -> None:
-        """Waits until the client has read."""
+        """Waits until the client has read the write buffer."""
         if not self.can_write:
             await self._flow.drain()

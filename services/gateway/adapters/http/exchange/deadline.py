@@ -18,10 +18,10 @@ MAX_SECONDS = 86_400.0
 
 
 def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
-    """When the client of a request gives up, on the event loop's clock; None without the header.
-    The request arrived at that time in nanoseconds of `time.perf_counter_ns`.
+    """The time, on the event loop's clock, at which the client of a request stops waiting. None
+    without the header. `arrived` is the request's arrival in nanoseconds of `time.perf_counter_ns`.
 
-    Raises InvalidArgument for what is no number of seconds above 0, a day at most.
+    Raises InvalidArgument unless the value is a number of seconds above 0 and at most a day.
     """
     value = headers.get(HEADER.lower())
     if value is None:
@@ -40,7 +40,7 @@ def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
 
 
 def until(deadline: float | None) -> AbstractAsyncContextManager[None]:
-    """Cancels what runs inside at the deadline, and raises DeadlineExceeded then."""
+    """Cancels the block at the deadline, and then raises DeadlineExceeded."""
     return nullcontext() if deadline is None else _until(deadline)
 
 
@@ -59,7 +59,7 @@ async def _until(deadline: float) -> AsyncIterator[None]:
 def ending_at(
     deadline: float | None, end: Callable[[StepwellError], None]
 ) -> AbstractContextManager[None]:
-    """Calls `end` with DeadlineExceeded at the deadline, if that comes while this is entered."""
+    """Calls `end` with DeadlineExceeded if the deadline passes inside the block."""
     return nullcontext() if deadline is None else _ending_at(deadline, end)
 
 

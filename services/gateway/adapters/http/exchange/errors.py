@@ -1,4 +1,4 @@
-"""Errors as the APIs write them: a status, and a body in the form of the API that was called."""
+"""Errors of the HTTP APIs: a status, and a body in the schema of the API that was called."""
 
 import json
 import math
@@ -32,7 +32,8 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }
-"""Kinds by status and OpenAI's type; the nearest class in an error's ancestry counts."""
+"""HTTP status and OpenAI error type of each class. An error has the entry of its nearest ancestor.
+"""
 
 _MEDIA_TYPE = "application/json"
 _KEPT_BODIES = 256
@@ -41,15 +42,15 @@ MESSAGES = "/v1/messages"
 """The path of Anthropic's API."""
 
 HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
-"""Headers of refusals that say whether and when to try again."""
+"""Headers of refusals that tell clients whether and when to retry."""
 
 
 class Described(NamedTuple):
-    """An error as the body of an answer describes it, and its status."""
+    """The content of an error answer: its status and the fields of its body."""
 
     status: int
     kind: str
-    """OpenAI's type: where a limit of the tenant refuses, what that limits."""
+    """OpenAI's error type. For a limit of the tenant: what is limited."""
     message: str
     field: str | None
     code: str
@@ -63,19 +64,21 @@ def described(error: errors.StepwellError) -> Described:
 
 
 def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
-    """The body of an error; `message` takes the place of the error's own."""
+    """The body of an error in OpenAI's schema. `message`, if given, replaces the error's own
+    message.
+    """
     said = described(error)
     return _OPENAI.body(said if message is None else said._replace(message=message))
 
 
 class ErrorWriter(Hashable, Protocol):
-    """One API's way to write the bodies of errors."""
+    """Writes error bodies in one API's schema."""
 
     def body(self, error: Described) -> dict[str, object]:
         """The body of an error."""
 
     def plain_body(self, status_code: int, message: str) -> dict[str, object]:
-        """The body of what was not understood far enough to be one of these errors."""
+        """The body of an error that has only a status and a message, such as an unknown path."""
 
 
 class OpenAiErrors:
@@ -97,10 +100,12 @@ class OpenAiErrors:
 
 
 class AnthropicErrors:
-    """{"type": "error", "error": {type, message, details}}, with a code for programs in details."""
+    """{"type": "error", "error": {type, message, details}}, with an error code in details."""
 
     def body(self, error: Described) -> dict[str, object]:
-        """Without a place of its own, the field at fault is named in the message."""
+        """The body of an error. The schema has no key for the invalid field, so the message names
+        it.
+        """
         message = error.message
         if error.field and error.field not in message:
             message = f"{error.field}: {message}"
@@ -129,20 +134,20 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Types by status, where they are not those of all faults of clients or of servers."""
+"""Error types by status. Other statuses have the general type for client or server faults."""
 
 _OPENAI, _ANTHROPIC = OpenAiErrors(), AnthropicErrors()
 
 
 def error_writer(scope: Scope) -> ErrorWriter:
-    """The writer of the API that a request calls."""
+    """The error writer of the API that a request calls."""
     path = scope["path"]
     is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return _ANTHROPIC if is_anthropic else _OPENAI
 
 
 def error_response(error: errors.StepwellError, scope: Scope) -> Response:
-    """The whole answer to a request."""
+    """The complete answer to a request that failed."""
     said = described(error)
     return Response(
         json.dumps(error_writer(scope).body(said)),
@@ -153,8 +158,8 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
-    """When to try again, in whole seconds and in milliseconds, or that it would not help. Both are
-    what OpenAI's clients read.
+    """Headers that say when to retry, in whole seconds and in milliseconds, or that a retry would
+    not help. OpenAI's clients read them.
     """
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:
@@ -170,7 +175,7 @@ def error_headers(error: errors.StepwellError) -> dict[str, str]:
 def raw_error_response(
     error: errors.StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """The whole answer as it is sent on a connection that is used on, with further headers."""
+    """The complete answer, with further headers, as bytes for a connection that stays open."""
     said = described(error)
     fixed, body = _encoded(error_writer(scope), said)
     own = "".join([f"{name.lower()}: {value}\r\n" for name, value in error_headers(error).items()])
@@ -180,7 +185,9 @@ def raw_error_response(
 
 @lru_cache(maxsize=_KEPT_BODIES)
 def _encoded(writer: ErrorWriter, error: Described) -> tuple[bytes, bytes]:
-    """The headers of an error's body, and the body: in an overload most refusals have the same."""
+    """The headers of an error's body, and the body. They are cached, since most refusals of an
+    overload are identical.
+    """
     body = json.dumps(writer.body(error)).encode()
     headers = f"content-length: {len(body)}\r\ncontent-type: {_MEDIA_TYPE}\r\n"
     return headers.encode(), body
@@ -199,8 +206,8 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 
 
 def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
-    """The answer to what was not understood far enough to be one of these errors. The request's
-    record gets the name of the status for its error.
+    """An error answer with only a status and a message, such as for an unknown path. The request's
+    record gets the status's name as its error.
     """
     record: RequestRecord = scope["state"]["record"]
     record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)
@@ -209,8 +216,8 @@ def plain_error_response(status_code: int, message: str, scope: Scope) -> Respon
 
 
 def raw_refusal(status: int, message: str) -> bytes:
-    """Such an answer before it is known which API is called, in OpenAI's form; the connection is
-    closed after it.
+    """An error answer, in OpenAI's schema, to a request whose API is not known yet. The connection
+    is closed after it.
     """
     body = json.dumps(_OPENAI.plain_body(status, message)).encode()
     head = (

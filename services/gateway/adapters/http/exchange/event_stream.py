@@ -1,4 +1,4 @@
-"""An answer as server-sent events, written while its pieces come."""
+"""An answer as server-sent events, written while its pieces arrive."""
 
 import asyncio
 import time
@@ -19,18 +19,18 @@ from services.gateway.core.request.generation import Generation
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies that buffer would hold tokens back.
+    # Proxies that buffer would delay tokens.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 class EventStream:
-    """A sink that sends the events of a dialect. The head of the answer goes with the first item,
-    or before that with the first sign of life, so that a refusal by the scheduler has a status of
-    its own.
+    """A sink that sends the events of a dialect. The head of the answer is sent with the first item
+    or the first keep-alive, whichever is earlier. Until then a refusal by the scheduler can have a
+    status of its own.
 
-    Events are written where they are made if the connection has a BodyWriter for that. What
-    it does not take, and events that hold long lists, `drain` sends.
+    Events are written directly if the connection has a BodyWriter. `drain` sends what the writer
+    does not accept, and events with long lists.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class EventStream:
         self._record = record
         self._is_open = False
         self._has_begun = False
-        """Whether what comes before any token was put."""
+        """Whether the opening events, which precede every token, were put."""
         self._time = asyncio.get_running_loop().time
         self.last_sent = 0.0
-        """When something was last sent, on the event loop's clock."""
+        """Time of the last write, on the event loop's clock."""
         self._writer: BodyWriter | None = None
-        """Of a body that was begun; None if its parts are to be sent otherwise."""
+        """The writer of a body that has begun. None if its parts are sent through ASGI's `send`."""
         self._unsent: Iterator[bytes] | None = None
 
     @property
@@ -70,8 +70,8 @@ class EventStream:
         self._put_chunks(added)
 
     def keep_alive(self) -> bool:
-        """Sends what tells proxies that the stream lives, and clients nothing; returns whether it
-        is to be drained for that. Nothing while other events are being sent.
+        """Sends a keep-alive, which proxies count as traffic and clients ignore. Returns whether
+        `drain` must be called to send it. Sends nothing while other events are being sent.
         """
         self.last_sent = self._time()
         if not self.is_ready:
@@ -100,7 +100,7 @@ class EventStream:
             self._state[BETWEEN_EVENTS] = False
 
     async def drain(self) -> None:
-        """Sends what is left to be sent, and waits until the client has read it."""
+        """Sends the unsent events, and waits until the client has read them."""
         if not self._is_open:
             self._is_open = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -118,7 +118,7 @@ class EventStream:
             self._record.write_nanos += time.perf_counter_ns() - began
 
     async def close(self, metrics: dict[str, Any] | None) -> None:
-        """Sends the last events of an answer that is complete, with where its time went."""
+        """Sends the last events of a complete answer, with the request's time metrics if given."""
         last = self._dialect.closing(self._generation.usage(), metrics)
         await self._send({"type": "http.response.body", "body": last})
 

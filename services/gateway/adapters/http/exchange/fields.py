@@ -20,11 +20,13 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _INT64 = 2**63
-"""Numbers beyond this cannot be meant; without a bound an integer of a million digits is parsed."""
+"""Bound of integers. Larger numbers are never meant, and without a bound an integer of a million
+digits would be parsed.
+"""
 
 
 def _as_integer(value: Any) -> Any:
-    """JSON Schema takes 16.0 for an integer, too."""
+    """Converts 16.0 to 16, since JSON Schema counts it as an integer, too."""
     return int(value) if type(value) is float and value.is_integer() else value
 
 
@@ -40,7 +42,7 @@ def _as_integers(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
 Int = Annotated[int, Field(ge=-_INT64, lt=_INT64), BeforeValidator(_as_integer)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
-# Lists end at their first wrong item: a body could hold a million.
+# Validation of a list ends at its first wrong item: a body could have a million of them.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_as_integers)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 
@@ -57,27 +59,27 @@ def _by_first_item(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """The tag of a text or of a list among these two."""
+    """The tag of a value that may be a text or a list. None for other values."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
 
 
 def text_or_object(value: Any) -> str | None:
-    """The tag of a text or of an object among these two."""
+    """The tag of a value that may be a text or an object. None for other values."""
     if isinstance(value, str):
         return "<text>"
     return "<object>" if isinstance(value, dict) else None
 
 
 def by_type(value: Any) -> str | None:
-    """The tag of an object among alternatives that their `type` tells apart."""
+    """The tag of an object whose alternative is determined by its `type`."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
 def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
-    """Chooses one alternative first, so that what is wrong with it can be said in one sentence."""
+    """Selects one alternative before validation, so that an error can be one sentence."""
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
 
@@ -95,30 +97,30 @@ TextOrTexts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object whose fields have exactly their types; null means absent. A BodyReader ignores
-    unknown fields, unless it refuses them.
+    """A JSON object whose fields are checked by strict types; null means absent. A BodyReader
+    ignores unknown fields, unless it is set to refuse them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class HistoryBody(Body):
-    """A part of a conversation or of a tool, which is only rendered: keys that are not known, which
-    clients and servers add, are left out without a word.
+    """A part of a conversation or of a tool, which is only rendered. Unknown keys, which clients
+    and servers add, are dropped silently.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
 def given(name: str) -> dict[str, Any]:
-    """JSON Schema of an object that has a field, and not null for it."""
+    """JSON Schema of an object in which the named field is present and not null."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
 class Only:
-    """For a field that is accepted when null or one of `values`, since it then changes nothing.
+    """Annotation of a field whose accepted values, null and `values`, have no effect.
 
-    `why` says what is not served: the error of any other value.
+    Any other value is an error. `why` is its message and says what is not served.
     """
 
     def __init__(self, *values: Any, why: str) -> None:
@@ -139,8 +141,9 @@ class Only:
 
 
 class Without:
-    """For a field that is accepted and not served, as the answer loses nothing but time or a
-    guarantee: with another value than null and `values` the answer's header has its `name`.
+    """Annotation of a field that is accepted without being served, since the answer only loses time
+    or a guarantee. A value other than null and `values` adds `name` to the answer's header of
+    ignored fields.
     """
 
     def __init__(self, name: str, *values: Any) -> None:
@@ -158,7 +161,7 @@ class Without:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is null or one of these; 1.0 is 1, and true is not."""
+    """Whether a value is null or one of these. 1.0 equals 1; true does not."""
     return value is None or any(_kind(value) is _kind(v) and value == v for v in values)
 
 
@@ -167,4 +170,4 @@ def _kind(value: Any) -> type:
 
 
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
-"""A field whose value is accepted and not read, since it does not concern the model."""
+"""A field whose value is accepted and ignored, since it does not affect the model."""

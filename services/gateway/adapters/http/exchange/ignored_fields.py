@@ -1,4 +1,4 @@
-"""Fields of bodies without effect: the answer names them in a header, and the log once."""
+"""Body fields that have no effect: the answer names them in a header, and the log names each once."""
 
 import difflib
 import logging
@@ -9,27 +9,28 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Stepwell-Ignored-Fields"
 IGNORE, REFUSE = "ignore", "refuse"
-"""What becomes of unknown fields."""
+"""What is done with unknown fields."""
 
 _MAX_NAME = 64
-"""Characters of a name that are repeated."""
+"""Characters of a field name that the header and the log repeat."""
 _MAX_VALUE = 512
-"""Characters of the header, beside the number of names that are left out."""
+"""Characters of the header's names. The count of omitted names comes on top."""
 _MAX_LOGGED = 256
-"""Names that are logged: clients can make up any number of them."""
+"""Number of logged names. It is bounded since clients can invent names."""
 _PLAIN = "[]{}()<>$@!*+:;/?"
 
 
 def field_name(location: Iterable[int | str]) -> str:
-    """`stream_options.include_usage` from pydantic's location, without places in lists and names
-    of alternatives. Its characters may stand in a header and in a log line.
+    """The dotted name, such as `stream_options.include_usage`, of a location that pydantic reports,
+    without list indices and tags of alternatives. Its characters are safe in a header and in a log
+    line.
     """
     parts = (part for part in location if isinstance(part, str) and not part.startswith("<"))
     return ".".join(quote(part[:_MAX_NAME], safe=_PLAIN, errors="replace") for part in parts)
 
 
 def header_value(names: Sequence[str]) -> str:
-    """The names, as many as there is room for, and the number of the others."""
+    """As many names as fit into the header, and the number of omitted ones."""
     shown: list[str] = []
     size = 0
     for name in names:
@@ -47,7 +48,7 @@ class IgnoredFieldLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
-        """`known` are the fields of the body, one of which may have been meant."""
+        """Logs each new name. `known` are the body's fields; the line suggests a similar one."""
         for name in names:
             if (path, name) in self._logged or len(self._logged) >= _MAX_LOGGED:
                 continue

@@ -1,4 +1,4 @@
-"""JSON in pieces: what is long is encoded a part at a time, and never held whole."""
+"""Encodes long JSON values in pieces, so that the whole text is never in memory."""
 
 import asyncio
 import json
@@ -11,18 +11,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _ITEMS = 32
-"""Items of a long list that are encoded at once."""
+"""Items of a long list that are encoded in one call."""
 _SHORT = 128
-"""Items of the longest list that is encoded whole, such as that of the tokens of one chunk."""
+"""Items of the longest list that is encoded at once, such as the tokens of one chunk."""
 _BYTES = 16 * 1024
-"""About the size of a piece that is sent."""
+"""Approximate bytes of a piece."""
 
 
 @dataclass(slots=True)
 class LongList:
-    """A list that is encoded item by item, from items that may be made as they are asked for.
+    """A list that is encoded item by item. Its items may be generated on demand.
 
-    Items that hold long lists themselves are `nested`.
+    `nested` is true if the items contain long lists themselves.
     """
 
     items: Iterable[Any]
@@ -30,12 +30,12 @@ class LongList:
 
 
 def listed(items: Iterable[Any], num_items: int) -> "list[Any] | LongList":
-    """The items as a list where they are few."""
+    """The items as a list if they are few, else as a LongList."""
     return list(items) if num_items <= _SHORT else LongList(items)
 
 
 class HoldsLongList(Exception):
-    """A value is to be encoded in pieces."""
+    """The value contains a LongList and must be encoded in pieces."""
 
 
 def _refuse_long(value: object) -> object:
@@ -44,9 +44,9 @@ def _refuse_long(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-# `json.dumps` with separators makes an encoder each time, and this is every token's path.
+# `json.dumps` with separators makes an encoder per call, and each token is encoded here.
 to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
-"""A value without long lists as JSON. Raises HoldsLongList."""
+"""Encodes a value without long lists as JSON. Raises HoldsLongList."""
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -89,7 +89,9 @@ def _items(value: LongList) -> Iterator[str]:
 
 
 async def send_json(value: Any, send: Send) -> None:
-    """An answer in one piece where it is short, else in chunks, between which the loop turns."""
+    """Sends a short answer in one piece, a long one in chunks with an event-loop iteration between
+    them.
+    """
     pieces = json_pieces(value)
     headers = [(b"content-type", b"application/json")]
     piece, following = next(pieces), next(pieces, None)
@@ -104,7 +106,7 @@ async def send_json(value: Any, send: Send) -> None:
 
 
 class JsonReply(Response):
-    """A response with a value as JSON, see `send_json`."""
+    """A response whose body is a value, encoded by `send_json`."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Keeps silent streams open, which proxies and load balancers cut after a minute or so."""
+"""Keeps silent streams open, which proxies and load balancers close after about a minute."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from services.gateway.adapters.http.exchange.event_stream import EventStream
 
 @contextmanager
 def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -> Iterator[None]:
-    """Has a stream say that it lives, whenever nothing was sent for `interval` seconds, from now on
-    to the end; 0: never. `wake` is called where the stream has to be drained for that.
+    """Sends a keep-alive inside the block whenever nothing was sent for `interval` seconds; 0
+    disables it. `wake` is called if the stream must be drained to send it.
     """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle | None = None
@@ -32,4 +32,4 @@ def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -
     finally:
         if timer is not None:
             timer.cancel()
-        del tick  # it refers to itself, and to the stream
+        del tick  # breaks its reference cycle, which includes the stream

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a body object, or to an error that names the field."""
+"""Converts the bytes of a body to a body object, or raises an error that names the field."""
 
 import asyncio
 from typing import TypeVar
@@ -20,18 +20,22 @@ from services.gateway.core.traces.timeline import Part
 B = TypeVar("B", bound=BaseModel)
 
 _SMALL_BYTES = 16 * 1024
-"""Read, checked and sent on in one turn of the event loop."""
+"""Largest body, in bytes, that is read, checked and forwarded in one iteration of the event loop.
+"""
 _MAX_PROBLEMS = 100
-"""Listing a hundred thousand problems would take longer than serving a request."""
+"""Most problems that are listed. Listing a hundred thousand would take longer than serving a
+request.
+"""
 _MAX_NAME = 100
-"""Characters of a client's name for a field that an error repeats."""
+"""Characters of a field name from the client that an error repeats."""
 
 
 class BodyReader:
-    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds all bodies together.
+    """Reads bodies of at most `max_bytes` and `max_values`; `budget` bounds the bytes of all bodies
+    together.
 
-    Fields that the body's class lacks are ignored or refused, as `unknown_fields` says. The
-    request's record gets the names of ignored fields, and of known ones that have no effect.
+    `unknown_fields` says whether fields that the body's class lacks are ignored or refused. The
+    request's record gets the names of ignored fields, and of known fields that have no effect.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class BodyReader:
         self._log = IgnoredFieldLog()
 
     async def read(self, request: Request, model: type[B]) -> B:
-        """Reads and checks a body. One that is too large is refused before it is buffered."""
+        """Reads and validates a body. A body that is too large is refused before it is buffered."""
         record: RequestRecord = request.scope["state"]["record"]
         num_bytes = _declared_bytes(record, self._max_bytes)
         if self._budget.is_counted(num_bytes):
@@ -62,7 +66,7 @@ class BodyReader:
                 record.ignored_fields = ignored
                 self._log.note(record.call.path, ignored, model.model_fields)
             if len(raw) > _SMALL_BYTES:
-                await asyncio.sleep(0)  # what is done with it is another piece of work
+                await asyncio.sleep(0)  # the caller's work on the body runs in the next iteration
             return body
 
     async def _read(self, request: Request) -> bytes:
@@ -83,8 +87,8 @@ class BodyReader:
 def parse_body(
     raw: bytes, model: type[B], *, ignores_unknown: bool = True
 ) -> tuple[B, tuple[str, ...]]:
-    """A body, and the names of the fields in it that have no effect. Raises InvalidArgument that
-    names the first field at fault.
+    """The body, and the names of its fields that have no effect. Raises InvalidArgument with the
+    name of the first invalid field.
     """
     ignored: list[str] = []
     try:
@@ -102,7 +106,9 @@ def parse_body(
 
 
 def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
-    """The unknown fields among the problems of a body; only their number where they are many."""
+    """The names of unknown fields among the problems of a body. If there are too many problems,
+    only their number.
+    """
     if error.error_count() > _MAX_PROBLEMS:
         return (f"{error.error_count()} fields",)
     problems = error.errors(include_url=False, include_input=False, include_context=False)
@@ -110,7 +116,7 @@ def _unknown_fields(error: ValidationError) -> tuple[str, ...]:
 
 
 def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
-    """The Content-Length, or the longest allowed where there is none."""
+    """The Content-Length. Without this header, the largest allowed size."""
     declared = record.headers.get("content-length", "")
     if not declared.isdigit():
         return max_bytes
@@ -131,11 +137,13 @@ _SENTENCES = {
     "alternative": ("{where} {what}", None),
     "model_type": ("{where} must be a JSON object", None),
 }
-"""Sentences for problems, by pydantic's names of them; other problems keep pydantic's message."""
+"""Error messages by pydantic's name of the problem. Other problems keep pydantic's message."""
 
 
 def refusal(error: ValidationError, whole: str) -> InvalidArgument:
-    """The error of a body or a query, which `whole` says: it names the first field at fault."""
+    """The error of an invalid body or query. `whole` names the body or query in the message; the
+    error names the first invalid field.
+    """
     if error.error_count() > _MAX_PROBLEMS:
         return InvalidArgument(f"{whole} has {error.error_count()} wrong or unknown fields")
     problem = error.errors(include_url=False, include_input=False)[0]
@@ -150,7 +158,9 @@ def refusal(error: ValidationError, whole: str) -> InvalidArgument:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content` from pydantic's location, without its names for alternatives."""
+    """The path, such as `messages[0].content`, of a location that pydantic reports, without tags of
+    alternatives.
+    """
     path = ""
     for place, part in enumerate(location):
         if isinstance(part, int):

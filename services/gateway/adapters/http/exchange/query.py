@@ -1,4 +1,4 @@
-"""The query of a request, checked as strictly as bodies are."""
+"""The query of a request, validated as strictly as bodies."""
 
 from typing import Any, TypeVar, get_origin
 
@@ -11,13 +11,13 @@ Q = TypeVar("Q", bound="Query")
 
 
 class Query(BaseModel):
-    """Every parameter is known; those that are no lists are given once."""
+    """Unknown parameters are errors. Parameters that are no lists may occur only once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_query(request: Request, model: type[Q]) -> Q:
-    """Raises InvalidArgument that names the first parameter at fault."""
+    """Validates the query. Raises InvalidArgument with the name of the first invalid parameter."""
     given: dict[str, Any] = {}
     for name in request.query_params:
         values = request.query_params.getlist(name)

@@ -1,4 +1,4 @@
-"""Runs one generation inside one HTTP exchange, and ends it when the client goes away."""
+"""Runs one generation inside one HTTP exchange, and cancels it when the client disconnects."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,11 +41,11 @@ from services.gateway.core.traces.timeline import Part
 logger = logging.getLogger(__name__)
 
 AskingBody = SamplingBody | PooledBody | MessagesBody | ResponsesBody | GenerateTokensBody
-"""What asks for something that a model computes."""
+"""Bodies of requests that need the model."""
 
 
 class WholeDialect(Protocol):
-    """One API's way to write answers that are never streamed."""
+    """Writes answers of one API that are never streamed."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
         """The body of an answer."""
@@ -53,7 +53,7 @@ class WholeDialect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A body that was read, with what its API makes of it."""
+    """A body that was read, with what its API derives from it."""
 
     body: AskingBody
     operation: str
@@ -71,10 +71,10 @@ class Exchange:
 class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
-    The status is sent with the first item from the engine, or once a stream was silent for a while,
-    so that a refusal by the scheduler has its own status also where a stream was asked for. When
-    the client disconnects the work is cancelled and its sequences are aborted, unless an
-    idempotency key says that the client may come back.
+    The status is sent with the first item from the engine, or with the first keep-alive of a silent
+    stream. Until then a refusal by the scheduler has its own status, even if a stream was
+    requested. When the client disconnects, the work is cancelled and its sequences are aborted.
+    With an idempotency key the work continues, since the client may reconnect.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class GenerationReply:
         observer: Observer,
         keep_alive: float,
     ) -> None:
-        """`read` reads the body, once the gate is entered; what it enters is left in the end. A
-        stream is never silent for longer than `keep_alive` seconds; 0: as long as it takes.
+        """`read` reads the body after the gate is entered; contexts that it enters are exited at
+        the end. A stream is never silent for longer than `keep_alive` seconds; 0 means no limit.
         """
         self._read = read
         self._inference = inference

@@ -1,4 +1,4 @@
-"""The record of each HTTP request, and the headers that name it on its answer."""
+"""Creates the record of each HTTP request, and adds headers with its ids to the answer."""
 
 from collections.abc import Mapping
 
@@ -23,8 +23,8 @@ _IGNORED = HEADER.lower().encode()
 
 class RequestRecords:
     """Begins the record of a request, which the application finds in `request.state.record`, and
-    ends it with the answer. Every answer carries the request's name and the id of its trace, and
-    the names of the fields of the body that have no effect.
+    ends it with the answer. Every answer has headers with the request's id, the id of its trace,
+    and the names of body fields that have no effect.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class RequestRecords:
         operations: Mapping[str, str],
         counted: ASGIApp | None = None,
     ) -> None:
-        """`operations` has the GenAI operation of each path that generates. `counted` serves the
-        requests that QuickRefusals has checked and counted, if it differs from `app`.
+        """`operations` maps each generating path to its GenAI operation. `counted` serves the
+        requests that QuickRefusals has checked and counted; by default `app` does.
         """
         self._app = app
         self._counted = counted or app
@@ -70,12 +70,12 @@ class RequestRecords:
 
 
 def names_of(record: RequestRecord) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-    """The headers of an answer that name its request and its trace."""
+    """The headers with the request's id and the trace's id."""
     return (_REQUEST_ID, record.request_id.encode()), (_TRACE_ID, record.trace_id.encode())
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """The headers of a request by their lower-case names; of several values, the first."""
+    """The headers of a request by their lower-case names. A repeated header has its first value."""
     state = scope["state"]
     headers: Mapping[str, str] | None = state.get(HEADERS)
     if headers is None:
@@ -87,8 +87,8 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def call_of(scope: Scope) -> Call:
-    """What a request calls."""
-    # As it was sent, without the query: decoded, it may hold the end of a line.
+    """The method, path and client of a request, for its record."""
+    # The raw path, without the query: the decoded path may contain a line break.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")
     return Call("http", scope["method"], path, f"{client[0]}:{client[1]}" if client else "")

@@ -1,14 +1,14 @@
-"""Keys of the state that goes with an HTTP request through the gateway."""
+"""Keys of an HTTP request's state in its ASGI scope."""
 
 ARRIVED = "arrived"
-"""When it was to be served, in nanoseconds of `time.perf_counter_ns`."""
+"""Arrival time of the request, in nanoseconds of `time.perf_counter_ns`."""
 HEADERS = "headers"
-"""Its headers by their lower-case names, where they were read."""
+"""The request's headers by their lower-case names, once they were read."""
 ARRIVAL = "arrival"
-"""The Arrival of a request that has room, and was counted by its headers."""
+"""The Arrival of a request that was admitted and counted by its headers."""
 CLIENT = "client"
 """The Client that sent the request."""
 BODY_WRITER = "body_writer"
-"""The BodyWriter of an answer with chunks, which writes past what wraps `send`. Middlewares change
-the start of an answer and nothing else.
+"""The BodyWriter of a chunked answer. It bypasses the middlewares that wrap `send`, which change
+only the start of an answer.
 """

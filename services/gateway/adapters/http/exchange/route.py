@@ -1,4 +1,6 @@
-"""A route of an HTTP application: its path, its handler, and all that it takes and answers."""
+"""A route of an HTTP application: its path, its handler, and the schemas of its requests and
+answers.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from starlette.types import ASGIApp
 from services.gateway.adapters.http.openapi.answers import Error
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-"""Returns what sends the answer."""
+"""Returns the ASGI application that sends the answer."""
 
 READ = ("GET", "HEAD")
 
@@ -27,29 +29,32 @@ class RequestHeader:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What is served at a path, and what its OpenAPI document says. The handler's docstring is the
-    description, its name the operation's.
+    """A route and its entry in the OpenAPI document. The handler's docstring is the description;
+    its name is the operation's.
     """
 
     path: str
     handler: Handler
     answer: type[BaseModel] | str
-    """The JSON of a 200, or the media type of one that is text."""
+    """The model of a JSON answer with status 200, or the media type of a text answer."""
     methods: tuple[str, ...] = READ
     tag: str = "server"
     needs_key: bool = True
     body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
     events: type[BaseModel] | None = None
-    """The JSON of each event, where the answer may be streamed."""
+    """The model of each event, if the answer can be streamed."""
     errors: tuple[int, ...] = ()
-    """Statuses besides those that any route, a key or a body may cause."""
+    """Error statuses of this route, besides those that a route, a key or a body causes in general.
+    """
     error: type[BaseModel] = Error
-    """The JSON of these and of all other errors, in the form of the API."""
+    """The model of all error bodies, in the API's schema."""
     has_named_events: bool = False
-    """Whether events have names, and the last of them is one like the others."""
+    """Whether events have names, and the last event has the schema of the others."""
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """JSON of other statuses that is no OpenAI error."""
+    """Models of answers with other statuses, if they are no OpenAI errors."""
     headers: tuple[RequestHeader, ...] = ()
     is_limited: bool = False
-    """Whether it counts towards its tenant's limits: answers say what is left of them."""
+    """Whether requests count towards their tenant's limits, so that answers have headers with the
+    rest.
+    """

@@ -1,4 +1,4 @@
-"""The tenant of an HTTP request, and the check of the tenant's limits, before its body is read."""
+"""Determines the tenant of an HTTP request and checks its limits, before the body is read."""
 
 from collections.abc import Collection
 from typing import Any
@@ -23,10 +23,11 @@ _SERVER_ERROR = 500
 
 
 class TenantChecks:
-    """Checks POST requests to `paths`: their declared size, their key, their tenant's limits.
+    """Checks the declared size, the key and the tenant's limits of POST requests to `paths`.
 
-    The application finds `tenant` and `allowance` in the request's state; the allowance is closed
-    when the application is done. Answers say what the tenant has left.
+    The application finds `tenant` and `allowance` in the request's state. The allowance is closed
+    when the application has returned. Headers of the answer show what is left of the tenant's
+    limits.
     """
 
     def __init__(

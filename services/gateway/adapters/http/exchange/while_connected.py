@@ -1,4 +1,4 @@
-"""Work that ends when its client goes away."""
+"""Cancels work when its client disconnects."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -6,25 +6,25 @@ from contextlib import contextmanager
 
 
 class Client:
-    """Whether the client of a request is there, as its connection finds out."""
+    """The connection state of a request's client, as its connection reports it."""
 
     __slots__ = ("_has_gone", "_on_gone", "_read_on")
 
     def __init__(self, read_on: Callable[[], None]) -> None:
-        """`read_on` has the connection read what comes: the client's end is among it."""
+        """`read_on` resumes reading on the connection, so that the client's end is noticed."""
         self._read_on = read_on
         self._has_gone = False
         self._on_gone: Callable[[], object] | None = None
 
     def has_gone(self) -> None:
-        """The client has disconnected. Idempotent."""
+        """Reports that the client has disconnected. Idempotent."""
         if not self._has_gone:
             self._has_gone = True
             if self._on_gone is not None:
                 self._on_gone()
 
     def watch(self, on_gone: Callable[[], object]) -> None:
-        """Calls `on_gone` when the client disconnects, once; now, if it has."""
+        """Calls `on_gone` once, when the client disconnects, or now if it already has."""
         if self._has_gone:
             on_gone()
             return
@@ -32,16 +32,16 @@ class Client:
         self._read_on()
 
     def unwatch(self) -> None:
-        """Takes `watch` back."""
+        """Cancels `watch`."""
         self._on_gone = None
 
 
 @contextmanager
 def while_connected(client: Client) -> Iterator[None]:
-    """Cancels what runs inside when the client has disconnected, and goes on after it then.
+    """Cancels the block when the client disconnects, and then continues after the block.
 
-    The work runs in the present task and begins at once: another one would begin when the event
-    loop has turned, which takes long where it has much to do.
+    The block runs in the current task, so that it begins at once. A new task would begin in the
+    next iteration of the event loop, which may be far away under load.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,1 +1,1 @@
-"""The OpenAPI documents: what a route takes, and everything that it may answer."""
+"""The OpenAPI documents: the parameters, bodies and possible answers of each route."""

@@ -1,4 +1,4 @@
-"""The bodies of answers to operators' calls, for the OpenAPI document of their address."""
+"""The bodies of answers to operators' calls, for the operators' OpenAPI document."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from services.gateway.adapters.http.openapi.server_answers import ReplicaStatus,
 
 
 class ReplicaAnswer(Answer):
-    """What one replica said: whether it did what was asked, or else why not."""
+    """The result of one replica: success, or its error."""
 
     address: str
     ok: bool
@@ -17,21 +17,21 @@ class ReplicaAnswer(Answer):
 
 
 class Done(Answer):
-    """Every replica that was asked did it."""
+    """Every replica that was called succeeded."""
 
     status: str
     replicas: list[ReplicaAnswer]
 
 
 class IsPaused(Answer):
-    """Whether every replica that was asked is paused."""
+    """Whether every replica that was called is paused."""
 
     is_paused: bool
     replicas: list[ReplicaAnswer]
 
 
 class Failed(Answer):
-    """Some replicas did not do what was asked; those with `ok` did."""
+    """Some replicas failed; the replicas with `ok` succeeded."""
 
     error: ErrorDetail
     replicas: list[ReplicaAnswer]

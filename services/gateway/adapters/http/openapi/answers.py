@@ -1,6 +1,6 @@
-"""The bodies of answers, for OpenAPI documents; routes write them by hand.
+"""The bodies of answers, for OpenAPI documents. The routes write the bodies without these classes.
 
-A field with a default may be left out of an answer, and one that may be null says so.
+A field with a default may be missing in an answer. A field that may be null has None in its type.
 """
 
 from typing import Literal
@@ -12,13 +12,13 @@ ChatFinishReason = Literal["stop", "length", "abort", "repetition", "tool_calls"
 
 
 class Answer(BaseModel):
-    """What an answer holds. It is only described: no validator is built for it."""
+    """The schema of an answer. It only describes: no validator is built for it."""
 
     model_config = ConfigDict(defer_build=True)
 
 
 class ErrorDetail(Answer):
-    """What is wrong: a sentence, a type as OpenAI's, the field at fault, a code for programs."""
+    """An error: a sentence, OpenAI's type, the invalid field, and a code for programs."""
 
     message: str
     type: str
@@ -27,7 +27,7 @@ class ErrorDetail(Answer):
 
 
 class Error(Answer):
-    """Every error, also the last event of a stream that broke off."""
+    """Every error body, also the last event of a stream that an error ended."""
 
     error: ErrorDetail
 
@@ -39,13 +39,13 @@ class PromptTokensDetails(Answer):
 
 
 class CompletionTokensDetails(Answer):
-    """Generated tokens of the reasoning."""
+    """The number of generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class Usage(Answer):
-    """Token counts: each prompt once, every answer, also those of best_of that are not returned."""
+    """Token counts. Each prompt counts once; completions include the unreturned ones of best_of."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -55,8 +55,8 @@ class Usage(Answer):
 
 
 class RequestMetrics(Answer):
-    """Where the time of a request went, where `include_metrics` asks for it: the parts, whose sum
-    is `seconds`, and vLLM's numbers, null where the replica has not reported them.
+    """How long the phases of a request took; present if `include_metrics` is set. The sum of
+    `parts` is `seconds`. The other numbers are vLLM's, null if the replica has not reported them.
     """
 
     line: str
@@ -70,7 +70,7 @@ class RequestMetrics(Answer):
 
 
 class PromptLogprob(Answer):
-    """One token that a position of the prompt could have had."""
+    """One candidate token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -78,11 +78,11 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Log-probabilities by token id; the first position has none."""
+"""For each position of the prompt, candidate tokens by token id; None for the first position."""
 
 
 class CompletionLogprobs(Answer):
-    """Four parallel lists, one entry for each token; the first token of an echoed prompt has no
+    """Four parallel lists with one entry for each token. The first token of an echoed prompt has no
     log-probability.
     """
 
@@ -93,7 +93,7 @@ class CompletionLogprobs(Answer):
 
 
 class CompletionChoice(Answer):
-    """An answer, or a piece of one."""
+    """A choice of an answer, or a part of one."""
 
     index: int
     text: str
@@ -130,7 +130,7 @@ class CompletionChunk(Answer):
 
 
 class Session(Answer):
-    """A session, or one that was just ended. `is_held`: a replica keeps its keys and values for the
+    """A session, or one that was just ended. If `is_held`, a replica keeps its KV cache for the
     next turn.
     """
 
@@ -154,7 +154,7 @@ class TokenLogprob(Answer):
 
 
 class ChatTokenLogprob(TokenLogprob):
-    """A token of an answer, and the most probable ones in its place."""
+    """A token of an answer, and the most probable tokens at its position."""
 
     top_logprobs: list[TokenLogprob]
 
@@ -167,7 +167,7 @@ class ChatLogprobs(Answer):
 
 
 class CalledFunction(Answer):
-    """What is called, with the text of its arguments, which is JSON."""
+    """The called function, with the JSON text of its arguments."""
 
     name: str
     arguments: str
@@ -189,7 +189,7 @@ class FunctionDelta(Answer):
 
 
 class ToolCallDelta(Answer):
-    """What an event adds to a call: its id, type and name in the first one."""
+    """The part that an event adds to a call. The first event has the id, type and name."""
 
     index: int
     id: str | None = None
@@ -198,7 +198,7 @@ class ToolCallDelta(Answer):
 
 
 class AssistantMessage(Answer):
-    """What the model says."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -233,7 +233,7 @@ class ChatCompletion(Answer):
 
 
 class Delta(Answer):
-    """What an event adds to a message: its role in the first one, then text."""
+    """The part that an event adds to a message: the role in the first event, then text."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -286,7 +286,7 @@ class Embeddings(Answer):
 
 
 class Score(Answer):
-    """How well a pair of texts goes together."""
+    """The score of a pair of texts."""
 
     index: int
     object: Literal["score"]

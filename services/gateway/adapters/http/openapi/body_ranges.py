@@ -1,4 +1,4 @@
-"""Ranges of numbers in bodies, which the core checks, for the schemas of bodies."""
+"""Ranges of numbers in bodies, for the schemas of bodies. The core checks them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
 from services.gateway.core.request.request_check import MAX_STOP_STRINGS
 
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
-"""Parameters for which clients may send what the engine does not get: negative numbers."""
+"""Parameters with a wider range in bodies than in the engine: clients may send negative numbers."""
 
 _LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
 
@@ -34,11 +34,13 @@ _LIMITS: dict[str, Mapping[str, float]] = {
     "stop": {"maxItems": MAX_STOP_STRINGS},
     "stop_sequences": {"maxItems": MAX_STOP_STRINGS},
 }
-"""Keywords that apply to values of one type: null has none, nor has a flag."""
+"""JSON Schema keywords of each field. They apply only to values of their type, so not to null or
+booleans.
+"""
 
 
 def add_ranges(schema: dict[str, Any]) -> None:
-    """Adds what the fields of a request that generates may be."""
+    """Adds the ranges of fields to the schema of a generating request."""
     for name, limits in _LIMITS.items():
         if name in schema["properties"]:
             known = schema["properties"][name]

@@ -27,7 +27,7 @@ _EVENT_STREAM = "text/event-stream"
 def openapi_document(
     title: str, description: str, routes: Sequence[Route], *, asks_for_keys: bool
 ) -> dict[str, Any]:
-    """The document. Routes that need a key say so where the server asks for keys."""
+    """Builds the document. Routes that need a key declare it if the server requires keys."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         item = paths.setdefault(re.sub(r":\w+}", "}", route.path), {})
@@ -52,7 +52,7 @@ def openapi_document(
 
 
 def _operation(route: Route, method: str, needs_key: bool) -> dict[str, Any]:
-    """HEAD is answered as GET is, without a body."""
+    """The operation of one method. HEAD has the answers of GET, without a body."""
     is_head = method == "HEAD"
     statuses = _error_statuses(route, needs_key)
     responses = {"200": _answer(route, needs_key)}
@@ -104,7 +104,9 @@ def _answer(route: Route, needs_key: bool) -> dict[str, Any]:
 
 
 def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
-    """A server-sent event, described as by OpenAPI 3.2 and, in documents of 3.1, by FastAPI."""
+    """The schema of a server-sent event as in OpenAPI 3.2, and as FastAPI writes it in documents of
+    3.1.
+    """
     schema = {"anyOf": [_reference(model), _reference(route.error)]}
     data: list[dict[str, Any]] = [{"contentMediaType": _JSON, "contentSchema": schema}]
     properties: dict[str, Any] = {"data": {"type": "string", "anyOf": data}}
@@ -116,7 +118,7 @@ def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _error_of(route: Route, status: int) -> dict[str, Any]:
-    """An error in the form of the route's API."""
+    """The answer with an error in the schema of the route's API."""
     if route.error is Error:
         return {"$ref": f"#/components/responses/{ERRORS[status].name}"}
     return _error(status, route.error)
@@ -132,7 +134,7 @@ def _error(status: int, model: type[BaseModel] = Error) -> dict[str, Any]:
 
 
 def _other_answer(status: int, model: type[BaseModel]) -> dict[str, Any]:
-    """An answer of the route's own, besides the error that any route may answer with."""
+    """An answer whose body is the route's own model or the general error."""
     answer = _error(status)
     schema = {"anyOf": [_reference(model), _reference(Error)]}
     return {**answer, "content": {_JSON: {"schema": schema}}}
@@ -189,8 +191,8 @@ def _models(routes: Sequence[Route]) -> tuple[type[BaseModel], ...]:
 
 @cache
 def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
-    """The schemas of these models and of those that they refer to. They are nearly all of the time
-    that a document takes, and are the same for all gateways of a process.
+    """The schemas of these models and of the models that they refer to. They take nearly all of the
+    time of building a document, and are equal for all gateways of a process, so they are cached.
     """
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"

@@ -1,4 +1,4 @@
-"""Errors by status, as every route may answer them, and the headers of answers."""
+"""The errors by status that every route may return, and the headers of answers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ _TEXT = {"type": "string"}
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """Why there is such an answer, and the headers that it may have beside X-Request-Id and
-    X-Trace-Id.
+    """The cause of an error status, and the headers that the answer may have besides X-Request-Id
+    and X-Trace-Id.
     """
 
     name: str
@@ -52,7 +52,7 @@ ERRORS: Mapping[int, ErrorAnswer] = {
 }
 
 EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
-"""Statuses of any route: what a connection, its headers and the server's state may cause."""
+"""Statuses of any route, caused by the connection, the headers or the server's state."""
 
 HEADERS: Mapping[str, dict[str, Any]] = {
     "X-Request-Id": {

@@ -21,7 +21,7 @@ class AnthropicErrorCode(Answer):
 
 
 class AnthropicErrorDetail(Answer):
-    """What is wrong: a type as Anthropic's, and a sentence that names the field at fault."""
+    """An error: Anthropic's type, and a sentence that names the invalid field."""
 
     type: str
     message: str
@@ -29,7 +29,7 @@ class AnthropicErrorDetail(Answer):
 
 
 class AnthropicError(Answer):
-    """Every error, also the last event of a stream that broke off."""
+    """Every error body, also the last event of a stream that an error ended."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail
@@ -43,7 +43,7 @@ class TextContent(Answer):
 
 
 class ThinkingContent(Answer):
-    """What the model thought, with its SHA-256."""
+    """The model's thinking, with its SHA-256 as the signature."""
 
     type: Literal["thinking"]
     thinking: str
@@ -63,13 +63,13 @@ ContentBlock = TextContent | ThinkingContent | ToolUseContent
 
 
 class OutputTokensDetails(Answer):
-    """Generated tokens of the reasoning."""
+    """The number of generated tokens that are reasoning."""
 
     thinking_tokens: int
 
 
 class AnthropicUsage(Answer):
-    """Token counts. Those of the prompt that were cached are not in `input_tokens`."""
+    """Token counts. `input_tokens` excludes cached prompt tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -100,36 +100,36 @@ class TextDelta(Answer):
 
 
 class ThinkingDelta(Answer):
-    """More of what is thought."""
+    """More thinking."""
 
     type: Literal["thinking_delta"]
     thinking: str
 
 
 class SignatureDelta(Answer):
-    """The SHA-256 of all that was thought."""
+    """The SHA-256 of the whole thinking."""
 
     type: Literal["signature_delta"]
     signature: str
 
 
 class InputJsonDelta(Answer):
-    """More of the text of a call's input, which is JSON."""
+    """More of the JSON text of a call's input."""
 
     type: Literal["input_json_delta"]
     partial_json: str
 
 
 class MessageEnd(Answer):
-    """Why an answer ended."""
+    """The reason why an answer ended."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class AnthropicEvent(Answer):
-    """One event of a streamed answer of /v1/messages. By its type it has a message, an index with a
-    block or a delta, a delta with usage, or nothing else.
+    """One event of a streamed answer of /v1/messages. Its type determines its fields: a message; an
+    index with a block or a delta; a delta with usage; or none.
     """
 
     type: Literal[

@@ -17,14 +17,14 @@ class OutputText(Answer):
 
 
 class ReasoningContent(Answer):
-    """What the model thought."""
+    """The model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputMessage(Answer):
-    """What the model says."""
+    """A message of the model."""
 
     id: str
     type: Literal["message"]
@@ -34,7 +34,7 @@ class OutputMessage(Answer):
 
 
 class OutputReasoning(Answer):
-    """What the model thought before."""
+    """The model's reasoning before its message or call."""
 
     id: str
     type: Literal["reasoning"]
@@ -44,7 +44,7 @@ class OutputReasoning(Answer):
 
 
 class OutputCall(Answer):
-    """A call of a function, with the text of its arguments, which is JSON."""
+    """A call of a function, with the JSON text of its arguments."""
 
     id: str
     type: Literal["function_call"]
@@ -65,13 +65,15 @@ class ResponseFault(Answer):
 
 
 class IncompleteDetails(Answer):
-    """Why a response was cut: at `max_output_tokens`, or, where it is null, by an operator."""
+    """Why a response is incomplete: `max_output_tokens`, or null if an operator ended it."""
 
     reason: Literal["max_output_tokens"] | None
 
 
 class InputTokensDetails(Answer):
-    """Prompt tokens that were found in the prefix cache; storing them costs nothing."""
+    """Counts of prompt tokens: found in the prefix cache, and written to it, which is free and so
+    always 0.
+    """
 
     cached_tokens: int
     cache_write_tokens: int
@@ -88,21 +90,21 @@ class ResponseUsage(Answer):
 
 
 class ReasoningTokensDetails(Answer):
-    """Generated tokens of the reasoning."""
+    """The number of generated tokens that are reasoning."""
 
     reasoning_tokens: int
 
 
 class ReasoningAsked(Answer):
-    """How much the model was to reason."""
+    """The reasoning settings of the request."""
 
     effort: str | None
     summary: None
 
 
 class ResponseObject(Answer):
-    """A whole answer of /v1/responses, or as much as there is of one that is streamed. It has what
-    was asked.
+    """A whole answer of /v1/responses, or the part of a streamed answer so far. It repeats the
+    request's parameters.
     """
 
     id: str
@@ -132,7 +134,9 @@ class ResponseObject(Answer):
 
 
 class ResponseEvent(Answer):
-    """One event of a streamed answer of /v1/responses; its type says which of the rest it has."""
+    """One event of a streamed answer of /v1/responses. Its type determines which other fields it
+    has.
+    """
 
     type: Literal[
         "response.created",

@@ -1,4 +1,4 @@
-"""What routes about the server answer: its tokenizer, models, replicas and health."""
+"""Answers of the routes about the server: its tokenizer, models, replicas and health."""
 
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class Text(Answer):
 
 
 class TokenizerInfo(Answer):
-    """An answer of /tokenizer_info, with all else that tokenizer_config.json says."""
+    """An answer of /tokenizer_info, with all other entries of tokenizer_config.json."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -32,8 +32,8 @@ class TokenizerInfo(Answer):
 
 
 class ModelCard(Answer):
-    """A model; its context is null while no replica is ready. An adapter has its directory as its
-    root, and the model as its parent.
+    """A model. `max_model_len` is null while no replica is ready. `root` is an adapter's directory,
+    and `parent` its base model.
     """
 
     id: str
@@ -53,7 +53,7 @@ class ModelList(Answer):
 
 
 class ReplicaStatus(Answer):
-    """A replica as this gateway sees it; `stats` are its scheduler's own numbers."""
+    """A replica as this gateway sees it. `stats` are its scheduler's statistics."""
 
     address: str
     model: str
@@ -75,7 +75,9 @@ class Status(Answer):
 
 
 class Healthy(Answer):
-    """Requests can be served; `not_ready` says why some replicas take none, by address."""
+    """Requests can be served. `not_ready` maps the address of each unready replica to
+    the reason.
+    """
 
     status: Literal["ok"]
     not_ready: dict[str, str]
@@ -95,6 +97,6 @@ class Version(Answer):
 
 
 class Load(Answer):
-    """An answer of /load: how many requests are being served."""
+    """An answer of /load: the number of requests that are being served."""
 
     server_load: int

@@ -6,8 +6,8 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 
 class TraceSummary(Answer):
-    """A request that has ended, or one that runs and took `seconds` so far; `error` is null if
-    nothing went wrong. `num_spans` is 1 of one that runs.
+    """A request that has ended, or a running one, whose `seconds` is its time so far. `error` is
+    null if nothing failed. `num_spans` is 1 for a running request.
     """
 
     trace_id: str
@@ -22,7 +22,7 @@ class TraceSummary(Answer):
 
 
 class Traces(Answer):
-    """An answer of /traces: requests, and of how many that have ended a trace is kept."""
+    """An answer of /traces: requests, and the number of ended requests whose traces are stored."""
 
     are_kept: bool
     num_kept: int
@@ -55,7 +55,7 @@ class TraceSpan(Answer):
 
 class TracePart(Answer):
     """A part of a request's time. `waited_for` is the id of the request that had most of what this
-    one waited for, and `step` the step in which its longest wait began; both may be null.
+    request waited for. `step` is the step in which its longest wait began. Both may be null.
     """
 
     name: str
@@ -66,7 +66,7 @@ class TracePart(Answer):
 
 
 class TraceTime(Answer):
-    """Where the time of a request went: the sum of the parts is all of it."""
+    """How long each part of a request took. The sum of the parts is the total time."""
 
     line: str
     seconds: float
@@ -74,8 +74,8 @@ class TraceTime(Answer):
 
 
 class Trace(Answer):
-    """An answer of /traces/{name}: spans, each before its children. While the request runs, its
-    spans are those so far, and those that have not ended have the attribute stepwell.is_running.
+    """An answer of /traces/{name}: the spans, parents before children. For a running request these
+    are the spans so far; unfinished spans have the attribute stepwell.is_running.
     """
 
     trace_id: str
@@ -88,7 +88,9 @@ class Trace(Answer):
 
 
 class QueuedSequence(Answer):
-    """A sequence that waits at the gateway, and why; its id is empty if it is another tenant's."""
+    """A sequence that waits at the gateway, and why. Its id is empty if it belongs to another
+    tenant.
+    """
 
     request_id: str
     wait_reason: str
@@ -96,7 +98,9 @@ class QueuedSequence(Answer):
 
 
 class ReplicaRequest(Answer):
-    """A sequence that runs or waits at a replica; ids are empty if it is another tenant's."""
+    """A sequence that runs or waits at a replica. Its ids are empty if it belongs to another
+    tenant.
+    """
 
     key: int
     request_id: str
@@ -112,7 +116,9 @@ class ReplicaRequest(Answer):
 
 
 class ReplicaStep(Answer):
-    """A step that is done: its tokens, and those of its first requests, by their keys."""
+    """A finished step: its token counts, and the token counts of its first requests, by
+    their keys.
+    """
 
     step: int
     began_unix_seconds: float
@@ -127,8 +133,8 @@ class ReplicaStep(Answer):
 
 
 class ReplicaBlocks(Answer):
-    """The pool's blocks as cells: a digit for the state (1 blank, 2 cached, 3 held, 4 shared), and
-    the key of a holder, or 0.
+    """The pool's blocks as cells. Each cell has a digit for its state (1 blank, 2 cached, 3 held, 4
+    shared), and the key of an owning request, or 0.
     """
 
     blocks_per_cell: int
@@ -141,7 +147,7 @@ class ReplicaBlocks(Answer):
 
 
 class ReplicaActivity(Answer):
-    """A replica; `stats` is null where its scheduler does not answer."""
+    """A replica. `stats` is null if its scheduler does not answer."""
 
     address: str
     name: str
@@ -169,8 +175,8 @@ class Activity(Answer):
 
 
 class HistoryEvent(Answer):
-    """Something that happened at a replica, or at the gateway if `replica` is empty; `count` equal
-    ones are one.
+    """An event at a replica, or at the gateway if `replica` is empty. `count` equal events are
+    merged into one.
     """
 
     unix_seconds: float
@@ -181,8 +187,8 @@ class HistoryEvent(Answer):
 
 
 class History(Answer):
-    """An answer of /activity/history: parallel lists with a value for each bin, the newest last.
-    Latencies are pairs of median and 99th percentile, or null where no request ended.
+    """An answer of /activity/history: parallel lists with a value for each bin, oldest first.
+    Latencies are pairs of median and 99th percentile, or null if no request ended in the bin.
     """
 
     unix_seconds: float

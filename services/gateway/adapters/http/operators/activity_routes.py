@@ -1,4 +1,4 @@
-"""The route of live data: /activity, from which `stepwell top` and /ui draw."""
+"""The routes of live data: /activity, which `stepwell top` and /ui display, and its history."""
 
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -25,8 +25,8 @@ _MAX_QUEUED = 256
 
 
 class ActivityQuery(Query):
-    """The address of the replica of which the caller wants requests, steps and blocks, empty for
-    all of them; and the last steps that it has, as STEP@ADDRESS.
+    """The address of the replica whose requests, steps and blocks are returned; empty for all
+    replicas. `after` has the last steps that the caller knows, as STEP@ADDRESS.
     """
 
     replica: str = ""
@@ -34,7 +34,9 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """A tenant sees the ids of its own requests only; `sees_all` lifts that."""
+    """The activity routes. A tenant sees only the ids of its own requests, unless `sees_all` is
+    set.
+    """
 
     def __init__(
         self,
@@ -66,12 +68,14 @@ class ActivityRoutes:
         )
 
     async def history(self, _request: Request) -> Response:
-        """Latencies, rates, queues and pools of the last minutes, and what happened in them."""
+        """Latencies, rates, queues, pools and events of the last minutes."""
         document = history_document(self._history, time.time())
         return JSONResponse(document, headers={"Cache-Control": "no-store"})
 
     async def activity(self, request: Request) -> Response:
-        """What the replicas do: queues, steps since the last call, blocks. No text, no tokens."""
+        """Activity of the replicas: queues, steps since the last call, blocks. No text,
+        no tokens.
+        """
         query = read_query(request, ActivityQuery)
         tenant_id: str = request.state.tenant.tenant_id
         own = None if self._sees_all or not tenant_id else set(self._ids_of(tenant_id))
@@ -106,7 +110,7 @@ class ActivityRoutes:
         ]
 
     def _ids_of(self, tenant_id: str) -> Iterator[str]:
-        """Ids of a tenant's sequences, wherever they are."""
+        """Ids of a tenant's sequences, at replicas and in this gateway's queue."""
         for replica in self._fleet.membership.replicas:
             for inflight in replica.running.values():
                 if inflight.request.tenant.tenant_id == tenant_id:
@@ -117,7 +121,7 @@ class ActivityRoutes:
 
 
 def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Steps by address."""
+    """Pairs of address and last known step."""
     for text in after:
         step, _, address = text.partition("@")
         yield address, int(step)
@@ -143,7 +147,7 @@ def _in_short(sample: ReplicaSample) -> Document:
 
 def _replica(sample: ReplicaSample, after: int, own: Collection[str] | None) -> Document:
     steps = list(sample.steps)
-    if steps and after <= steps[-1]["step"]:  # else they are of another process
+    if steps and after <= steps[-1]["step"]:  # else `after` is a step of an earlier process
         steps = [step for step in steps if step["step"] > after]
     return _in_short(sample) | {
         "requests": [_masked(request, own) for request in sample.requests],

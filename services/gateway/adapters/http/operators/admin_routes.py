@@ -1,4 +1,4 @@
-"""Operators' calls, by vLLM's names where it has them: pause, resume, reset, drain."""
+"""Operators' calls, with vLLM's names where vLLM has them: pause, resume, reset, drain."""
 
 import dataclasses
 import enum
@@ -28,19 +28,19 @@ _PASSWORD = re.compile(r"(?<=://)[^@/]*@")
 
 
 class ReplicasQuery(Query):
-    """Which replicas are asked, by their addresses; all without any."""
+    """Addresses of the replicas that are called; all replicas if empty."""
 
     replica: list[str] = Field(default_factory=list)
 
 
 class OneReplicaQuery(Query):
-    """Which replicas are asked, by their addresses."""
+    """Addresses of the replicas that are called."""
 
     replica: list[str] = Field(min_length=1)
 
 
 class PauseQuery(ReplicasQuery):
-    """As vLLM's /pause; its deprecated flag stands for the mode wait."""
+    """The parameters of vLLM's /pause. Its deprecated flag means the mode wait."""
 
     mode: Literal["abort", "wait", "keep"] = "abort"
     wait_for_inflight_requests: bool = False
@@ -49,15 +49,17 @@ class PauseQuery(ReplicasQuery):
 
 
 class ResetQuery(ReplicasQuery):
-    """As vLLM's /reset_prefix_cache; the external cache is the tier of offloaded blocks."""
+    """The parameters of vLLM's /reset_prefix_cache. The external cache is the tier of offloaded
+    blocks.
+    """
 
     reset_running_requests: bool = False
     reset_external: bool = False
 
 
 class AdminRoutes:
-    """Each answer says of every replica what it said. The status is 200 if all did what was asked,
-    and otherwise that of the first that did not.
+    """Operators' routes. Each answer has every replica's result. The status is 200 if all calls
+    succeeded, otherwise the status of the first failure.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class AdminRoutes:
         )
 
     async def pause(self, request: Request) -> Response:
-        """Stops the engines, and says what becomes of requests: abort, wait for them, or keep."""
+        """Pauses the engines. The mode decides about requests: abort them, wait for them, or keep
+        them.
+        """
         query = read_query(request, PauseQuery)
         mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
         outcomes = await self._administration.pause(
@@ -103,7 +107,7 @@ class AdminRoutes:
         return _answer(outcomes, is_paused=all_paused)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Forgets every cached prefix, which requests that hold blocks prevent unless preempted."""
+        """Clears the prefix cache. Running requests prevent this unless they are preempted."""
         query = read_query(request, ResetQuery)
         outcomes = await self._administration.reset_prefix_cache(
             query.replica,
@@ -113,12 +117,12 @@ class AdminRoutes:
         return _answer(outcomes, status="reset")
 
     async def drain(self, request: Request) -> Response:
-        """Lets replicas finish what they have and take nothing new, from any gateway."""
+        """Drains replicas: they finish their requests and accept no new ones, from any gateway."""
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.drain(query.replica), status="draining")
 
     async def undrain(self, request: Request) -> Response:
-        """Lets replicas take requests again."""
+        """Ends the draining of replicas: they accept requests again."""
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.undrain(query.replica), status="undrained")
 
@@ -151,8 +155,9 @@ def _route(
 
 
 async def refuse_web_pages(request: Request) -> None:
-    """Refuses what a browser sends for a page of another site: any may post to local addresses. The
-    page /ui of this address is not one: Host names this address, since other names are refused.
+    """Refuses requests that a browser sends for a page of another site, since any page may post to
+    local addresses. The page /ui of this server is allowed: its Origin equals this address, which
+    Host names, and requests with another Host are refused earlier.
     """
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     if request.headers.get("origin", own) != own:
@@ -182,7 +187,7 @@ def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
 
 
 def _shown(name: str, value: object) -> object:
-    """A setting's value as JSON, without what is secret of it."""
+    """A setting's value as JSON, with secrets masked."""
     if _SECRET.search(name):
         return "***" if value else None
     if isinstance(value, str | Path):

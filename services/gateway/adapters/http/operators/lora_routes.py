@@ -1,4 +1,4 @@
-"""Loading and unloading adapters while the gateway serves, by vLLM's names."""
+"""Loads and unloads LoRA adapters while the gateway serves, with vLLM's names."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from services.gateway.core.lora_modules import LoraModules
 
 
 class LoraRoutes:
-    """Adapters of one directory. There are no such routes without it."""
+    """The routes for adapters below the directory `allowed`. If it is None, there are no routes."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LoraRoutes:
         self._allowed = allowed
 
     def routes(self) -> Sequence[Route]:
-        """Both, or none."""
+        """Both routes, or none if no directory is allowed."""
         if self._allowed is None:
             return ()
         return (
@@ -57,7 +57,7 @@ class LoraRoutes:
         )
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        """Loads an adapter at every replica; from then on clients may name it as the model."""
+        """Loads an adapter at every replica. Then clients may send its name as the model."""
         body = await self._bodies.read(request, LoadLoraBody)
         assert self._allowed is not None
         in_place = body.load_inplace
@@ -75,13 +75,13 @@ class LoraRoutes:
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        """Forgets an adapter. Requests that have it go on."""
+        """Unloads an adapter. Running requests with this adapter continue."""
         body = await self._bodies.read(request, UnloadLoraBody)
         self._modules.remove(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _of_body(error: StepwellError) -> StepwellError:
-    """A replica's refusal, which names the field of the body."""
+    """A replica's refusal, with the body's field `lora_path` as its field."""
     error.field = "lora_path"
     return error

@@ -53,7 +53,7 @@ class ServerRoutes:
         self._version = version("stepwell")
 
     async def models(self, request: Request) -> Response:
-        """The models served here that the key may use."""
+        """The served models that the key may use."""
         adapters, tenant = self._inference.adapters, request.state.tenant
         names = [self._inference.model_name, *(adapter.name for adapter in adapters)]
         data = [self._model_card(name) for name in names if tenant.may_use(name)]
@@ -61,7 +61,7 @@ class ServerRoutes:
 
     async def model(self, request: Request) -> Response:
         """One model; without a name, all of them."""
-        # The framework leaves out a line feed at the end of the path.
+        # The framework's path parameter drops a line feed at the end of the path.
         name = str(request.scope["path"]).removeprefix(f"{MODELS}/")
         if not name:
             return await self.models(request)
@@ -69,7 +69,7 @@ class ServerRoutes:
         return JSONResponse(self._model_card(name))
 
     async def status(self, _request: Request) -> Response:
-        """Replicas, their queues and pools, as seen from here."""
+        """Replicas with their queues and pools, as this gateway sees them."""
         return JSONResponse(await self.describe())
 
     async def describe(self) -> dict[str, Any]:
@@ -88,14 +88,14 @@ class ServerRoutes:
         }
 
     async def health(self, _request: Request) -> Response:
-        """200 when a replica can serve requests, with those that cannot; else 503 and why not."""
+        """Status 200 with the unready replicas if a replica can serve; else 503 with the reason."""
         reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:
             return JSONResponse({"status": "unavailable", "reason": reason}, status_code=503)
         return JSONResponse({"status": "ok", "not_ready": self._membership.not_ready()})
 
     async def ping(self, request: Request) -> Response:
-        """The same as /health, by the name that SageMaker asks for."""
+        """The same as /health, under the path that SageMaker calls."""
         return await self.health(request)
 
     async def version(self, _request: Request) -> Response:
@@ -103,12 +103,13 @@ class ServerRoutes:
         return JSONResponse({"version": self._version})
 
     async def load(self, _request: Request) -> Response:
-        """How many requests are being served here."""
+        """The number of requests that this gateway is serving."""
         return JSONResponse({"server_load": self._gate.inside})
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics, of this gateway and of every replica. No key is asked for: where
-        clients have keys, series of tenants are left out.
+        """Prometheus metrics of this gateway and of every replica.
+
+        No key is required. If clients have keys, the series of tenants are omitted.
         """
         is_open = wants_open_metrics(request.headers.get("accept", ""))
         text = await self._metrics.collect(
@@ -127,7 +128,7 @@ class ServerRoutes:
 
 
 async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
-    """What `stepwell status` shows of a replica, with the scheduler's own numbers."""
+    """The status of a replica for `stepwell status`, with its scheduler's statistics."""
     served = replica.description
     status: dict[str, Any] = {
         "address": replica.address,

@@ -1,4 +1,6 @@
-"""The routes of traces: a list of requests that are kept or run, and one of them with all spans."""
+"""The routes of traces: a list of stored and running requests, and one request with all
+its spans.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ _MAX_LISTED = 200
 
 
 class TracesQuery(Query):
-    """Which requests are listed first, and how many."""
+    """The order of the list, and its maximum length."""
 
     order: Literal["newest", "slowest", "failed"] = "newest"
     limit: int = Field(default=20, ge=1, le=_MAX_LISTED)
@@ -36,12 +38,12 @@ _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
 
 
 class TraceRoutes:
-    """Reads the store, and asks for what runs. A tenant sees the traces of its own requests;
-    `sees_all` lifts that.
+    """Reads the trace store, and queries the replicas about running requests. A tenant sees only
+    the traces of its own requests, unless `sees_all` is set.
     """
 
     def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:
-        """Without a store, traces of requests that have ended are not found."""
+        """Without a store, only running requests have traces."""
         self._store = store
         self._running = running
         self._sees_all = sees_all
@@ -53,9 +55,7 @@ class TraceRoutes:
         )
 
     async def traces(self, request: Request) -> Response:
-        """Requests that run, and those that have ended and were traced, as far as they are kept
-        here.
-        """
+        """Running requests, and ended requests whose traces are stored."""
         query = read_query(request, TracesQuery)
         may_see = partial(self._may_see, request)
         kept = [] if self._store is None else list(self._store.requests())
@@ -75,7 +75,9 @@ class TraceRoutes:
         )
 
     async def trace(self, request: Request) -> Response:
-        """A trace, by its id or by the id of its request; of one that runs, as it is so far."""
+        """The trace with this id, or of the request with this id. A running request's trace is
+        partial.
+        """
         name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
         found = await self._running.find(name, may_see)
@@ -83,7 +85,7 @@ class TraceRoutes:
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
-            found.spans += kept.spans  # of its parts that have ended elsewhere
+            found.spans += kept.spans  # spans of its parts that have ended elsewhere
         if found is None or not may_see(found.tenant_id):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
         return JSONResponse(await asyncio.to_thread(document, found))

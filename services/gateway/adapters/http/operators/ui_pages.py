@@ -1,5 +1,5 @@
-"""The page /ui and its files, held in memory. They hold nothing of requests: what the page shows,
-it asks the server for, with a key where that needs one.
+"""The page /ui and its files, kept in memory. The files contain no request data: the page fetches
+what it shows from the server, with a key where one is needed.
 """
 
 import enum
@@ -23,19 +23,19 @@ _MEDIA_TYPES = {
 }
 
 _HEADERS = {
-    # Nothing is loaded from elsewhere, no script stands in the page, and no other page frames it.
+    # The page loads nothing from other sites, has no inline scripts, and cannot be framed.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # It is asked for again each time, and answered with 304 while it is the same.
+    # Browsers revalidate it each time; the answer is 304 while the file is unchanged.
     "Cache-Control": "no-cache",
 }
 
 
 class UiRole(enum.Enum):
-    """The users of a page: operators get their calls on it, clients the chat."""
+    """The users of a page: operators see operators' calls on it, clients see the chat."""
 
     CLIENT = "client"
     OPERATOR = "operator"
@@ -49,8 +49,8 @@ class _File:
 
 
 class UiPages:
-    """Answers GET and HEAD of the page and its files, leads from / to the page, and passes
-    everything else on.
+    """Serves the page and its files to GET and HEAD, redirects / to the page, and forwards other
+    requests.
     """
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
@@ -67,7 +67,7 @@ class UiPages:
         elif scope["path"] == "/":
             await RedirectResponse(UI.removeprefix("/"))(scope, receive, send)
         elif scope["path"] == f"{UI}/":
-            # From there the page's relative links would lead elsewhere.
+            # Relative links of the page would be wrong under this path.
             await RedirectResponse(f"..{UI}", status_code=308)(scope, receive, send)
         elif (file := self._files.get(scope["path"])) is not None:
             await _response(file, Headers(scope=scope))(scope, receive, send)

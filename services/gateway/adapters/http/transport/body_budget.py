@@ -1,4 +1,4 @@
-"""A bound on the bytes of large bodies that are held at once, of all clients."""
+"""Bounds the total bytes of the large request bodies of all clients that are in memory at once."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,25 +7,29 @@ from contextlib import asynccontextmanager
 from services.common.errors import ResourceExhausted
 
 _SMALL_BYTES = 64 * 1024
-"""Smaller ones are bounded by how many requests are served at once."""
+"""Largest body, in bytes, that is not counted. The limit on concurrent requests bounds the small
+ones.
+"""
 
 
 class BodyBudget:
-    """Bytes that are given out in the order in which they are asked for."""
+    """A byte budget, granted in the order of the requests for it."""
 
     def __init__(self, max_bytes: int, max_wait_seconds: float) -> None:
         self._free = self._max_bytes = max_bytes
         self._max_wait_seconds = max_wait_seconds
-        self._turn = asyncio.Lock()  # gives turns in the order in which they are asked for
+        self._turn = asyncio.Lock()  # asyncio's locks are first in, first out
         self._freed = asyncio.Event()
 
     def is_counted(self, num_bytes: int) -> bool:
-        """Whether a body of that size may have to wait."""
+        """Whether a body of this size is counted, so that its request may have to wait."""
         return num_bytes > _SMALL_BYTES
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Holds that many bytes. Raises ResourceExhausted when they are not free in time."""
+        """Reserves that many bytes for the block. Raises ResourceExhausted if they are not free in
+        time.
+        """
         taken = min(num_bytes, self._max_bytes) if self.is_counted(num_bytes) else 0
         if taken:
             await self._take(taken)

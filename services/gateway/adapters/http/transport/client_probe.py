@@ -1,4 +1,4 @@
-"""Finds out whether a client that has stopped sending still waits for its answer."""
+"""Detects whether a client that has closed its sending side still waits for its answer."""
 
 import asyncio
 
@@ -6,19 +6,21 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 BETWEEN_EVENTS = "between_events"
-"""Key of the request's state, for answers that are events: whether the last one sent is whole."""
+"""Key in the request's state of an answer of events: whether the last event was sent completely."""
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
-"""An event stream's comment, as a chunk of its own."""
-# When something is written to the client: soon, then every second.
+"""An empty comment of an event stream, as a complete chunk."""
+# Seconds before the first write to the client, and between later ones.
 _FIRST_SECONDS, _SECONDS = 0.05, 1.0
 
 
 class ClientProbe:
-    """Writes now and then to a client that has closed its side of the connection. If it has closed
-    the other side, too, its system answers with a reset, and the connection is lost.
+    """Writes at intervals to a client that has closed its sending side. If the client has also
+    closed its receiving side, its operating system replies with a reset, and the connection is
+    lost.
 
-    What is written means nothing: `100 Continue` until the answer begins, and comments between the
-    events of a stream. Other answers are being written all the time.
+    The client ignores these writes: they are `100 Continue` until the answer begins, and comments
+    between the events of a stream. Other answers need no probe, since their bodies are written
+    continuously.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
@@ -31,7 +33,7 @@ class ClientProbe:
         self._write(cycle, _FIRST_SECONDS)
 
     def stop(self) -> None:
-        """Stops writing, since the connection has ended. Idempotent."""
+        """Stops the timer when the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -39,7 +41,7 @@ class ClientProbe:
         if self._transport.is_closing() or cycle.response_complete:
             return
         if cycle.scope["http_version"] == "1.0":
-            return  # it knows neither `100 Continue` nor chunks
+            return  # HTTP/1.0 has neither `100 Continue` nor chunks
         state = cycle.scope["state"]
         if not cycle.response_started:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

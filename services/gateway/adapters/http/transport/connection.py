@@ -1,7 +1,7 @@
 """One HTTP connection: uvicorn's, with bounds on what a client may send and how slowly.
 
-uvicorn does not bound headers in size and time, never ends silent connections, and drops the
-request of a client that stops sending.
+uvicorn does not bound the size of headers or the time for them. It never closes connections that
+send no request, and it drops the request of a client that closes its sending side.
 """
 
 import asyncio
@@ -37,16 +37,18 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# How long a client may take to read a refusal, and how much it may send meanwhile.
+# Seconds that a client has to read a refusal, and bytes that it may send in this time.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
-"""How much of a body is discarded that was answered before it was whole."""
+"""Bytes beyond the allowed body size that are discarded after an early answer, before the
+connection is closed.
+"""
 CLOSING_SECONDS = 30.0
-"""How long a client may take to read the end of the last answer on a connection."""
+"""Seconds that a client has to read the end of the last answer on a connection."""
 
 
 class _Stage(enum.Enum):
-    """What is expected of the client next."""
+    """What the client is expected to send next."""
 
     REQUEST = "its first bytes"
     HEADERS = "the rest of the headers"
@@ -56,10 +58,10 @@ class _Stage(enum.Enum):
 
 
 class GuardedConnection(SlicedProtocol):
-    """Ends connections that send too much, too slowly or nothing.
+    """Closes connections that send too much, too slowly or nothing.
 
-    A client may stop sending and still get its answer, but not over TLS; a ClientProbe finds out
-    whether it is still there.
+    A client may close its sending side and still get its answer, except over TLS. A ClientProbe
+    detects whether the client is still connected.
     """
 
     def __init__(self, *, connections: Connections, **uvicorn: Any) -> None:
@@ -74,7 +76,7 @@ class GuardedConnection(SlicedProtocol):
         self._answered: RequestResponseCycle | None = None
         self._was_refused = False
 
-    # The transport's side.
+    # Calls from the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -112,8 +114,8 @@ class GuardedConnection(SlicedProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether its next request may be read later than those of other connections: the last one
-        was refused, and the next most likely will be.
+        """Whether the next request may be read later than the requests of other connections. True
+        if the last request was refused: the next one will probably be refused, too.
         """
         return self._was_refused
 
@@ -125,7 +127,7 @@ class GuardedConnection(SlicedProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         super().eof_received()
-        if self.scheme == "https":  # Python's TLS cannot go on writing after the client's end
+        if self.scheme == "https":  # Python's TLS cannot write after the client has closed its side
             self._disconnect_application()
             return False
         if self._stage is not _Stage.NOTHING or self.cycle.response_complete:
@@ -139,10 +141,11 @@ class GuardedConnection(SlicedProtocol):
         self.transport.abort()
 
     def _disconnect_application(self) -> None:
-        """Lets the application write no more: uvloop raises when a closed connection is written to.
+        """Marks the answered request as disconnected, since uvloop raises on a write to a closed
+        connection.
 
-        uvicorn does so for the request that came last, and only in `connection_lost`; the one that
-        is being answered may have others behind it.
+        uvicorn marks only the request that arrived last, and only in `connection_lost`. With
+        pipelining, further requests may have arrived behind the one that is being answered.
         """
         answered = self._answered
         if answered is not None and not answered.response_complete:
@@ -154,7 +157,7 @@ class GuardedConnection(SlicedProtocol):
         self._connections.reader_timed_out()
         self.end()
 
-    # The parser's side. What these raise ends the parsing.
+    # Calls from the parser. An exception here ends the parsing.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -176,8 +179,8 @@ class GuardedConnection(SlicedProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_body_bytes += len(body)
-        # The application refuses a body that is too large; most clients send all of it before they
-        # read the answer.
+        # The application refuses a body that is too large, but most clients send the whole body
+        # before they read the answer.
         if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
             self._connections.refusals.count("went on sending a body that was refused")
             self.end()
@@ -186,7 +189,7 @@ class GuardedConnection(SlicedProtocol):
         super().on_message_complete()
         self._stage = _Stage.NOTHING
 
-    # The application's side.
+    # Calls around the application.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
@@ -215,7 +218,9 @@ class GuardedConnection(SlicedProtocol):
         self._connections.starts.add(key, start)
 
     def _is_refused_at_once(self, cycle: RequestResponseCycle) -> bool:
-        """Whether the request was answered by its headers: there is no room for it."""
+        """Refuses a request by its headers if there is no room for it; returns whether it was
+        refused.
+        """
         quick = self._connections.quick_refusals
         if quick is None or not cycle.keep_alive or self.flow.write_paused:
             return False
@@ -252,7 +257,7 @@ class GuardedConnection(SlicedProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # The upgrade is not made, and no request can follow.
+            # Upgrades are not supported, and no request can follow.
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
@@ -265,7 +270,7 @@ class GuardedConnection(SlicedProtocol):
                 return
         is_answered = self.cycle is None or self.cycle.response_complete
         if self._stage is _Stage.NOTHING and is_answered and not self.pipeline:
-            # The rest of a request that was refused before it was whole.
+            # This was the rest of a request that was refused before its body was complete.
             self._stage = self._timed_stage = _Stage.REQUEST
             self._time(self._connections.limits.keep_alive_seconds, self._too_slow)
             self._connections.became_idle(self)
@@ -276,7 +281,7 @@ class GuardedConnection(SlicedProtocol):
         raise ValueError(message)
 
     def _watch(self) -> None:
-        """Sets the timer for what is expected next."""
+        """Sets the timer for what the client is expected to send next."""
         if self._stage is self._timed_stage:
             return
         self._timed_stage = self._stage
@@ -302,7 +307,7 @@ class GuardedConnection(SlicedProtocol):
             self._refuse(408, f"{self._stage.value} did not come in time")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Ends the connection, with an answer where none has begun."""
+        """Ends the connection. Sends an error answer first if no answer has begun."""
         self._connections.refusals.count(f"{status} {message}")
         is_answered = self._stage is _Stage.BODY and self.cycle.response_complete
         self._stage = self._timed_stage = _Stage.END
@@ -317,8 +322,8 @@ class GuardedConnection(SlicedProtocol):
                 return
             self._disconnect_application()
         self.transport.write(raw_refusal(status, message))
-        # Closing at once, with something unread, would reset the connection before the client has
-        # read the answer.
+        # Closing at once with unread input would reset the connection before the client has read
+        # the answer.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._time(_REFUSAL_READ_SECONDS, self.end)
@@ -327,8 +332,9 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. Afterwards a request that it did not take is not counted any more, and
-    its state no longer refers to the connection, which refers to the state.
+    """Runs the application. Afterwards it ends the arrival of a request that the application did
+    not accept, and removes the references from the request's state to the connection, which form a
+    cycle.
     """
     try:
         await app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""All connections of an HTTP server: how many there may be."""
+"""All connections of an HTTP server, and the bound on their number."""
 
 import asyncio
 import logging
@@ -18,29 +18,29 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What the client of a connection may do, and how long it may take."""
+    """Limits on what the client of a connection may send, and on its times."""
 
     max_connections: int
     max_body_bytes: int
     keep_alive_seconds: float
-    """Time without a request."""
+    """Seconds that a connection may stay open without a request."""
     receive_timeout_seconds: float
-    """Time in which the headers of a request must come, or a TLS handshake must end."""
+    """Seconds in which the headers of a request must arrive, or a TLS handshake must end."""
     body_timeout_seconds: float
-    """Time in which the body of a request must come."""
+    """Seconds in which the body of a request must arrive."""
     reader_timeout_seconds: float
-    """Time in which the client must read something of what was written."""
+    """Seconds in which the client must read part of what was written."""
 
 
 class Connection(Protocol):
-    """A connection, as far as the others have to do with it."""
+    """A connection, as Connections sees it."""
 
     def end(self) -> None:
         """Closes it at once."""
 
 
 class Connections:
-    """Admits connections up to the limit; what they share."""
+    """Admits connections up to the limit, and has the state that connections share."""
 
     def __init__(
         self,
@@ -48,27 +48,30 @@ class Connections:
         on_reader_timeout: Callable[[], None],
         quick_refusals: QuickRefusals | None = None,
     ) -> None:
-        """`on_reader_timeout` is called for each connection that is ended since its client has
-        stopped reading. `quick_refusals` decides first, where requests may be refused for load.
+        """`on_reader_timeout` is called for each connection that is closed because its client has
+        stopped reading. `quick_refusals` decides about requests first, if the server refuses
+        requests under load.
         """
         self.limits = limits
         self._on_reader_timeout = on_reader_timeout
         self.quick_refusals = quick_refusals
         self.are_ending = False
-        """Whether each connection ends with its next answer."""
+        """Whether each connection closes after its next answer."""
         self.refusals = RefusalLog()
         self.starts = Starts()
         self.refused_turns = Turns()
-        """Of those whose last request was refused for want of room."""
+        """Parsing calls of connections whose last request was refused because there was no room."""
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}
-        """Connections without a request, the one that has been so for longest first."""
+        """Connections without a request, in the order in which they became idle."""
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def admit(self, connection: Connection) -> bool:
-        """Whether there is room for a new connection. An idle one may be ended for it."""
+        """Adds a connection; returns False if there is no room. At the limit, the connection that
+        has been idle for longest is closed to make room.
+        """
         if len(self._connections) >= self.limits.max_connections:
             oldest = next(iter(self._idle), None)
             if oldest is None:
@@ -86,7 +89,7 @@ class Connections:
         self._on_reader_timeout()
 
     def remove(self, connection: Connection) -> None:
-        """Counts a connection that has ended no longer. Idempotent."""
+        """Removes a connection that has ended. Idempotent."""
         self._connections.discard(connection)
         self._idle.pop(connection, None)
 
@@ -99,14 +102,16 @@ class Connections:
 
 
 class RefusalLog:
-    """Counts connections that were ended or refused, and logs them in one line now and then."""
+    """Counts connections that were closed or refused, and logs the counts at intervals."""
 
     def __init__(self) -> None:
         self._unlogged: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, reason: str) -> None:
-        """Counts one more. The first of many is logged at once."""
+        """Counts one connection. The first one is logged at once, later ones at the end of the
+        interval.
+        """
         self._unlogged[reason] += 1
         if self._timer is None:
             self._log()

@@ -1,4 +1,4 @@
-"""Refuses requests that a full server would refuse, before anything else is done with them."""
+"""Refuses requests that a full server cannot serve, before any other work on them."""
 
 from collections.abc import Collection
 
@@ -17,11 +17,12 @@ from services.gateway.core.tenant import ANYONE
 
 
 class EarlyRefusals:
-    """Answers POST requests to `paths` while there is no room for them: their bodies are not read,
-    and the application does not see them. Under overload most requests end here.
+    """Refuses POST requests to `paths` while there is no room for them. Neither their bodies are
+    read nor does the application run. Under overload most requests end here.
 
-    A request that the application refuses for another reason is passed on, and so is one whose
-    answer is there, which takes no room. Those that QuickRefusals counted do not come here.
+    Some requests are forwarded in any case: requests that the application refuses for another
+    reason, and requests whose answer exists under their idempotency key, which need no room.
+    Requests that QuickRefusals counted do not reach this check.
     """
 
     def __init__(

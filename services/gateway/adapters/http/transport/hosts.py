@@ -1,8 +1,8 @@
-"""Checks the name in `Host`.
+"""Checks the name in the header `Host`.
 
-A page of another site can point a name of its own at a loopback address and then read what a local
-server answers (DNS rebinding). Such requests carry the site's name in `Host`: they are refused.
-An address in `Host` cannot be rebound, and always passes.
+A page of another site can make its own name resolve to a loopback address and then read the answers
+of a local server (DNS rebinding). Such requests are refused: their `Host` is the site's name. An
+address in `Host` cannot be rebound, so it is always allowed.
 """
 
 import ipaddress
@@ -18,7 +18,9 @@ ANY = "*"
 
 
 def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """The names to answer to: those allowed; without any, localhost on loopback, else all."""
+    """The host names that are served: the allowed ones. If none are given: localhost on a loopback
+    address, every name on other addresses.
+    """
     if allowed:
         return tuple(name.lower() for name in allowed)
     is_loopback = is_on_this_machine(listen) and not listen.startswith("unix:")
@@ -26,13 +28,13 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 class HostNames:
-    """The names that a server answers to, besides every address."""
+    """The host names that a server serves. Addresses are always served."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)
 
     def allow(self, host: str) -> bool:
-        """Whether a `Host` of that value is answered."""
+        """Whether requests with this value of `Host` are served."""
         if ANY in self._names:
             return True
         name = host.lower()
@@ -43,7 +45,7 @@ class HostNames:
 
 
 class HostCheck:
-    """Passes requests on whose `Host` is an address or one of the names."""
+    """Forwards only requests whose `Host` is an address or one of the names."""
 
     def __init__(self, app: ASGIApp, names: HostNames) -> None:
         self._app = app
@@ -62,7 +64,7 @@ class HostCheck:
 
 
 def hosts_of(scope: Scope) -> list[str]:
-    """The values of `Host`; a request has one."""
+    """The values of the header `Host`. A valid request has one."""
     return [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
 
 

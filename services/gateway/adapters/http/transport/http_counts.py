@@ -11,15 +11,15 @@ from services.gateway.adapters.telemetry.metrics import Metrics
 from services.gateway.adapters.telemetry.request_record import CLIENT_CLOSED_REQUEST, RequestRecord
 
 UNCOUNTED = frozenset({"/metrics", "/health", "/ping", "/load", "/version", "/status", "/activity"})
-"""What programs ask again and again; vLLM does not count them either."""
+"""Paths that programs poll; vLLM does not count them either."""
 OTHER = "none"
-"""The route of paths that are not served."""
+"""The route under which requests for unknown paths are counted."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class HttpCounts:
-    """Counts a request when its answer has ended, with the time that it took. It wraps
-    RequestRecords, by which it knows the answer's status.
+    """Counts a request when its answer has ended, with its duration. It wraps RequestRecords, whose
+    record contains the answer's status.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route], metrics: Metrics) -> None:

@@ -1,4 +1,4 @@
-"""How many values a JSON text holds, counted as it arrives: parsing a text holds up everything."""
+"""Counts the values of a JSON text as it arrives, since parsing blocks the event loop."""
 
 from services.common.errors import InvalidArgument
 
@@ -8,9 +8,9 @@ _MAX_KEY_LENGTH = 64
 
 
 class JsonMeter:
-    """Counts the commas, colons and brackets of a text that are not inside its strings.
+    """Counts the commas, colons and brackets of a text that are outside its strings.
 
-    It only refuses texts that would take long to parse; the parser finds out whether it is JSON.
+    It only refuses texts that would take long to parse. The parser checks whether the text is JSON.
     """
 
     def __init__(self, max_values: int) -> None:
@@ -21,7 +21,7 @@ class JsonMeter:
         self._key = ""
 
     def feed(self, piece: bytes) -> None:
-        """Takes the next piece. Raises InvalidArgument once there is too much."""
+        """Counts the next piece. Raises InvalidArgument once a limit is exceeded."""
         text = self._backslash + piece
         num_backslashes = len(text) - len(text.rstrip(b"\\"))
         self._backslash = b"\\" if num_backslashes % 2 else b""
@@ -50,7 +50,9 @@ class JsonMeter:
 
 
 def _last_key(parts: list[bytes]) -> str:
-    """The last key whose colon is here, for a message: of no use where it is cut or unusual."""
+    """The last key whose colon is in these parts, for an error message. Empty if the key is cut or
+    is no identifier.
+    """
     for place in range(len(parts) - 1, 0, -1):
         if parts[place].lstrip()[:1] == b":":
             key = parts[place - 1].decode("latin-1")

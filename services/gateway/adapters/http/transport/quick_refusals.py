@@ -1,4 +1,4 @@
-"""Refusals of requests by their headers, in the turn of the event loop in which these come."""
+"""Refuses requests by their headers, in the event-loop iteration in which the headers arrive."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -25,22 +25,22 @@ from services.gateway.core.tenant import Tenant
 
 Header = tuple[bytes, bytes]
 _LEFT = frozenset((FIELD.lower(), "origin"))
-"""Headers of requests that only the application can decide about."""
+"""Headers whose requests only the application can decide about."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuickRefusals:
-    """Refuses POST requests that generate while there is no room for them. That costs a fraction of
-    a refusal by the application: no body is read, and no task is made. A request that has room
-    counts from here on, so that a burst cannot exceed the bounds.
+    """Refuses POST requests to generating paths while there is no room for them. This costs a
+    fraction of a refusal by the application: no body is read and no task is created. A request that
+    is not refused counts from here on, so a burst cannot exceed the limits.
 
-    The application decides about all other requests, by the same rules: those that are refused for
-    another reason, whose key is not in memory, whose tenant has limits per minute or at once, that
-    come from a page of another site, or that have an idempotency key.
+    The application decides about all other requests, by the same rules: requests that are refused
+    for another reason, whose key is not in memory, whose tenant has limits per minute or on
+    concurrency, that come from a page of another site, or that have an idempotency key.
     """
 
     operations: Mapping[str, str]
-    """The GenAI operation of each path that generates."""
+    """The GenAI operation of each generating path."""
     hosts: HostNames
     keys: ApiKeys
     gate: Gate
@@ -51,9 +51,11 @@ class QuickRefusals:
     max_body_bytes: int
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
-        """The whole answer to a request that is refused, with these headers besides its own; None
-        for one that is passed to the application. If it was counted, its host, key and declared
-        size have been checked, and its state has its Arrival and its tenant.
+        """Returns the complete answer to a refused request, with `default_headers` besides its own
+        headers. Returns None for a request that goes to the application.
+
+        For a request that was counted, the host, key and declared size have been checked, and its
+        state contains its Arrival and its tenant.
         """
         if scope["method"] != "POST" or scope["path"] not in self.operations:
             return None
@@ -71,13 +73,16 @@ class QuickRefusals:
             self.gate.check()
             scope["state"][ARRIVAL] = self.inference.arriving(tenant, deadline)
         except StepwellError as error:
-            # In a context of its own: what is logged later on the connection is not of this one.
+            # In a separate context, so that later log lines of the connection are not attributed to
+            # this request.
             names = Context().run(self._refuse, error, scope, headers, tenant)
             return raw_error_response(error, scope, [*default_headers, *names])
         return None
 
     def _tenant(self, scope: Scope, headers: Mapping[str, str]) -> Tenant | None:
-        """The tenant of a request; None if the application finds it. Raises Unauthenticated."""
+        """The tenant of a request. None if the application must determine it. Raises
+        Unauthenticated.
+        """
         hosts = hosts_of(scope)
         declared = headers.get("content-length", "")
         if (
@@ -93,7 +98,7 @@ class QuickRefusals:
     def _refuse(
         self, error: StepwellError, scope: Scope, headers: Mapping[str, str], tenant: Tenant
     ) -> tuple[Header, ...]:
-        """Counts and logs a refusal; returns the headers that name it."""
+        """Counts and logs a refusal; returns the headers with the request's and the trace's id."""
         path, status, arrived = scope["path"], status_of(error), scope["state"][ARRIVED]
         record = self.recorder.begin(call_of(scope), self.operations[path], headers, arrived)
         record.tenant, record.status = tenant, str(status)

@@ -4,20 +4,22 @@ import asyncio
 from collections.abc import Callable
 
 LEAST_BYTES = 16 * 1024
-"""What a client must read within the timeout, if more than that is to be sent."""
+"""Bytes that a client must read within the timeout, if at least that many are unsent."""
 
 
 class ReaderTimeout:
-    """Watches what was written to a connection and is not sent, since the client does not read.
+    """Watches the bytes that were written to a connection and are unsent because the client does
+    not read.
 
-    In each `timeout_seconds` the client must read 16 KiB or all there is. Otherwise `on_timeout` is
-    called, whether there is a request on the connection or not.
+    In each period of `timeout_seconds` the client must read 16 KiB, or all that is left. Otherwise
+    `on_timeout` is called, whether or not the connection has a request.
     """
 
     def __init__(
         self, transport: asyncio.Transport, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        # Less than that in the buffer, a few events, is not reported; more is, until all is sent.
+        # A smaller buffer, a few events, is not reported. A larger one is reported until it is
+        # empty.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         self._transport = transport
         self._timeout = timeout_seconds
@@ -27,12 +29,12 @@ class ReaderTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begins to watch: the write buffer is above its limit."""
+        """Starts the timer: the write buffer is above its limit."""
         self._num_unsent = self._transport.get_write_buffer_size()
         self._timer = self._loop.call_later(self._timeout, self._check)
 
     def stop(self) -> None:
-        """Watches no more: all is sent, or the connection has ended. Idempotent."""
+        """Stops the timer: the buffer is empty, or the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 _SEND_BUFFER_BYTES = 128 * 1024
 _BACKLOG = 2048
 _ACCEPTED_A_TURN = 8
-"""libuv accepts one connection for each listener in a turn of the event loop. Where turns are long,
-new connections come faster in the first moment of a flood, and others' would wait behind them.
+"""Connections accepted in one iteration of the event loop. libuv accepts one per listener and
+iteration, so each address has several duplicate listeners. With long iterations and one listener, a
+burst of connections would delay other clients' connections.
 """
 _DATE_SECONDS = 1.0
-"""How often the Date header of answers is renewed."""
+"""Seconds between updates of the Date header of answers."""
 _CLOSED_POLL_SECONDS = 0.01
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, and ends as soon as it is asked to.
+    """A uvicorn server that leaves signals to the process, and ends as soon as `end` is called.
 
-    uvicorn's own loop looks ten times a second whether it should end, and waits 0.1 s for
+    uvicorn's own loop checks ten times a second whether it should end, and waits 0.1 s for
     connections to close even if there are none.
     """
 
@@ -46,8 +47,8 @@ class _Server(uvicorn.Server):
         self._asked.set()
 
     def end_idle(self) -> None:
-        """Ends each connection whose requests were answered, and any other one with its answer. One
-        without a request so far stays open.
+        """Closes each connection whose requests were answered, and every other one after its
+        answer. A connection that has had no request so far stays open.
         """
         for connection in list(self.server_state.connections):
             if getattr(connection, "cycle", None) is not None:
@@ -60,8 +61,8 @@ class _Server(uvicorn.Server):
                     await self._asked.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Takes no new connections, and waits for the open ones unless `force_exit` is set. A first
-        request that is on its way is answered.
+        """Accepts no new connections, and waits for the open ones unless `force_exit` is set. A
+        first request that is arriving is answered.
         """
         for server in self.servers:
             server.close()
@@ -80,10 +81,10 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves one application over HTTP at one address; its connections are GuardedConnections."""
+    """Serves one application over HTTP at one address. Its connections are GuardedConnections."""
 
     def __init__(self, app: ASGIApp, connections: Connections, tls: "Tls | None" = None) -> None:
-        """Raises SettingError for a certificate that cannot be used."""
+        """Raises SettingError if the certificate cannot be used."""
         self.connections = connections
         config = uvicorn.Config(
             app,
@@ -101,8 +102,8 @@ class HttpServer:
         self._unix_path: Path | None = None
 
     async def start(self, address: str) -> str:
-        """Binds and serves; returns host:port, or unix:PATH. Raises Unavailable when it cannot be
-        bound.
+        """Binds the address and serves; returns host:port or unix:PATH. Raises Unavailable if the
+        address cannot be bound.
         """
         if address.startswith(UNIX):
             listener, bound = bind_unix_socket(address), address
@@ -115,14 +116,16 @@ class HttpServer:
         return bound
 
     def end_idle(self) -> None:
-        """Ends each connection whose requests were answered, and any other one with its next
-        answer, so that clients connect elsewhere if they can. New ones are still taken.
+        """Closes each connection whose requests were answered, and every other one after its next
+        answer, so that clients can connect to another gateway. New connections are still accepted.
         """
         self.connections.are_ending = True
         self._server.end_idle()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no new connections, gives running exchanges the grace, then cuts them off."""
+        """Accepts no new connections, waits up to `grace_seconds` for running exchanges, then
+        aborts the rest.
+        """
         if self._task is None:
             return
         self._server.end()
@@ -139,7 +142,7 @@ class HttpServer:
 
 
 def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes for each connection, with arguments of its own."""
+    """The factory that uvicorn calls, with its own arguments, for each connection."""
     plain = partial(GuardedConnection, connections=connections)
     if tls is None:
         return plain
@@ -168,7 +171,8 @@ def _bind(address: str) -> socket.socket:
         )
     except (OSError, ValueError, OverflowError) as error:
         raise Unavailable(f"cannot listen on {address} for HTTP: {error}") from error
-    # Accepted connections inherit it; the kernel would give a slow reader megabytes.
+    # Accepted connections inherit this buffer size. The kernel's default for a slow reader is
+    # megabytes.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     listener.setblocking(False)
     return listener

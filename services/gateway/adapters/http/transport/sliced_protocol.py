@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, which parses a slice of what came at a time."""
+"""uvicorn's HTTP protocol, which parses its input in slices."""
 
 import asyncio
 from collections import deque
@@ -8,11 +8,13 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _SLICE_BYTES = 16 * 1024
-"""So much is parsed in one turn of the event loop."""
+"""Bytes that are parsed in one iteration of the event loop."""
 
 
 class SlicedProtocol(HttpToolsProtocol):
-    """Parses each slice in its own turn of the event loop, and reads on when all are parsed."""
+    """Parses each slice in a separate iteration of the event loop, and resumes reading when all are
+    parsed.
+    """
 
     def __init__(self, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -27,12 +29,12 @@ class SlicedProtocol(HttpToolsProtocol):
         raise NotImplementedError
 
     def parse_soon(self) -> None:
-        """Calls `parse_on` in a later turn of the event loop."""
+        """Schedules `parse_on` for a later iteration of the event loop."""
         self.loop.call_soon(self.parse_on)
 
     @property
     def can_wait(self) -> bool:
-        """Whether what comes is to be parsed in a later turn of the event loop in any case."""
+        """Whether input is always parsed in a later iteration of the event loop."""
         return False
 
     def data_received(self, data: bytes) -> None:
@@ -49,12 +51,14 @@ class SlicedProtocol(HttpToolsProtocol):
             self.parse_soon()
 
     def eof_received(self) -> None:
-        """The client sends no more: what came before its end is parsed before the end is seen."""
+        """The client has closed its sending side. Earlier input is parsed before the end is
+        processed.
+        """
         if self._unread:
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parses the next slice of what came, unless the request is to be served first."""
+        """Parses the next slice, unless reading is paused because a request is served first."""
         if self.flow.read_paused or self.transport.is_closing():
             return
         if self._unread:
@@ -68,7 +72,7 @@ class SlicedProtocol(HttpToolsProtocol):
 
 
 class _PiecewiseFlow(FlowControl):
-    """Goes on with what came but was not parsed, before more is read."""
+    """Resumes with received but unparsed input, before more is read."""
 
     def __init__(self, transport: asyncio.Transport, connection: SlicedProtocol) -> None:
         super().__init__(transport)

@@ -1,27 +1,31 @@
-"""When the requests that have come start: a few in each turn of the event loop, by turns."""
+"""Starts requests that have arrived: a few per iteration of the event loop, clients in rotation."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 
 _REQUESTS_A_TURN = 4
-"""Requests that start in one turn of the event loop, so that running ones go on between."""
+"""Requests started in one iteration of the event loop, so that running requests progress in
+between.
+"""
 
 
 class Starts:
-    """Starts the first requests of a turn at once and others soon, those of one client in their
-    order, and those of several by turns: one that sends many at once does not delay the others'
-    until all of its own have started.
+    """Starts the first requests of an iteration at once and the others soon. The requests of one
+    client start in their order, and clients alternate: a client with many requests does not delay
+    other clients until all of its own have started.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, deque[Callable[[], None]]] = {}
-        """By client; the one that is next comes first."""
+        """Waiting starts by client; the first client is the next to be served."""
         self._num_started = 0
-        """In this turn, and where requests wait, before the next."""
+        """Requests started in this iteration. If requests wait, the count already includes those of
+        the next.
+        """
 
     def add(self, client: bytes, start: Callable[[], None]) -> None:
-        """Calls `start`, now or soon. `client` is what tells clients apart."""
+        """Calls `start`, now or soon. `client` identifies the client."""
         if not self._num_started:
             asyncio.get_running_loop().call_soon(self._turn)
         if self._num_started < _REQUESTS_A_TURN:

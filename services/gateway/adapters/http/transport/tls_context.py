@@ -1,4 +1,4 @@
-"""The certificate of the HTTP server, as Python's ssl uses it."""
+"""The HTTP server's certificate as an SSLContext of Python's ssl module."""
 
 import logging
 import ssl
@@ -11,10 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 class TlsContext:
-    """The SSLContext for the next handshake: a new one after each change of the certificate."""
+    """The SSLContext for the next handshake. A new one is made after each change of the
+    certificate.
+    """
 
     def __init__(self, tls: Tls) -> None:
-        """Raises SettingError where OpenSSL refuses the certificate, as it does short keys."""
+        """Raises SettingError if OpenSSL refuses the certificate, for example because of a short
+        key.
+        """
         self._watch = tls.watch
         self._certificate = self._watch.current
         self._refused: Certificate | None = None

@@ -1,4 +1,4 @@
-"""A connection from its beginning to the end of its TLS handshake."""
+"""A connection from its start to the end of its TLS handshake."""
 
 import asyncio
 import ssl
@@ -14,8 +14,9 @@ from services.gateway.adapters.http.transport.tls_context import TlsContext
 
 
 class TlsHandshake(asyncio.Protocol):
-    """Counts among the connections from the beginning, so that clients that never finish it are
-    bounded in number and time; then hands the connection on.
+    """Performs the TLS handshake, then hands the connection to its HTTP protocol. It is counted as
+    a connection from the start, so that clients that never finish the handshake are bounded in
+    number and time.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class TlsHandshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        # What waits below TLS is not seen by the timeout of readers, so that should be little.
+        # ReaderTimeout does not see data that is buffered below TLS, so that buffer should be
+        # small.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         if not self._connections.admit(self):
             transport.abort()
@@ -45,8 +47,9 @@ class TlsHandshake(asyncio.Protocol):
         self._task = self._loop.create_task(self._serve(), name="TLS handshake")
 
     def data_received(self, data: bytes) -> None:
-        """The handshake may begin to come before it is read as TLS, since uvloop reads from a new
-        connection in any case; and the client's request may come with the end of its handshake.
+        """Buffers early data. The start of the handshake may arrive before TLS reads it, since
+        uvloop reads from a new connection in any case. The client's request may arrive with the end
+        of its handshake.
         """
         (self._early if self._undecrypted is None else self._undecrypted).append(data)
 
@@ -54,12 +57,12 @@ class TlsHandshake(asyncio.Protocol):
         self._has_ended = True
 
     def shutdown(self) -> None:
-        """The server takes no requests any more."""
+        """The server accepts no more requests."""
         self.end()
 
     def end(self) -> None:
         self._has_ended = True
-        # In a turn of its own: the event loop may be about to read from the transport.
+        # In a separate iteration: the event loop may be about to read from the transport.
         self._loop.call_soon(self.transport.abort)
 
     async def _serve(self) -> None:
@@ -70,7 +73,7 @@ class TlsHandshake(asyncio.Protocol):
             self._hand_over(secured)
 
     async def _shake_hands(self) -> asyncio.Transport | None:
-        """The transport of what is sent over TLS; None if the handshake has failed."""
+        """The transport of decrypted data. None if the handshake failed."""
         handshake = self._loop.start_tls(
             self.transport,
             self,
@@ -81,8 +84,8 @@ class TlsHandshake(asyncio.Protocol):
         )
         try:
             beginning = self._loop.create_task(handshake, name="start_tls")
-            # In its first turn it pauses reading, and in the next reads on. What came before is
-            # passed on in that turn, before more can come.
+            # `start_tls` pauses reading in its first iteration and resumes in the next one.
+            # Buffered data is forwarded in that iteration, before more can arrive.
             self._loop.call_soon(self._loop.call_soon, self._pass_on)
             return await beginning
         except OSError as error:
@@ -90,7 +93,7 @@ class TlsHandshake(asyncio.Protocol):
             return None
 
     def _pass_on(self) -> None:
-        """Gives TLS what came before it was there to read it."""
+        """Forwards the data that arrived before TLS could read it."""
         undecrypted, self._undecrypted = b"".join(self._undecrypted or ()), None
         tls = cast(asyncio.BufferedProtocol, self.transport.get_protocol())
         while undecrypted and not self.transport.is_closing():

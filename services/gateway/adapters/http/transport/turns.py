@@ -1,4 +1,4 @@
-"""A queue of calls with low priority, of which some are made in each turn of the event loop."""
+"""A queue of low-priority calls, a few of which run in each iteration of the event loop."""
 
 import asyncio
 import time
@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable
 
 _SHARE = 0.5
-"""Processor time for these calls, as a part of what everything else in the turn took."""
+"""Processor time for these calls, as a fraction of the time of everything else in the iteration."""
 
 
 class Turns:
-    """Makes calls in their order, one in each turn of the event loop, so that a burst of them
-    delays nothing else by more than one call. After a long turn it makes more, until they have
-    taken half of the time that the rest of the turn took: else the queue would grow under load.
+    """Runs calls in their order, one per iteration of the event loop, so that a burst of them
+    delays everything else by at most one call. After a long iteration more calls run, for up to
+    half of the processor time of the rest of the iteration. Otherwise the queue would grow under
+    load.
     """
 
     def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
@@ -20,7 +21,7 @@ class Turns:
         self._processor_seconds = processor_seconds
         self._calls: deque[Callable[[], None]] = deque()
         self._ended = 0.0
-        """The processor time at the end of the last turn's calls."""
+        """The processor time, in seconds, at which the last iteration's calls ended."""
 
     def add(self, call: Callable[[], None]) -> None:
         """Appends a call to the queue."""

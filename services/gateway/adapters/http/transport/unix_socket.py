@@ -12,9 +12,7 @@ _BACKLOG = 128
 
 
 def bind_unix_socket(address: str) -> socket.socket:
-    """Listens at unix:PATH, in place of a socket that nothing listens at any more. Raises
-    Unavailable.
-    """
+    """Listens at unix:PATH, and replaces an abandoned socket file. Raises Unavailable."""
     path = Path(address.removeprefix(UNIX))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

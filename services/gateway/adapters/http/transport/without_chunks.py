@@ -1,4 +1,4 @@
-"""Answers over HTTP/1.0, which has no chunks: one without a length ends with the connection."""
+"""Answers over HTTP/1.0, which has no chunks: a body of unknown length ends with the connection."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 async def answer_without_chunks(
     cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application; an answer without a length is sent without chunks."""
+    """Runs the application. An answer without a Content-Length is sent without chunks."""
     has_length = True
 
     async def send_plain(message: Message) -> None:
@@ -27,7 +27,7 @@ async def answer_without_chunks(
 
 
 def _write_head(cycle: RequestResponseCycle, message: Message) -> None:
-    """Writes the head, as uvicorn would but for the chunks."""
+    """Writes the head as uvicorn does, without the header for chunks."""
     headers = (*cycle.default_headers, *message["headers"], (b"connection", b"close"))
     lines = [b"%b: %b\r\n" % header for header in headers]
     cycle.response_started = True
