@@ -1,4 +1,4 @@
-"""Body fields that have no effect: the answer names them in a header, and the log names each once."""
+"""Body fields that have no effect: answers name them in a header, and the log names each once."""
 
 import difflib
 import logging
