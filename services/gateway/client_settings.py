@@ -1,5 +1,5 @@
-"""Settings of the gateway that concern its clients: their keys, and the bounds of what they may
-send, hold and wait for.
+"""Settings of the gateway for its clients: their keys, and limits on their requests, answers and
+waiting times.
 """
 
 from dataclasses import dataclass
@@ -178,20 +178,22 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_logprobs_per_request(self) -> int:
-        """Log-probabilities of an answer that is not streamed, which take 8 bytes each."""
+        """Most log-probabilities of an answer that is not streamed. Each takes 8 bytes."""
         return 32 * self.max_items_per_request
 
     @property
     def max_buffered_body_bytes(self) -> int:
-        """Bytes of the HTTP bodies above 64 KiB that are held at once."""
+        """Most bytes of HTTP bodies above 64 KiB that are buffered at once."""
         return 8 * self.max_body_bytes
 
     @property
     def max_message_bytes(self) -> int:
-        """The longest message of a gRPC client: numbers take fewer bytes than in JSON."""
+        """Most bytes of a message from a gRPC client. It is less than for HTTP, since numbers take
+        fewer bytes than in JSON.
+        """
         return self.max_body_bytes // 2
 
     @property
     def body_timeout_seconds(self) -> float:
-        """How long the body of an HTTP request may take to arrive."""
+        """Time limit for receiving the body of an HTTP request."""
         return 3 * self.receive_timeout_seconds

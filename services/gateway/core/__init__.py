@@ -1,1 +1,3 @@
-"""The truth of a request: what was asked, what was delivered, and how tokens become text."""
+"""The state of requests: prompts, parameters and delivered tokens; and the
+conversion of tokens to text.
+"""

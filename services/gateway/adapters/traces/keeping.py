@@ -1,4 +1,4 @@
-"""Puts spans into the store: those of other services by OTLP, and the gateway's own."""
+"""Stores spans: the other services' spans, received by OTLP, and the gateway's own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
-    """OTLP's contract over the store."""
+    """Implements OTLP's trace service by writing to the store."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -30,13 +30,13 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(  # noqa: N802 - the contract's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, _context: _Context
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Keeps the spans of other services."""
+        """Stores the spans of other services."""
         keep(self._store, request.resource_spans, is_own=False)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
 class StoreExporter(SpanExporter):
-    """Keeps the gateway's own spans, each as it ends."""
+    """Stores the gateway's own spans, each when it ends."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -49,7 +49,7 @@ class StoreExporter(SpanExporter):
 def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
-    """Puts spans into the store; `is_own` are those of this gateway."""
+    """Adds spans to the store. `is_own`: this gateway made them."""
     for trace_id, span in stored_spans(resource_spans, is_own=is_own):
         store.add(trace_id, span)
 
@@ -57,7 +57,7 @@ def keep(
 def stored_spans(
     resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> Iterator[tuple[str, StoredSpan]]:
-    """Each span with the id of its trace; `is_own` are those of this gateway."""
+    """Each span with the id of its trace. `is_own`: this gateway made the spans."""
     for group in resource_spans:
         service = text_of(group.resource.attributes, _SERVICE_NAME)
         for scope in group.scope_spans:
@@ -66,7 +66,9 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """A request is a span by which this gateway served a client."""
+    """A span with its role. The gateway's own server spans are requests. Other services' spans
+    without a parent are steps.
+    """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
         request_id = text_of(span.attributes, names.GENAI_RESPONSE_ID) or text_of(
@@ -82,5 +84,5 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
-    """The text of an attribute; empty without it."""
+    """The string value of an attribute; empty if it is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

@@ -1,5 +1,5 @@
-"""The traces of requests that have not ended, as they are so far: of the gateway's own records, and
-of what schedulers say of the sequences that are at them.
+"""Traces of unfinished requests so far, from the gateway's records and from the schedulers' spans
+of their current sequences.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ from services.gateway.core.traces.timeline import Part
 from services.gateway.core.traces.trace_store import SpanRole, StoredTrace, is_called
 
 MAX_SEQUENCES = 64
-"""Of a request at one scheduler; what others of it are at there is not asked for."""
+"""Most sequences of a request that are queried at one scheduler."""
 _TIMEOUT_SECONDS = 1.0
 
 
 class Order(enum.Enum):
-    """Which requests are listed first."""
+    """The order in which requests are listed."""
 
     NEWEST = "newest"
     OLDEST = "oldest"
 
 
 class RunningTraces:
-    """Makes traces of the calls that generate and are not over."""
+    """Makes traces of generating calls that have not ended."""
 
     def __init__(
         self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
     ) -> None:
-        """`records` are the calls that are not over, the oldest first."""
+        """`records` are the calls that have not ended, oldest first."""
         self._records = records
         self._links = links
         self._model_name = model_name
@@ -54,8 +54,10 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Each with the span of the client's request alone; `may_see` is asked with its tenant.
-        They are kept when they have ended, so that what was listed can be read.
+        """A trace of each request, with its root span only. `may_see` is called with the request's
+        tenant.
+
+        The traces of listed requests are stored when they end, so that they can still be read.
         """
         records = [one for one in self._generating() if may_see(one.tenant.tenant_id)]
         if order is Order.NEWEST:
@@ -66,9 +68,9 @@ class RunningTraces:
         return [self._made(record, is_whole=False) for record in listed]
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
-        """The trace of that id, or the newest one of the request of that id, by the same rules as
-        the store's. It is kept when the request has ended. None also if its tenant's may not be
-        seen.
+        """The trace with this id, or the newest trace of the request with this id, by the store's
+        rules. It is stored when the request ends. None if there is none, or if its tenant may not
+        be seen.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -84,7 +86,7 @@ class RunningTraces:
     def _made(
         self, record: RequestRecord, *, is_whole: bool, so_far: EngineParts | None = None
     ) -> StoredTrace:
-        """Of the gateway's own spans, or of the first one alone."""
+        """A trace of the gateway's own spans, or of the root span only."""
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
@@ -102,7 +104,9 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Empty while the scheduler does not answer, or what it answers cannot be decoded."""
+        """The spans of a scheduler; empty if it does not respond, or if its answer
+        cannot be decoded.
+        """
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
             return ExportTraceServiceRequest.FromString(answer.otlp)
@@ -111,7 +115,7 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """By address, the sequences that are at a scheduler, and the spans that they are below."""
+    """By address, a query for the sequences that are at that scheduler, with their parent spans."""
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
     )
@@ -130,7 +134,7 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
 
 
 def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
-    """The parts of the time of each sequence, as the schedulers' spans have them."""
+    """The time parts of each sequence, from the schedulers' spans."""
     parts: dict[str, tuple[TimePart, ...]] = {}
     for answer in answers:
         for group in answer.resource_spans:

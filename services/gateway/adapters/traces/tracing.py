@@ -1,4 +1,4 @@
-"""The gateway's tracing: to a collector as in every service, to its own store, or to both."""
+"""The gateway's tracing: to a collector like the other services, to its own store, or both."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from services.gateway.settings import GatewaySettings
 
 
 def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
-    """The store; None where the settings want none."""
+    """The trace store; None if it is not configured."""
     if settings.trace_address is None:
         return None
     return TraceStore(settings.trace_store_max_traces, settings.trace_store_max_bytes)
@@ -26,8 +26,8 @@ def make_trace_store(settings: GatewaySettings) -> TraceStore | None:
 def gateway_tracing(
     service: str, settings: GatewaySettings, store: TraceStore | None
 ) -> Iterator[Tracing]:
-    """Tracing as the settings ask for it: to the store, to collectors, or to both. The limit of a
-    minute holds where there is no collector. At the end, what is left is sent.
+    """Tracing by the settings: to the store, to collectors, or both. The limit per minute applies
+    only without a collector. The remaining spans are sent at the end.
     """
     if store is None:
         with service_tracing(service, settings) as tracing:
@@ -50,8 +50,8 @@ def gateway_tracing(
 
 
 class AtMostPerMinute(Sampler):
-    """Samples what another sampler does, up to `limit` traces a minute: a bucket that holds one
-    minute's traces. 0: no limit.
+    """Limits another sampler to `limit` traces per minute, by a token bucket of one minute's
+    traces. 0: no limit.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AtMostPerMinute(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """The other sampler's decision, unless the limit is reached."""
+        """The other sampler's decision; DROP if the limit is reached."""
         result = self._sampler.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )

@@ -1,1 +1,1 @@
-"""Fair admission: which waiting sequence of which tenant is sent to the replicas next."""
+"""Fair admission: chooses the tenant whose waiting sequence is sent to the replicas next."""

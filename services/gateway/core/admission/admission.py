@@ -1,4 +1,4 @@
-"""Sends sequences to the replicas as far as they have places and tenants have shares in them."""
+"""Sends sequences to the replicas while they have free places, by the tenants' fair shares."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from services.gateway.core.tenant import Tenant
 from services.gateway.core.traces.timeline import Part
 
 _SHARE_OF_NEWEST = 0.1
-"""Weight of the newest answer's length in the mean of its tenant's."""
+"""Weight of the newest answer's length in the moving mean of its tenant."""
 _SWEEP_SECONDS = 0.1
 """Time between two searches for sequences that have waited too long."""
 _ENDED_AT_A_TIME = 2
-"""Sequences that are ended for that in one turn of the event loop. Those that came together in a
-burst are too late together, and each error is written to its client in that turn.
+"""Most sequences that end by timeout in one iteration of the event loop. The sequences of a burst
+time out together, and each error is written to its client in the same iteration.
 """
 
 
@@ -41,27 +41,29 @@ class _Waiter:
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
-    """Sequences of its tenant that waited when it came."""
+    """Waiting sequences of its tenant when it arrived."""
     began: float
     """On the event loop's clock, in seconds."""
     was_preempted: bool = False
-    """Whether it had a place and lost it: then no time limit of the queue holds for it."""
+    """Whether it had a place and lost it. If so, the queue's time limit does not apply."""
     has_to_wait: bool = False
-    """Whether it did not get a place in the call of `add`."""
+    """Whether it was still waiting at the end of `add`."""
 
 
 class Admission:
     """Queues sequences while the replicas have no place for them. Each tenant has its own queue,
     bounded in number and time. The replicas' own queues stay short, in order of arrival.
 
-    1. `add` queues a sequence. `admit` sends the sequences that have a place, and is called
-       whenever one may have become free: a sequence left its replica, or a replica reported.
-    2. `FairShares` says which tenants may take a place, and `FairQueue` which of these is next. The
-       sequences of a tenant are sent by priority, then in order of arrival.
+    1. `add` queues a sequence. `admit` sends the sequences that may take a place. It is called
+       whenever a place may have become free: after a sequence left its replica, or a replica
+       reported.
+    2. `FairShares` determines the tenants that may take a place, and `FairQueue` the next of these.
+       A tenant's sequences are sent by priority, then in order of arrival.
     3. While a tenant below its share waits and no place is free, sequences of tenants above their
-       shares are preempted: aborted at their replica and queued here with their tokens so far.
-    4. The tokens of a sequence are charged to its tenant when it is sent, with an estimate of its
-       output, and corrected when it has left its replica.
+       shares are preempted: they are aborted at their replica and queued here with their tokens so
+       far.
+    4. A sequence's tokens are charged to its tenant when it is sent, with an estimate of its
+       output. The charge is corrected after the sequence has left its replica.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class Admission:
         capacity: Callable[[], Capacity | None],
         send: Callable[[Inflight], object],
     ) -> None:
-        """`capacity` is that of all ready replicas at present; while it returns None, sequences are
-        sent without regard to shares. `send` sends a sequence to one of them.
+        """`capacity` returns the current capacity of all ready replicas. While it returns None,
+        sequences are sent without regard to shares. `send` sends a sequence to a replica.
         """
         self.arrivals = Arrivals()
         self.places = Places(clock.time)
@@ -96,7 +98,7 @@ class Admission:
         return iter(list(self._waiters))
 
     def waits(self) -> list[tuple[Inflight, WaitReason, float]]:
-        """Each waiting sequence, what it waits for, and its wait so far in seconds."""
+        """Each waiting sequence, its wait reason, and its wait so far in seconds."""
         now = self._clock.time()
         waiters = self._waiters.values()
         return [(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
@@ -104,8 +106,9 @@ class Admission:
     # New requests and sequences.
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """Raises TenantQueueFull if the tenant's queue takes no further request, DeadlineExceeded
-        if a request would not end by `deadline`, which is on the event loop's clock, in seconds.
+        """Raises TenantQueueFull if the tenant's queue has no room for a request. Raises
+        DeadlineExceeded if a request would not end by `deadline`, in seconds on the event loop's
+        clock.
         """
         num_waiting, num_arriving = self.places.num_waiting(tenant), self.arrivals.num(tenant)
         share, capacity = self.places.share(tenant), self._capacity()
@@ -120,8 +123,8 @@ class Admission:
         self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
     def add(self, inflight: Inflight) -> None:
-        """Queues a new sequence, and sends it at once if its tenant may take a place. Where the
-        queue is full, the sequence fails with TenantQueueFull.
+        """Queues a new sequence, and sends it at once if its tenant may take a place. If the queue
+        is full, the sequence fails with TenantQueueFull.
         """
         tenant = inflight.request.tenant
         for idle in self.places.drop_idle():
@@ -144,7 +147,7 @@ class Admission:
         self._sweep_later()
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes a sequence from the queue of its tenant. Does nothing if it is in none."""
+        """Removes a sequence from its tenant's queue. Does nothing if it is not queued."""
         waiter = self._waiters.get(inflight)
         if waiter is not None:
             self._queue.remove(inflight.request.tenant, _order(inflight))
@@ -153,8 +156,9 @@ class Admission:
     # Places that are taken and become free.
 
     def admit(self) -> None:
-        """Sends waiting sequences until no tenant with one may take a place, and ends those that
-        are too late; with many of these, the rest follows in later turns of the event loop.
+        """Sends waiting sequences until no tenant with one may take a place. Sequences that are too
+        late end with an error, at most _ENDED_AT_A_TIME per call; `admit` is then called again in
+        the next iteration of the event loop.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -182,13 +186,13 @@ class Admission:
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Counts a sequence that its replica scheduled no longer as starting, and sends others."""
+        """Stops counting a scheduled sequence as starting, and sends others."""
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
         """Frees the place of a sequence that ended or was lost, and sends others. Does nothing if
-        it had none.
+        it had no place.
         """
         charge = self._charges.get(inflight)
         if charge is not None:
@@ -200,7 +204,7 @@ class Admission:
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Counts a sequence no longer as starting; returns whether it was."""
+        """Stops counting a sequence as starting; returns whether it was counted."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -208,7 +212,7 @@ class Admission:
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """Frees the place of a sequence, and corrects its charge by the tokens that it has made."""
+        """Frees a sequence's place, and corrects its charge by its generated tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = inflight.request.tenant
@@ -222,7 +226,7 @@ class Admission:
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant has to give back a place; returns the shares then.
+        """Preempts sequences until no tenant must return a place; returns the resulting shares.
         None while the capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
@@ -235,9 +239,9 @@ class Admission:
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """The sequence of a tenant that is preempted: of those with the largest `priority`, the one
-        that was taken back least often, and of these the one that came last. Its full blocks stay
-        cached, so that only the tokens after them are computed again.
+        """The sequence of a tenant to preempt: by the largest `priority`, then the fewest
+        preemptions so far, then the latest arrival. Its full blocks stay cached, so that only the
+        tokens after them are recomputed.
         """
         running = (one for one in self._charges if one.request.tenant.tenant_id == tenant.tenant_id)
         return max(
@@ -260,7 +264,7 @@ class Admission:
         self._queue.add(inflight.request.tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: _Waiter) -> None:
-        """Removes a waiter that is in the queue no more from all other counts."""
+        """Updates the other counts for a waiter that was removed from the queue."""
         del self._waiters[waiter.inflight]
         self.places.usage(waiter.inflight.request.tenant).num_waiting -= 1
 
@@ -273,7 +277,9 @@ class Admission:
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """The charge of as many answers as the tenant's share of all places holds, in tokens."""
+        """The credit of a tenant in tokens: the charge of one mean answer for each
+        place of its share.
+        """
         if capacity is None:
             return 0.0
         return usage.tokens_of(capacity.num_places * self.places.share(usage.tenant))
@@ -300,7 +306,9 @@ class Admission:
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: _Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence has waited until its latest start."""
+        """Whether a sequence has waited past its latest start. Preempted sequences
+        never are too late.
+        """
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request
@@ -309,7 +317,7 @@ class Admission:
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """A running time that few sequences of the tenant exceed, in seconds; 0: not known."""
+        """A running time in seconds that few sequences of the tenant exceed; 0: not known."""
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 
@@ -319,8 +327,10 @@ def _order(inflight: Inflight) -> Order:
 
 
 def _measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Adds the running time of a sequence. One that had output when it was sent is left out, and
-    one that did not reach its end, unless its time so far is already longer than usual.
+    """Adds the running time of a sequence to the tenant's service time.
+
+    A sequence that already had output when it was sent is skipped. A sequence that was lost before
+    its end counts only if it ran longer than usual.
     """
     if charge.num_output_tokens_before:
         return

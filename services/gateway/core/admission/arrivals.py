@@ -1,4 +1,6 @@
-"""Counts of requests that passed the first check and are still read, tokenized and checked."""
+"""Counts requests that passed the first check and are not queued yet: they are being read,
+tokenized and checked.
+"""
 
 from collections import Counter
 from types import TracebackType
@@ -7,7 +9,7 @@ from services.gateway.core.tenant import Tenant
 
 
 class Arrival:
-    """One such request. It counts until `end`, or the end of a `with` block."""
+    """One arriving request. It counts until `end`, or until the end of a `with` block."""
 
     def __init__(self, counts: Counter[str], tenant: Tenant) -> None:
         self._counts = counts
@@ -15,7 +17,9 @@ class Arrival:
         counts[tenant.tenant_id] += 1
 
     def end(self) -> None:
-        """Ends the count: its sequences were queued, or it was refused. Idempotent."""
+        """Ends the count, since the request's sequences were queued or it was
+        refused. Idempotent.
+        """
         if self._tenant_id is None:
             return
         self._counts[self._tenant_id] -= 1
@@ -36,8 +40,9 @@ class Arrival:
 
 
 class Arrivals:
-    """The number of such requests of each tenant. They count as waiting when the length of a queue
-    is checked: else all requests of a burst would pass before the first one is queued.
+    """The number of arriving requests of each tenant. They count as waiting when a queue's length
+    is checked. Otherwise all requests of a burst would pass the check before the first one is
+    queued.
     """
 
     def __init__(self) -> None:
@@ -47,5 +52,5 @@ class Arrivals:
         return self._counts[tenant.tenant_id]
 
     def begin(self, tenant: Tenant) -> Arrival:
-        """Counts a request from now until its `end`."""
+        """Counts a request until `end` is called on the returned Arrival."""
         return Arrival(self._counts, tenant)

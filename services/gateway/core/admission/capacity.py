@@ -1,4 +1,4 @@
-"""The places of all ready replicas together, and the rate at which they serve requests."""
+"""The total number of places of all ready replicas, and their rate of requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):
-    """What is read of a replica to sum up the capacity of all."""
+    """The data of a replica that the total capacity is computed from."""
 
     @property
     def num_places(self) -> int | None:
-        """Sequences that it should have at once; None while its `max_num_seqs` is not known."""
+        """Most sequences for this replica at once; None while its `max_num_seqs` is not known."""
 
     @property
     def num_free_places(self) -> int:
-        """The places without a sequence; less than 0 while sequences wait at the replica."""
+        """Places without a sequence; negative while sequences wait at the replica."""
 
     @property
     def queue(self) -> QueueState | None:
-        """The newest state of its queue; None before the first one has come."""
+        """The last reported state of its queue; None before the first report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The places of several replicas, and the times of requests there, in seconds."""
+    """The places of several replicas, and the durations of requests there in seconds."""
 
     num_places: int
     num_free: int
-    """Less than 0 while sequences wait at the replicas."""
+    """Negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
     """Time between the ends of two requests while all places are taken; 0: not known."""
     service_seconds: float = 0.0
@@ -38,9 +38,9 @@ class Capacity:
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
-    """The capacity of replicas; None if there are none, or the places of one are not known.
+    """The capacity of replicas; None if there are none, or if the places of one are not known.
 
-    A replica without measured times is taken to serve as many requests per place as the others.
+    A replica without measured times is assumed to serve as many requests per place as the others.
     """
     num_places, num_measured, rate = 0, 0, 0.0
     service_seconds: list[float] = []

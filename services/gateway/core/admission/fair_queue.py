@@ -12,7 +12,7 @@ from services.gateway.core.tenant import Tenant
 T = TypeVar("T")
 
 Order = tuple[int, int]
-"""Priority, then number of arrival, which is unique; the lowest comes first."""
+"""Priority, then arrival number, which is unique; the lowest order is first."""
 
 _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 
@@ -23,24 +23,25 @@ class _Line(Generic[T]):
 
     tenant: Tenant
     served: float = 0.0
-    """The virtual token counter: tokens that were charged, divided by the weight."""
+    """The virtual token counter: charged tokens divided by the tenant's weight."""
     items: list[tuple[Order, T]] = field(default_factory=list)
 
 
 class FairQueue(Generic[T]):
-    """Serves tenants that wait in proportion to their weights, counted in tokens.
+    """Serves waiting tenants in proportion to their weights, measured in tokens.
 
-    The next item is the first one of the tenant with the lowest virtual token counter. A tenant
-    that begins to wait cannot use the service that it left unused before: its counter is raised to
-    that of the tenant that was served last, less a credit. The counters are those of Sheng et al.,
-    "Fairness in Serving Large Language Models" (OSDI 2024). The credit is not theirs: with it, a
-    tenant that asks for little is served first also when some of its requests come together.
+    The next item is the first one of the tenant with the lowest virtual token counter. Service that
+    a tenant did not use while it had nothing waiting is not saved up: when it starts to wait, its
+    counter is raised to the counter of the tenant served last, minus a credit. The counters are
+    from Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an
+    addition here: with it, a tenant with few requests is served first even if some of them arrive
+    together.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant whose item was taken last, before it was charged."""
+        """The counter of the tenant whose item was taken last, before the charge."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -51,7 +52,7 @@ class FairQueue(Generic[T]):
         return iter([item for line in self._lines.values() for _, item in line.items])
 
     def add(self, tenant: Tenant, order: Order, item: T, credit_tokens: float = 0.0) -> None:
-        """Adds an item. `credit_tokens` is read only if no other item of the tenant waits."""
+        """Adds an item. `credit_tokens` is used only if the tenant has no other waiting items."""
         line = self._line(tenant)
         if not line.items:
             line.served = max(line.served, self._served_last - credit_tokens / tenant.weight)
@@ -59,8 +60,8 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Removes and returns the next item, of the tenants for which `may_be_next` is true; None
-        if there is none.
+        """Removes and returns the next item among tenants for which `may_be_next` is true; None if
+        there is none.
         """
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
@@ -71,7 +72,7 @@ class FairQueue(Generic[T]):
         return None
 
     def remove(self, tenant: Tenant, order: Order) -> None:
-        """Removes the item of that order. Raises KeyError if there is none."""
+        """Removes the item with this order. Raises KeyError if there is none."""
         items = self._lines[tenant.tenant_id].items
         index = bisect_left(items, order, key=_order)
         if index == len(items) or items[index][0] != order:
@@ -80,12 +81,14 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
 
     def charge(self, tenant: Tenant, num_tokens: float) -> None:
-        """Adds tokens to the tenant's counter, by its weight; less than 0 corrects a charge."""
+        """Adds tokens, divided by the tenant's weight, to its counter. A negative
+        number corrects a charge.
+        """
         self._line(tenant).served += num_tokens / tenant.weight
 
     def lags(self) -> Iterator[tuple[Tenant, float]]:
-        """For each tenant the difference of the highest counter among the other tenants that wait
-        and its own, times its weight, in tokens; 0 if no other one waits.
+        """The lag of each tenant in tokens: the highest counter among the other waiting tenants,
+        minus its own counter, times its weight. 0 if no other tenant waits.
         """
         waiting = [line for line in self._lines.values() if line.items]
         most = nlargest(2, waiting, key=lambda line: line.served)
@@ -95,7 +98,7 @@ class FairQueue(Generic[T]):
             yield line.tenant, lag * line.tenant.weight
 
     def forget(self, tenant: Tenant) -> None:
-        """Removes the counter of a tenant; does nothing while items of it wait."""
+        """Removes a tenant's counter. Does nothing while the tenant has waiting items."""
         line = self._lines.get(tenant.tenant_id)
         if line is not None and not line.items:
             del self._lines[tenant.tenant_id]

@@ -1,4 +1,4 @@
-"""The fair share of each tenant in the places of the replicas. A place is one of the `max_num_seqs`
+"""The fair share of each tenant in the replicas' places. A place is one of the `max_num_seqs`
 sequences that a replica runs at once.
 """
 
@@ -11,76 +11,80 @@ from services.gateway.core.admission.service_time import ServiceTime
 from services.gateway.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
-"""Seconds after its last request in which an idle tenant still has a share."""
+"""Seconds after its last request for which an idle tenant still has a share."""
 _PLACES_PER_RESERVED = 16
 """At most one place in 16 is reserved for tenants below their shares."""
 _PLACES_PER_QUEUED = 16
-"""A tenant alone may have one sequence for every 16 places queued at the replicas, so that a place
-that becomes free is taken in the next step.
+"""A tenant alone may queue one sequence at the replicas for every 16 places, so that a freed place
+is taken in the next step.
 """
 _LEAST_STARTING = 2
-"""Any tenant may have two starting sequences,"""
+"""A tenant may have this many starting sequences in any case."""
 _SHARE_PER_STARTING = 8
-"""or an eighth of its share,"""
+"""A tenant may have one starting sequence for every 8 places of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""or as many as end meanwhile, up to half of its share: the largest of the three."""
+"""A tenant may have as many starting sequences as it ends meanwhile, up to its share divided by
+this number. The largest of the three bounds applies.
+"""
 _STEPS_TO_START = 4
-"""Steps from when a sequence is sent until the gateway learns of its first one, with two steps in
-flight.
+"""Steps from sending a sequence until the gateway receives the report of its first step, with two
+steps in flight.
 """
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The sequences of one tenant that wait, start and run, and the service that it has had."""
+    """The waiting, starting and running sequences of one tenant, and the service it received."""
 
     tenant: Tenant
     num_waiting: int = 0
-    """At the gateway."""
+    """Sequences that wait at the gateway."""
     num_running: int = 0
-    """At replicas: each has a place."""
+    """Sequences at replicas; each has a place."""
     num_starting: int = 0
-    """The part of `num_running` of which no step is known yet."""
+    """Sequences among `num_running` for which no step was reported yet."""
     asked_at: float = 0.0
-    """When its last request came, in steady seconds."""
+    """Time of its last request, in steady seconds."""
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """Tokens that it was served less than the waiting tenant that was served most, by weight."""
+    """How many tokens it was served less than the most served waiting tenant, by weight."""
 
     def tokens_of(self, num_answers: float) -> float:
-        """The charge of `num_answers` of its mean length, in tokens, without their prompts."""
+        """The charge in tokens of `num_answers` answers of its mean length, without prompts."""
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
     def num_ending(self, num_steps: int) -> int:
-        """The running sequences that end within `num_steps` of one token each, by the mean length
-        of its answers; rounded up.
+        """The running sequences expected to end within `num_steps` steps of one token, by its mean
+        answer length; rounded up.
         """
         return math.ceil(self.num_running * num_steps / max(1.0, self.mean_output_tokens))
 
 
 class FairShares:
-    """Which tenant may take a free place, and which has to give one back, at one moment.
+    """Determines at one moment which tenants may take a free place, and which tenant must return
+    one.
 
-    1. The share of a tenant is its part of all places by weight, rounded down, and at least 1.
-       Below its share it may take any free place. If none is free, the tenant furthest above its
-       share is preempted.
-    2. Above its share a tenant may take a free place only if more are free than the waiting
-       sequences of the tenants below theirs need, and one more for each of those tenants. These
-       reserved places make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
+    1. A tenant's share is its fraction of all places by weight, rounded down, and at least 1. Below
+       its share it may take any free place. If none is free, the tenant furthest above its share is
+       preempted.
+    2. Above its share a tenant may take a free place only if enough others are free: one for each
+       waiting sequence of the tenants below their shares, and one more for each of those tenants.
+       These reserved places make preemptions rare (trunk reservation; Kelly, "Loss networks",
+       1991).
     3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
-       Whitt, 1981). So a tenant counts as below its share with up to the square root of it in
-       further places, if its `lag` is at least as many mean answers; no other one is preempted for
-       these. While its `lag` is above 0, it is not preempted for them either.
-    4. Few sequences of a tenant start at once: else all prompts of a burst would be computed before
-       those of requests that come meanwhile. Where its answers are short, as many may start as end
-       in the time of a start: else places would stay free.
-    5. With one tenant, there are no shares: it may take every place, and queue a few sequences at
-       the replicas.
+       Whitt, 1981). So if a tenant's `lag` is at least that many mean answers, it counts as below
+       its share with up to the square root of its share in additional places. No other tenant is
+       preempted for these, and it does not lose them by preemption while its `lag` is above 0.
+    4. Only a few sequences of a tenant start at once. Otherwise all prompts of a burst would be
+       computed before the prompts of requests that arrive meanwhile. With short answers, as many
+       may start as end during a start. Otherwise places would stay free.
+    5. With a single tenant there are no shares: it may take every place, and queue a few sequences
+       at the replicas.
     """
 
     def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
-        """Of `num_places`, `num_free` are free; less than 0 while sequences wait at replicas."""
+        """`num_free` of `num_places` are free; negative while sequences wait at replicas."""
         self._usages = usages
         self._num_free = num_free
         self._num_places = num_places
@@ -106,8 +110,8 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """The tenant that has to give back a place. None if a place is free, if no tenant below its
-        share waits for one, or if no tenant is above its share.
+        """The tenant that must return a place. None if a place is free, if no tenant below its
+        share waits, or if no tenant is above its share.
         """
         if self._num_free > 0 or not self._waits_below_share:
             return None
@@ -124,13 +128,15 @@ class FairShares:
         return usage.num_starting < bound
 
     def _target(self, usage: TenantUsage) -> int:
-        """The places up to which free ones are for this tenant before those above theirs."""
+        """The number of places up to which this tenant has precedence over tenants
+        above their shares.
+        """
         share = self._share(usage)
         lags_behind = usage.lag >= usage.tokens_of(math.sqrt(share))
         return share + _variation(share) if lags_behind else share
 
     def _excess(self, usage: TenantUsage) -> int:
-        """The places that the tenant has to give back if others need them."""
+        """The places that the tenant must return if others need them."""
         share = self._share(usage)
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
@@ -140,10 +146,10 @@ def _variation(num_places: int) -> int:
 
 
 class Places:
-    """The usage of each tenant that asked lately."""
+    """The usage of each tenant with recent requests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """`now` gives steady seconds."""
+        """`now` returns steady seconds."""
         self._now = now
         self._usages: dict[str, TenantUsage] = {}
 
@@ -151,7 +157,7 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """The usage of a tenant, to be changed in place; created if the tenant is new."""
+        """The usage of a tenant, which callers change in place. It is created for a new tenant."""
         usage = self._usages.get(tenant.tenant_id)
         if usage is None:
             usage = self._usages[tenant.tenant_id] = TenantUsage(tenant, asked_at=self._now())
@@ -163,7 +169,7 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """The service time of a tenant's sequences; one without measurements for a new tenant."""
+        """The service time of a tenant's sequences; without measurements for a new tenant."""
         usage = self._usages.get(tenant.tenant_id)
         return ServiceTime() if usage is None else usage.service_time
 
@@ -172,8 +178,8 @@ class Places:
         return [one for one in self._usages.values() if one.tenant.tenant_id != tenant.tenant_id]
 
     def drop_idle(self) -> list[Tenant]:
-        """Removes the tenants without sequences whose last request came more than ACTIVE_SECONDS
-        ago, and returns them.
+        """Removes tenants without sequences whose last request is older than
+        ACTIVE_SECONDS, and returns them.
         """
         since = self._now() - ACTIVE_SECONDS
         idle = [
@@ -186,15 +192,15 @@ class Places:
         return idle
 
     def share(self, tenant: Tenant) -> float:
-        """The tenant's weight divided by that of all tenants, itself included; above 0, up to 1."""
+        """The tenant's weight divided by the sum of all tenants' weights; above 0, up to 1."""
         others = sum(usage.tenant.weight for usage in self.others(tenant))
         return tenant.weight / (tenant.weight + others)
 
     def fair_shares(
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
-        """The shares in `num_places`, of which `num_free` are free. `lags`, in tokens, replace
-        those of the tenants that they name.
+        """The shares in `num_places`, of which `num_free` are free. `lags`, in tokens, replace the
+        lags of the named tenants.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.tenant_id)) is not None:

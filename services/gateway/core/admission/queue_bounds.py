@@ -1,4 +1,4 @@
-"""The bounds of a tenant's queue at the gateway, in number and in time."""
+"""The bounds of a tenant's queue at the gateway in number and time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from services.gateway.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
-    """The tenant's queue is full, or one more request would wait in it for too long."""
+    """The tenant's queue is full, or another request would wait in it for too long."""
 
     reason = "TENANT_QUEUE_FULL"
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The bounds of every tenant's queue: the tenant's share of `max_total_waiting` sequences, at
-    most `max_num_waiting` of them, and `max_queue_seconds`; 0 is no limit of time.
+    """The bounds of every tenant's queue: its share of `max_total_waiting` sequences, at most
+    `max_num_waiting`, and `max_queue_seconds`; 0 is no time limit.
     """
 
     max_num_waiting: int
     max_total_waiting: int
     max_queue_seconds: float
     max_num_queued_tokens: int | None = None
-    """Prompt tokens of all tenants' sequences without output; None: no limit."""
+    """Most prompt tokens in sequences of all tenants without output; None: no limit."""
 
     def check_tokens(self, num_queued_tokens: Callable[[], int]) -> None:
-        """Raises ResourceExhausted where that many prompt tokens, or more, have no output yet."""
+        """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
         if self.max_num_queued_tokens is None:
             return
         queued = num_queued_tokens()
@@ -47,8 +47,8 @@ class QueueBounds:
             )
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
-        """Raises TenantQueueFull if a queue of `num_waiting` is full, for a tenant whose part of
-        all weights is `share`, 0 to 1.
+        """Raises TenantQueueFull if a queue of `num_waiting` sequences is full. `share` is the
+        tenant's fraction of all weights, 0 to 1.
         """
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
@@ -57,8 +57,8 @@ class QueueBounds:
     def check_time(
         self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
     ) -> None:
-        """Raises TenantQueueFull for a request whose expected `wait` exceeds `max_queue_seconds`,
-        DeadlineExceeded for one that would not end within `timeout_seconds`. `service_seconds` is
+        """Raises TenantQueueFull if the expected `wait` exceeds `max_queue_seconds`, and
+        DeadlineExceeded if the request would not end within `timeout_seconds`. `service_seconds` is
         its usual running time.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
@@ -76,8 +76,8 @@ class QueueBounds:
     def latest_start(
         self, now: float, deadline: float | None, service_seconds: float
     ) -> float | None:
-        """When a request that comes at `now` must have been sent; None: no limit. Times are on the
-        event loop's clock, in seconds.
+        """The latest time for sending a request that arrives at `now`; None: no limit. Times are in
+        seconds on the event loop's clock.
         """
         bounds = []
         if self.max_queue_seconds:
@@ -90,10 +90,10 @@ class QueueBounds:
 def expected_wait(
     tenant: Tenant, num_ahead: int, others: Iterable[TenantUsage], capacity: Capacity
 ) -> float:
-    """Seconds until a sequence is sent that has `num_ahead` of its tenant before it.
+    """Seconds until a sequence with `num_ahead` sequences of its tenant before it is sent.
 
-    In that time sequences of the other tenants that wait are sent in proportion to the weights, at
-    most as many as wait. A tenant without waiting sequences keeps the places that it has.
+    Meanwhile the waiting sequences of other tenants are sent in proportion to the weights, at most
+    as many as wait. A tenant without waiting sequences keeps its places.
     """
     num_before, num_kept = float(num_ahead), 0
     for usage in others:
@@ -117,7 +117,7 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """The error of a sequence that was not sent by its latest start: DeadlineExceeded if its client
+    """The error of a sequence that was not sent by its latest start: DeadlineExceeded if the client
     set a deadline, else ResourceExhausted.
     """
     message = "the request was not sent to a replica within the time that it may wait"

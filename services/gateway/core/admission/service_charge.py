@@ -1,4 +1,4 @@
-"""The charge of a sequence to its tenant, in tokens."""
+"""The charge of a sequence to its tenant in tokens."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,23 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.request.inflight import Inflight
 
 OUTPUT_WEIGHT = 2.0
-"""The charge of a generated token, in tokens of a prompt (Sheng et al., 2024)."""
+"""The charge of a generated token, in prompt tokens (Sheng et al., 2024)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCharge:
     """The estimated charge of a sequence that is sent to a replica.
 
-    It has no prompt if the sequence has output: computing it again costs its tenant nothing.
+    If the sequence already has output, its prompt is not charged: recomputation costs the tenant
+    nothing.
     """
 
     num_prompt_tokens: int
-    """Tokens of the prompt that are not expected to be cached."""
+    """Prompt tokens that are not expected to be cached."""
     num_output_tokens_before: int
-    """Output tokens that the sequence had when it was sent."""
+    """Output tokens of the sequence when it was sent."""
     expected_output_tokens: float
-    """Output tokens after those."""
+    """Expected output tokens after it was sent."""
     sent_at: float
     """In seconds, on the event loop's clock."""
 
@@ -30,8 +31,8 @@ class ServiceCharge:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """The correction of the charge once the sequence has left with `num_output_tokens` of
-        output since it was sent; less than 0 if it made fewer than expected.
+        """The correction of the charge for a sequence that left after generating
+        `num_output_tokens`; negative if these are fewer than expected.
         """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
@@ -39,8 +40,9 @@ class ServiceCharge:
 def charge_for(
     inflight: Inflight, route: Route, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """The charge of a sequence that is sent at `now`, in seconds, by a route.
-    `mean_output_tokens` is the mean length of its tenant's answers.
+    """The charge of a sequence that is sent by a route at `now`, in seconds.
+
+    `mean_output_tokens` is the tenant's mean answer length.
     """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens

@@ -1,4 +1,4 @@
-"""The running times of a tenant's sequences, from when they are sent to their ends."""
+"""The running times of a tenant's sequences, from sending to end."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The smoothed mean and mean deviation, in seconds, as those of round-trip times in Jacobson,
+    """The smoothed mean and mean deviation in seconds, computed like round-trip times in Jacobson,
     "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload requests wait until shortly before their deadlines. If only the mean were kept
-    for running, half of those that wait longest would not end in time.
+    Under overload, requests wait until shortly before their deadlines. If only the mean were
+    reserved for running, half of the longest waiting requests would miss their deadlines.
     """
 
     mean: float = 0.0
@@ -20,7 +20,7 @@ class ServiceTime:
 
     @property
     def longest_usual(self) -> float:
-        """A time that few sequences exceed: the mean and two deviations; 0: not known."""
+        """A time that few sequences exceed: the mean plus two deviations; 0: not known."""
         return self.mean + _DEVIATIONS * self.deviation
 
     def add(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The wait of a sequence for a place: its reason and its time."""
+"""A sequence's wait for a place: its reason and duration."""
 
 import enum
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from services.gateway.core.admission.capacity import Capacity
 
 
 class WaitReason(enum.Enum):
-    """Why a sequence had to wait when it was queued."""
+    """The reason for which a sequence had to wait when it was queued."""
 
     NO_PLACE = "no_place"
-    """No place was free at any replica."""
+    """No replica had a free place."""
     SHARE = "share"
-    """The free places were reserved for tenants below their shares, or its tenant had as many
-    starting sequences as it may.
+    """The free places were reserved for tenants below their shares, or its tenant had too many
+    starting sequences.
     """
     TURN = "turn"
     """Other sequences of its tenant waited before it."""
     PREEMPTED = "preempted"
-    """It was running, and its place went to a tenant below its share."""
+    """It was preempted for a tenant below its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Wait:
     began: float
     ended: float
     num_ahead: int
-    """Sequences of its tenant that waited when it came."""
+    """Waiting sequences of its tenant when it arrived."""
 
     @property
     def seconds(self) -> float:
@@ -37,7 +37,7 @@ class Wait:
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """The reason of a new sequence's wait, with `num_ahead` of its tenant waiting before it."""
+    """The wait reason of a new sequence. `num_ahead` sequences of its tenant wait before it."""
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:

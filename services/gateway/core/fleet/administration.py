@@ -1,4 +1,4 @@
-"""Operators' calls to replicas, all of them or some, and the answer of each."""
+"""Operators' calls to some or all replicas, and the result of each."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ from services.common.request.adapter import Adapter
 
 
 class ReplicaAdmin(Protocol):
-    """The way to one scheduler for operators. Every call raises StepwellError."""
+    """Operators' access to one scheduler. Every call raises StepwellError."""
 
     address: str
 
     async def pause(self, mode: PauseMode, timeout_seconds: float) -> None:
-        """Returns once no step runs. DeadlineExceeded leaves the pause as it is."""
+        """Returns once no step runs. After DeadlineExceeded the pause stays in effect."""
 
     async def resume(self) -> None: ...
 
@@ -25,15 +25,15 @@ class ReplicaAdmin(Protocol):
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
-        """FailedPrecondition while requests hold blocks, unless they are preempted."""
+        """Raises FailedPrecondition if requests have blocks and `preempt_running` is false."""
 
     async def drain(self) -> int:
-        """Refuses new requests; returns how many run or wait there still."""
+        """Makes the scheduler refuse new requests; returns how many still run or wait there."""
 
     async def undrain(self) -> None: ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """InvalidArgument if its workers cannot serve it."""
+        """Raises InvalidArgument if the workers cannot serve the adapter."""
 
 
 Said = Mapping[str, bool | int]
@@ -41,7 +41,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call at one replica: its answer, `said`, or the `error`."""
+    """The result of a call at one replica: its answer `said`, or the `error`."""
 
     address: str
     said: Said = field(default_factory=dict)
@@ -49,12 +49,10 @@ class Outcome:
 
 
 class Administration:
-    """Asks the replicas of a fleet at the same time. One that fails does not keep the others from
-    doing what was asked.
-    """
+    """Calls the replicas of a fleet concurrently. A failure at one does not affect the others."""
 
     def __init__(self, replicas: Callable[[], Sequence[ReplicaAdmin]]) -> None:
-        """`replicas` are those that there are at the time of a call."""
+        """`replicas` returns the replicas at the time of a call."""
         self._replicas = replicas
 
     async def pause(
@@ -65,7 +63,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the engines, and then forgets what they have cached where that is wanted."""
+        """Pauses the engines, then resets their prefix caches if `clear_cache`."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)
@@ -113,7 +111,7 @@ class Administration:
         return await self._ask(addresses, undrain)
 
     async def load_adapter(self, adapter: Adapter) -> list[Outcome]:
-        """Has every replica load an adapter."""
+        """Loads an adapter on every replica."""
 
         async def load(replica: ReplicaAdmin) -> Said:
             await replica.load_adapter(adapter)
@@ -133,8 +131,8 @@ class Administration:
         return await asyncio.gather(*map(ask, self._chosen(addresses)))
 
     def _chosen(self, addresses: Sequence[str]) -> list[ReplicaAdmin]:
-        """The replicas of these addresses, or all without any. Raises NotFound, before any is
-        asked, for an address that is none's, and Unavailable where there are no replicas.
+        """The replicas at these addresses; all replicas if `addresses` is empty. Raises NotFound
+        for an unknown address, before any call is made, and Unavailable if there are no replicas.
         """
         known = {replica.address: replica for replica in self._replicas()}
         if not known:

@@ -1,4 +1,4 @@
-"""All replicas of a model as one engine that loses nothing when one of them dies or hangs."""
+"""All replicas of a model as one engine. No token is lost if a replica dies or hangs."""
 
 import itertools
 import logging
@@ -35,12 +35,14 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""Why a sequence waits that no ready replica takes."""
+"""The wait reason of a sequence that no ready replica accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway: why, and for how long, where that is known."""
+    """A sequence waiting at this gateway: the reason, and the time so far in
+    seconds if it is known.
+    """
 
     inflight: Inflight
     reason: str
@@ -48,21 +50,22 @@ class Queued:
 
 
 class Fleet:
-    """Sends each sequence to the replica that the policy chooses, and to another one when that one
-    is lost, hangs, refuses it, or cannot run steps.
+    """Sends each sequence to the replica that the policy chooses. If that replica is lost, hangs,
+    refuses the sequence, or cannot run steps, the sequence is sent to another one.
 
-    1. A sequence without a replica waits, in order of arrival, for `resubmit_timeout_seconds`.
-    2. A replica that becomes ready gets the sequences that wait. One whose session ends gives back
-       those it had; one that is connected but cannot run steps gives them back after
-       `migrate_after_seconds`, if another one is ready.
-    3. What was given back is sent to another replica with all its tokens so far. A sequence under
-       which replicas are lost again and again without a token between is given up: it may be the
-       cause.
-    4. Before it is sent first, a sequence of a tenant may wait in the queues of Admission, so that
-       no tenant takes all replicas for itself. Without tenants no sequence waits there.
+    1. A sequence without a replica waits, in order of arrival, for at most
+       `resubmit_timeout_seconds`.
+    2. Waiting sequences are sent to a replica that becomes ready. If a replica's session ends, its
+       sequences are taken back. If a connected replica cannot run steps, they are taken back after
+       `migrate_after_seconds`, if another replica is ready.
+    3. Sequences taken back are sent to another replica with all their tokens so far. If replicas
+       are lost repeatedly under a sequence without a new token in between, the sequence fails,
+       since it may be the cause.
+    4. Before it is first sent, a tenant's sequence may wait in the queues of Admission, so that no
+       tenant occupies all replicas. Without tenants no sequence waits there.
 
-    Migration by token replay is NVIDIA Dynamo's; draws that depend on (seed, position) alone make
-    it exact here.
+    Migration by token replay is from NVIDIA Dynamo. Here it is exact, since a sampled token depends
+    only on seed and position.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Fleet:
         queue_bounds: QueueBounds,
         nanos: Callable[[], int],
     ) -> None:
-        """`nanos` is a steady clock, by which the times of requests are taken."""
+        """`nanos` is the steady clock for request times, in nanoseconds."""
         self.membership = Membership(
             links,
             clock,
@@ -93,7 +96,9 @@ class Fleet:
         self._bounds = queue_bounds
         self._numbers = itertools.count()
         self.num_resubmissions = 0
-        """Sequences that were sent again, after a replica was lost, stalled or refused them."""
+        """Number of times that sequences were sent again after a replica was lost,
+        stalled or refused them.
+        """
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds,
             clock,
@@ -105,19 +110,19 @@ class Fleet:
         )
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Where schedulers are now, as far as this source knows; see Membership."""
+        """Updates the scheduler addresses known to `source`; see Membership."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 
-    # What is asked of the fleet: it is the core's Engine.
+    # Calls to the fleet. It implements the core's Engine.
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no replica at present."""
+        """Sequences without a replica."""
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
-        """Sequences that have no replica at present, `most` of them, and why."""
+        """At most `most` sequences without a replica, with the reason."""
         kept = [Queued(one, why.value, since) for one, why, since in self.admission.waits()]
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*kept, *unplaced][:most]
@@ -126,7 +131,7 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
-        """Prompt tokens of the sequences without output, those that are computed included."""
+        """Prompt tokens of all sequences without output, including tokens already computed."""
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
@@ -149,7 +154,9 @@ class Fleet:
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> Mailbox:
-        """Sends sequences; those of one prompt to one replica, where they share its blocks."""
+        """Sends sequences. Sequences with the same prompt are sent to one replica,
+        where they share its blocks.
+        """
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
         for inflight in mailbox.resume(progress) if progress else mailbox.inflights:
@@ -174,7 +181,7 @@ class Fleet:
             self._waiting.discard(inflight)
             inflight.failed(error)
 
-    # What replicas report: Fleet is their ReplicaListener.
+    # Reports of the replicas. Fleet implements their ReplicaListener.
 
     def replica_changed(self, replica: Replica) -> None:
         for inflight in self._waiting:
@@ -201,10 +208,13 @@ class Fleet:
         self._update()
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
-        """Another replica is asked. When all refuse, a new request is refused where queues are
-        full, and waits where schedulers drain; one that was accepted before waits in any case. One
-        that is called invalid was checked here before it was sent, and may have changed on its way:
-        it is sent once more.
+        """Sends the sequence to another replica. If all replicas refuse it:
+
+        * a new request fails if the queues are full, and waits if the schedulers drain;
+        * a request that was accepted before waits.
+
+        A request refused as invalid had passed the gateway's checks, so its message may have been
+        damaged in transit: it is sent once more.
         """
         if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
             inflight.was_called_invalid = True
@@ -234,11 +244,11 @@ class Fleet:
     def load_reported(self) -> None:
         self.admission.admit()
 
-    # Where sequences go.
+    # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica that is ready and has not refused it. Returns the replica;
-        None if there is none.
+        """Sends a sequence to a ready replica that has not refused it. Returns the replica; None if
+        there is none.
         """
         placed = self._placement.place(inflight)
         if placed is None:
@@ -251,8 +261,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a turn of a session to the replica that keeps it, in its place there; returns False
-        if none does that can run steps.
+        """Sends a session's turn to the replica that keeps the session; returns False if no such
+        replica is ready.
         """
         session = inflight.request.session
         held = None if session is None else session.take_held()
@@ -271,7 +281,9 @@ class Fleet:
         return capacity_of(self.membership.ready())
 
     def _send_or_queue(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica, and returns that, or lets the sequence wait for one."""
+        """Sends a sequence to a replica and returns the replica. If there is none,
+        the sequence waits.
+        """
         replica = self._send(inflight)
         if replica is None:
             inflight.trace.found_no_replica()
@@ -289,7 +301,7 @@ class Fleet:
         self.admission.admit()
 
     def _migrate(self) -> None:
-        """Takes sequences from replicas that have not been able to run steps for too long."""
+        """Takes sequences back from replicas that could not run steps for too long."""
         if not self.membership.num_ready:
             return
         for replica in self.membership.replicas:
@@ -313,16 +325,16 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
-        """Ends a sequence, wherever it is."""
+        """Ends a sequence wherever it is."""
         inflight.aborted()
         self._waiting.discard(inflight)
         self.admission.discard(inflight)
 
     def _update(self) -> None:
-        """Sends what waits to the replicas that are ready now.
+        """Sends waiting sequences to the ready replicas.
 
-        When the model was replaced, sequences that have output, or that the limits of the new one
-        may not allow, end.
+        If the model was replaced, a waiting sequence fails if it has output, or if the limits have
+        changed.
         """
         limits = self.membership.known_limits
         if self.membership.update():

@@ -1,4 +1,4 @@
-"""The load of one replica: what this gateway sent there, and what the scheduler reports."""
+"""The load of one replica: this gateway's sequences, and the scheduler's reports."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,41 +10,42 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
-"""The mean length of outputs at a replica before the first one ends."""
+"""The assumed mean output length at a replica until the first output ends."""
 OWN_TOKENS_COUNT = 2
-"""How often the tokens count that a sequence has to compute: it waits for them, and so do the
-requests behind it.
+"""The factor of a sequence's own uncomputed tokens in its cost: the sequence waits for them, and so
+do the requests behind it.
 """
 EVICTED_TOKENS_COUNT = 4
-"""How often they count, beyond that, at a replica under the mean pressure: in a full pool their
-blocks take the place of as many that others would have found, the more so the more is computed
-there (Preble's cost of evictions). Without the pressure, small differences between the speeds that
-replicas measure bring most new conversations to the same pools. In simulated time
-(tests/gateway/simulated_fleet.py) these two numbers give the best hit rates and times to the first
-token together.
+"""The additional factor of a sequence's own uncomputed tokens, at a replica with mean pressure: in
+a full pool their blocks evict as many others that would have been hits. More tokens computed at a
+replica mean more pressure (Preble's eviction cost).
+
+Without pressure, small differences in measured speeds send most new conversations to the same
+pools. In simulated time (tests/gateway/simulated_fleet.py) the two factors together have the best
+hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
-"""Half-life of the count of tokens that were computed at a replica."""
+"""Half-life of the number of tokens computed at a replica, in seconds."""
 REFRESH_SECONDS = 0.05
-"""`LoadTracker.refresh` does nothing if it was called less than this before."""
+"""`LoadTracker.refresh` does nothing if it was called less than this time ago."""
 _SHARE = 0.1
-"""Weight of the newest value in the means."""
+"""Weight of the newest value in moving means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """By how much each token of a prompt, and each request that decodes, makes a step longer."""
+    """How much each prompt token, and each decoding request, lengthens a step."""
 
     seconds_per_prompt_token: float
     seconds_per_decode: float
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""Used while no replica has measured its own: only their ratio matters then."""
+"""Used until a replica has measured its speeds; only their ratio matters then."""
 
 
 def mean_speeds(loads: Iterable["LoadTracker"]) -> Speeds:
-    """The mean of what is known of several replicas; the default where nothing is."""
+    """The mean of the known speeds of several replicas; the default if none is known."""
     known = [load.speeds for load in loads if load.speeds is not None]
     if not known:
         return DEFAULT_SPEEDS
@@ -60,36 +61,37 @@ class _Sent:
 
     inflight: Inflight
     num_output_tokens: int
-    """Output that it had then."""
+    """Output tokens when it was sent."""
     num_uncomputed_tokens: int
-    """Tokens that are not computed yet, as far as is known."""
+    """Tokens not computed yet, by estimate."""
     num_cached_tokens: int
     """Tokens that were expected to be cached."""
     cached_key: int | None
-    """See Route."""
+    """Key of the last block that was expected to be cached; None if there was none."""
 
 
 class LoadTracker:
-    """Counts what is sent at once, and corrects itself by each report.
+    """Counts sequences as soon as they are sent, and corrects the counts by each report.
 
-    Reports come with each step in which requests come or end, or prompts are computed. A gateway
-    that counted by them alone would send all requests of a step to the same replica.
+    Reports arrive with each step in which requests arrive or end, or prompts are computed. A
+    gateway that relied on reports alone would send all requests between two reports to the same
+    replica.
     """
 
     def __init__(self) -> None:
         self.trust = 1.0
-        """Mean of the share of the tokens expected to be cached there that were."""
+        """Moving mean of the fraction of tokens expected to be cached that really were."""
         self._sent: dict[int, _Sent] = {}
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self.num_sessions = 0
-        """Sessions of this gateway that are kept there between two turns, each in a place."""
+        """This gateway's sessions kept at the replica between two turns; each has a place."""
         self._refreshed_at = -REFRESH_SECONDS
         self._mean_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
         self.clear()
 
     def clear(self) -> None:
-        """Forgets what runs there, and how fast, since the session ended."""
+        """Forgets the load and the speeds, since the session ended."""
         self._sent.clear()
         self._num_sharing.clear()
         self._num_uncomputed = 0
@@ -97,29 +99,29 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """As the scheduler measured them; None until it has."""
+        """Speeds measured by the scheduler; None until it reports them."""
         self.recent_tokens = 0.0
-        """Tokens of this gateway's prompts that were computed there lately."""
+        """Tokens of this gateway's prompts that were recently computed there."""
 
     @property
     def num_requests(self) -> int:
-        """Requests of all gateways there, and sessions between two turns."""
+        """Requests of all gateways at the replica, and sessions between two turns."""
         return len(self._sent) + self.num_sessions + self._num_other_requests
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens of all gateways' requests that are to be computed there."""
+        """Uncomputed tokens of all gateways' requests at the replica."""
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
-        """Sequences of this gateway there whose last block that was expected to be cached has this
-        key: all of them begin alike, up to there.
+        """This gateway's sequences at the replica that share a cached prefix. `cached_key` is the
+        key of the prefix's last block.
         """
         return self._num_sharing[cached_key]
 
     def refresh(self, now_seconds: float) -> None:
-        """Leaves out the prompts of sequences that got tokens, and forgets a part of the recent
-        tokens, unless it did so just before.
+        """Stops counting the prompt tokens of sequences that have new output, and decays the recent
+        tokens. Does nothing if it was called less than REFRESH_SECONDS ago.
         """
         if now_seconds < self._refreshed_at + REFRESH_SECONDS:
             return
@@ -137,12 +139,16 @@ class LoadTracker:
         fleet_speeds: Speeds,
         pressure: float,
     ) -> float:
-        """The cost of a sequence here of which `num_tokens` are to be computed: the time that it
-        waits for the tokens before it, several times its own, and the time by which the requests
-        here and the sequence slow one another down while it decodes. `fleet_speeds` are the means
-        of all replicas: this one counts as half as far from them as it measured, since what equal
-        replicas measure at little load differs by chance, and most new conversations would come to
-        the same pools. `pressure` is that of evictions here, divided by the mean of all replicas.
+        """The cost in seconds of a sequence with `num_tokens` uncomputed tokens at this replica.
+
+        The cost is the time for the tokens before it, plus several times the time for its own
+        tokens, plus the time by which the sequence and the other requests slow each other down
+        while it decodes.
+
+        `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these and
+        the replica's own speeds: at low load, equal replicas measure different speeds by chance,
+        and most new conversations would go to the same pools. `pressure` is the replica's eviction
+        pressure divided by the mean of all replicas.
         """
         speeds = self.speeds or fleet_speeds
         num_output_tokens = self._mean_output_tokens
@@ -156,7 +162,7 @@ class LoadTracker:
         return (per_prompt_token * num_computed + per_decode * num_decoded) / 2
 
     def sent(self, handle: int, inflight: Inflight, route: Route) -> None:
-        """A sequence was sent."""
+        """Counts a sequence that was sent."""
         num_output_tokens = len(inflight.output_token_ids)
         num_tokens = len(inflight.request.prompt_token_ids) + num_output_tokens
         num_uncomputed = num_tokens - route.num_cached_tokens
@@ -172,8 +178,8 @@ class LoadTracker:
         self._num_uncomputed += num_uncomputed
 
     def admitted(self, handle: int, num_cached_tokens: int, block_size: int) -> None:
-        """A sequence was scheduled, of which `num_cached_tokens` were cached. If a prompt is
-        wholly cached, its last block is computed again.
+        """Corrects the estimates for a scheduled sequence with `num_cached_tokens` cached tokens.
+        If a whole prompt is cached, its last block is computed again.
         """
         sent = self._sent.get(handle)
         if sent is None:
@@ -189,7 +195,7 @@ class LoadTracker:
             self.trust += _SHARE * (share - self.trust)
 
     def ended(self, handle: int) -> None:
-        """A sequence ended, or was aborted or refused."""
+        """Removes a sequence that ended, or was aborted or refused."""
         sent = self._sent.pop(handle, None)
         if sent is None:
             return
@@ -201,7 +207,9 @@ class LoadTracker:
             self._mean_output_tokens += _SHARE * (num_output_tokens - self._mean_output_tokens)
 
     def reported(self, load: ReplicaLoad) -> None:
-        """The scheduler reported its load. Tokens that are not this gateway's are others'."""
+        """Applies a load report of the scheduler. Tokens beyond this gateway's are
+        other gateways'.
+        """
         self._num_other_requests = load.num_other_requests
         self._num_other_tokens = max(0, load.num_uncomputed_tokens - self._num_uncomputed)
         if load.seconds_per_prompt_token and load.seconds_per_decode:

@@ -1,4 +1,4 @@
-"""Which replicas there are, which of them take requests, and what a request may be there."""
+"""The set of replicas: which of them accept requests, and the limits of requests."""
 
 import asyncio
 import logging
@@ -13,18 +13,18 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""Time without a session after which a replica leaves whose address no source names any more. One
-that drained leaves as soon as its session has ended.
+"""Time without a session after which a replica is removed if no source lists its address. A drained
+replica is removed as soon as its session has ended.
 """
 
 
 class Membership:
-    """The replicas of one model; those with another fingerprint than the one in use are not ready.
+    """The replicas of one model. Replicas with a different fingerprint are not ready.
 
-    Sources, such as a setting or a registry, name addresses of schedulers. A new address becomes a
-    replica at once. One that is named no more keeps its replica as long as that has a session, by
-    which a gateway knows more of a scheduler than any source does: an emptied registry costs no
-    request anything.
+    Sources, such as a setting or a registry, list addresses of schedulers. A new address becomes a
+    replica at once. A replica whose address is no longer listed is kept while it has a session,
+    since a session is better evidence of a scheduler than any source. So if a registry loses its
+    data, no request is affected.
 
     The fleet calls `update` after each change of a replica.
     """
@@ -40,14 +40,14 @@ class Membership:
         on_model_absent: Callable[[], None],
     ) -> None:
         """`on_model_absent` is called when no replica has served the model in use for
-        `patience_seconds`: `update` may replace it.
+        `patience_seconds`. `update` may then replace the model.
         """
         self.replicas: list[Replica] = []
-        """In the order in which they came. Each change makes another list."""
+        """In order of joining. Each change makes a new list."""
         self.known_limits: ModelLimits | None = None
-        """The tightest limits of the ready replicas, or as they were last; None before."""
+        """The tightest limits of the ready replicas, or the last known ones; None before any."""
         self.changed = asyncio.Event()
-        """Set whenever a replica comes, goes, or changes; its reader clears it."""
+        """Set whenever a replica joins, leaves or changes. The reader clears it."""
         self._links = links
         self._clock = clock
         self._listener = listener
@@ -55,8 +55,8 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
-        """Takes note of all addresses that a source names now; returns whether a replica left. To
-        be called again and again, since a replica may leave later than its address.
+        """Stores all addresses that a source currently lists; returns whether a replica was
+        removed. Call it repeatedly, since a replica may be removed later than its address.
         """
         self._addresses[source] = tuple(addresses)
         known = {replica.address for replica in self.replicas}
@@ -71,7 +71,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use; empty until a replica was connected once."""
+        """The fingerprint of the model in use; empty until a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -79,32 +79,32 @@ class Membership:
         return len(self.ready())
 
     def not_ready(self) -> dict[str, str]:
-        """Why, by address, of the replicas that take no requests now."""
+        """By address, the reasons for which replicas accept no requests now."""
         return {
             replica.address: replica.reason for replica in self.replicas if not replica.is_ready
         }
 
     def why_not_ready(self) -> str:
-        """Why requests cannot be served now; empty when they can."""
+        """The reason for which no request can be served now; empty if requests can be served."""
         if self.num_ready:
             return ""
         states = ", ".join(f"{address} ({why})" for address, why in self.not_ready().items())
         return f"no replica is ready: {states or 'none is known'}"
 
     def limits(self) -> ModelLimits:
-        """`known_limits`. Raises Unavailable when no replica was ever ready."""
+        """`known_limits`. Raises Unavailable if no replica was ready so far."""
         if self.known_limits is None:
             raise no_replica_ready(self.why_not_ready())
         return self.known_limits
 
     def max_model_len(self) -> int | None:
-        """The model's context while a replica is ready; None while none is."""
+        """The model's context length; None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:
-        """Compares the replicas' models; returns whether the one in use was replaced.
+        """Compares the replicas' models; returns whether the model in use was replaced.
 
-        A new model's limits hold from when it is taken, the others' from when a replica is ready.
+        Limits of a new model apply as soon as it is adopted, otherwise once a replica is ready.
         """
         was_replaced = self._model.compare(self.replicas)
         limits = [
@@ -125,7 +125,9 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that are to leave; returns whether there were any."""
+        """Removes the replicas that have ended and are not listed; returns whether
+        there were any.
+        """
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:
@@ -137,11 +139,11 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether the replica is not expected to have a session again."""
+    """Whether the replica is not expected to open a session again."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 
 
 def no_replica_ready(why: str) -> Unavailable:
-    """The error of a request that no replica takes."""
+    """The error of a request that no replica accepts."""
     return Unavailable(why, reason="NO_REPLICA_READY", retry_after_seconds=1.0)

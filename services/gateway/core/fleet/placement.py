@@ -1,4 +1,4 @@
-"""Which of the ready replicas gets a sequence: one that has room for it, by the policy."""
+"""Chooses a ready replica for a sequence: one with room for it, by the policy."""
 
 from typing import cast
 
@@ -14,7 +14,7 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Placement:
-    """Chooses among the replicas of a membership. It sends nothing."""
+    """Chooses among the replicas of a membership. Sends nothing."""
 
     def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
         self._membership = membership
@@ -22,8 +22,8 @@ class Placement:
         self._clock = clock
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
-        """Raises ResourceExhausted if the queues of all ready replicas would refuse one more
-        request, after `num_arriving` that are still being read.
+        """Raises ResourceExhausted if the queues of all ready replicas would refuse another
+        request, counting `num_arriving` requests that are being read.
         """
         timeout, ready = self._timeout(deadline), self._membership.ready()
         share = num_arriving / max(1, len(ready))
@@ -32,13 +32,13 @@ class Placement:
             try:
                 raise cast(ResourceExhausted, refusals[0])
             finally:
-                # Its traceback refers to this frame: what a refusal holds would be garbage in a
-                # cycle, and refusals are many.
+                # The error's traceback refers to this frame. Without clearing, each refusal would
+                # leave a reference cycle, and refusals can be frequent.
                 refusals.clear()
 
     def place(self, inflight: Inflight) -> tuple[Replica, Route] | None:
-        """A replica that is ready and has not refused the sequence, and the route to it: one whose
-        queue has room, if there is any. None if there is no replica.
+        """A ready replica that has not refused the sequence, and the route to it. Replicas with
+        room in their queue are preferred. None if there is no replica.
         """
         candidates = [
             replica
@@ -70,8 +70,9 @@ class Placement:
 
 
 def _with_place(inflight: Inflight, candidates: list[Replica]) -> list[Replica]:
-    """The candidates with a free place, if there are any; of these only the one that has the
-    sequence before it of the same prompt, where it is among them: they share its blocks.
+    """The candidates with a free place, or all candidates if there are none. If the previous
+    sequence has the same prompt and was sent to one of these, only that replica: the sequences
+    share blocks.
     """
     with_place = [replica for replica in candidates if replica.num_free_places > 0] or candidates
     mailbox, index = inflight.mailbox, inflight.index

@@ -1,16 +1,16 @@
-"""Blocks that were sent to a replica lately, which its pool may not have reported yet."""
+"""Blocks that were recently sent to a replica and that its pool may not have reported yet."""
 
 from collections.abc import Sequence
 
 MIN_SECONDS = 2.0
-"""Blocks that were sent are expected to be cached for at least this time, and at most twice."""
+"""The least time for which sent blocks are expected to be cached; the longest is twice that."""
 
 
 class RecentPrefixes:
-    """Keys of the blocks of the sequences that were sent to one replica lately.
+    """Keys of the blocks of sequences that were recently sent to one replica.
 
-    Two sets take turns, so that no entry needs a timer. Speculative entries of two seconds are
-    llm-d's.
+    Two sets alternate, so that no entry needs a timer. Speculative entries of two seconds are from
+    llm-d.
     """
 
     def __init__(self) -> None:
@@ -19,18 +19,18 @@ class RecentPrefixes:
         self._turned_at = 0.0
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
-        """A sequence with the blocks of these keys was sent. Those of the first `known_depth` are
-        known to be cached: they are not kept here, which costs more than looking all of them up.
+        """Adds the blocks of a sequence that was sent. The first `known_depth` blocks are known to
+        be cached. They are not stored: storing them would cost more than looking all of them up.
         """
         self._turn(now_seconds)
         self._newer.update(keys[known_depth:])
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
-        """How many blocks of a chain, from the first on, are cached or were sent lately, if the
-        first `known_depth` are cached.
+        """The number of leading blocks of a chain that are cached or were sent recently. The first
+        `known_depth` are known to be cached.
 
-        A chain of which a block was sent was sent up to there, so that one look at the block after
-        the known ones mostly suffices, and bisection finds the end.
+        If a block of a chain was sent, so were all blocks before it. So mostly one lookup of the
+        block after the known ones suffices, and otherwise bisection finds the end.
         """
         if now_seconds - self._turned_at >= MIN_SECONDS:
             self._turn(now_seconds)
@@ -47,7 +47,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """Forgets all keys, since the replica lost what it had cached."""
+        """Forgets all keys, since the replica lost its cache."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
