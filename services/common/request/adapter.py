@@ -1,12 +1,14 @@
-"""An adapter that requests may name in place of the model."""
+"""An adapter, which requests can name instead of the model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Weights that are added to a model's projections (LoRA): `digest` is the SHA-256 of its files,
-    see adapter_files.py; `name` is what clients call it; `path` is its directory.
+    """LoRA weights that are added to a model's projections.
+
+    `digest` is the SHA-256 of the adapter's files (adapter_files.py), `name` the name that clients
+    use, and `path` the adapter's directory.
     """
 
     digest: bytes

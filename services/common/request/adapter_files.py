@@ -1,4 +1,4 @@
-"""The files of an adapter in PEFT's format, and the digest that they are known by."""
+"""The files of an adapter in PEFT's format, and the digest that identifies them."""
 
 import errno
 import hashlib
@@ -11,9 +11,10 @@ _CHUNK_BYTES = 2**20
 
 
 def adapter_digest(directory: Path) -> bytes:
-    """SHA-256 over the name, size and contents of the adapter's files, 32 bytes: equal where they
-    lie elsewhere, another one when they change. Raises OSError if one is no file, or cannot be
-    read.
+    """SHA-256 over the names, sizes and contents of the adapter's files, 32 bytes.
+
+    The digest does not depend on the directory. Raises OSError if a file is not a regular file or
+    cannot be read.
     """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):

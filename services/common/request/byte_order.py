@@ -1,12 +1,13 @@
-"""Numbers in arrays, as they are written."""
+"""The byte order of numbers in arrays that are stored or sent."""
 
 import sys
 from array import array
 
 
 def little_endian(numbers: "array[int]") -> "array[int]":
-    """The same array, whose bytes are then little-endian; on big-endian machines it is changed in
-    place, and changed back by a second call.
+    """Returns the same array with little-endian bytes.
+
+    On big-endian machines the bytes are swapped in place, and a second call swaps them back.
     """
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -1,34 +1,34 @@
-"""A piece of a prompt, such as an image, whose embeddings an encoder computes."""
+"""A part of a prompt, such as an image, whose embeddings an encoder computes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """An item of a prompt. It takes `length` tokens from `offset` on; at those positions of them
-    that `embeds` lists, counted from 0, an embedding stands in place of a token. None: at all.
+    """An item that occupies `length` prompt tokens from position `offset` on.
+
+    `embeds` lists the positions within the item, counted from 0, at which an embedding replaces the
+    token. None means all of them.
     """
 
     identifier: str
-    """Identifier of its content: equal items have equal ones."""
+    """Identifies the item's content. Items with equal content have equal identifiers."""
     offset: int
     length: int
     embeds: tuple[int, ...] | None = None
 
     @property
     def end(self) -> int:
-        """The position after its last token."""
+        """The prompt position after the item's last token."""
         return self.offset + self.length
 
     @property
     def num_embeds(self) -> int:
-        """Embeddings that the encoder makes of it."""
+        """The number of embeddings that the encoder computes for the item."""
         return self.length if self.embeds is None else len(self.embeds)
 
     def has_embeds_between(self, start: int, end: int) -> bool:
-        """Whether one of its embeddings stands at a position of the prompt from `start` up to
-        `end`.
-        """
+        """Whether an embedding of the item is at a prompt position from `start` up to `end`."""
         start, end = max(start, self.offset), min(end, self.end)
         if self.embeds is None:
             return start < end

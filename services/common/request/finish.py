@@ -1,5 +1,7 @@
-"""How a sequence ends by its tokens. The scheduler ends a request by these rules; the gateway does
-if a scheduler is lost before it sent the finish reason.
+"""The rules by which a sequence's tokens end it.
+
+The scheduler ends requests by these rules. The gateway applies them if a scheduler was lost before
+it sent the finish reason.
 """
 
 from collections.abc import Sequence
@@ -12,16 +14,17 @@ from services.common.request.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a sequence; `stop_token_id` where one of the client's stop tokens ended it."""
+    """The end of a sequence. `stop_token_id` is the client's stop token that ended it, if any."""
 
     reason: FinishReason
     stop_token_id: int | None = None
 
 
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
-    """Tokens that end a sequence: end of sequence and stop tokens. Requests with the same tokens
-    share one set: each step looks into it for each request, and with a thousand sets most of these
-    accesses would miss the processor's caches.
+    """Tokens that end a sequence: EOS tokens and the client's stop tokens.
+
+    Requests with equal tokens share one set. Each step looks up tokens of each request, and with a
+    thousand different sets most look-ups would miss the processor's caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
@@ -39,11 +42,11 @@ def append_until_end(
     ending: frozenset[int],
     sampling: SamplingParams,
 ) -> Finish | None:
-    """Appends new tokens to those of a sequence, prompt and output, up to the first one that ends
-    it. Returns how it ends; None if it goes on. `ending` is `ending_token_ids(sampling)`.
+    """Appends new tokens to a sequence (prompt and output), up to the first one that ends it.
 
-    Checked in vLLM's order: end of sequence, stop tokens, length, then repetition. Before
-    `min_tokens` only the length ends a sequence.
+    Returns how the sequence ends, or None if it continues. `ending` is
+    `ending_token_ids(sampling)`. The checks are in vLLM's order: EOS, stop tokens, length,
+    repetition. Before `min_tokens` only the length ends a sequence.
     """
     repetition = sampling.repetition_detection
     for token_id in new_token_ids:

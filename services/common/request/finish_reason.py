@@ -1,37 +1,37 @@
-"""Why a request ended."""
+"""Reasons why a request ended."""
 
 import enum
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended; values are OpenAI's and vLLM's words where they have one."""
+    """Why a request ended. The values are OpenAI's and vLLM's names where they have one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     NAN_IN_LOGITS = "nan_in_logits"
-    """The model's logits held NaN: no token could be sampled."""
+    """The model's logits contained NaN, so no token could be sampled."""
     REPETITION = "repetition"
-    """The output repeated one pattern, as `repetition_detection` describes."""
+    """The output repeated a pattern, by the rule of `repetition_detection`."""
     STEP_FAILED = "step_failed"
-    """The workers were lost in every step of the request, also in those with no other request."""
+    """The workers failed in every step of the request, also in steps without other requests."""
     KV_LOAD_FAILED = "kv_load_failed"
-    """Keys and values of the request could not be loaded from where they are stored, and it is not
-    to compute them instead.
+    """Keys and values of the request could not be loaded from external storage, and the request
+    does not permit computing them instead.
     """
     ERROR = "error"
-    """Something of this request alone went wrong, which a message says."""
+    """An error of this request alone. A message describes it."""
     GRAMMAR_ERROR = "grammar_error"
-    """The grammar that the output must follow is too complex to go on with, or cannot be compiled,
-    as a message says.
+    """The grammar of the output cannot be compiled or became too complex during generation. A
+    message describes the reason.
     """
     NO_CONFORMING_TOKEN = "no_conforming_token"
-    """No token is left that conforms to the grammar and that the other parameters allow."""
+    """No token conforms to the grammar and is permitted by the other parameters."""
     QUEUE_TIMEOUT = "queue_timeout"
-    """The request was not scheduled within the time that it may wait."""
+    """The request was not scheduled within its maximum waiting time."""
 
 
 CLIENT_ERRORS = frozenset({FinishReason.GRAMMAR_ERROR, FinishReason.NO_CONFORMING_TOKEN})
-"""Ends by an error that is the request's own. A message names the field at fault, which is
+"""Finish reasons caused by the request itself. A message names the invalid field, which is
 `structured_outputs`.
 """

@@ -1,4 +1,4 @@
-"""Finish reasons from and to their number in stepwell.common.v1."""
+"""Converts finish reasons from and to their numbers in stepwell.common.v1."""
 
 from stepwell.common.v1 import common_pb2
 

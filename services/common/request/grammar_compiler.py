@@ -1,5 +1,6 @@
-"""Compiles what outputs conform to for one vocabulary, by llguidance: at the edge to judge it, in
-workers to hold outputs to it. Both find the same.
+"""Compiles structured outputs for one vocabulary with llguidance.
+
+The gateway compiles a grammar to check it, and workers to enforce it. Both get the same result.
 """
 
 import json
@@ -19,7 +20,7 @@ from services.common.request.structured_outputs import (
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Bounds of a token's mask, in llguidance's units of work, of which some 15,000 take a millisecond.
+# Limits of computing a token mask, in llguidance's work units; about 15,000 take a millisecond.
 _STEP_LEXER_FUEL = 60_000
 _STEP_MAX_ITEMS = 10_000
 _MAX_LEXER_STATES = 20_000
@@ -30,22 +31,23 @@ _SLICES = [
     *(f"{_IN_STRING}{{1,{length}}}" for length in (6, 8, 10, 12, 15, 20, 30)),
     f"{_IN_STRING}+",
 ]
-"""Texts whose tokens are allowed all at once where a grammar allows all such texts; other tokens
-are tried one by one. With more lengths than llguidance's own, 10 and 30, this holds for most tokens
-within a JSON string of a `maxLength`, too.
+"""Patterns whose tokens are allowed together if a grammar allows every text of the pattern. All
+other tokens are tested one by one. The lengths 10 and 30 are added to llguidance's own, so that
+most tokens inside a JSON string with `maxLength` are covered too.
 """
 
 
 class GrammarCompiler:
-    """Makes matchers over the tokens of one model. May be used by several threads."""
+    """Compiles matchers for the vocabulary of one model. Thread-safe."""
 
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        """`tokenizer_json` is the text of a tokenizer.json. Tokens of the model that it lacks, up
-        to `vocab_size`, are never allowed; `eos_token_ids` where an output may end. Takes a second
-        for a large vocabulary. Raises ValueError for a tokenizer whose tokens are not made of
-        bytes.
+        """`tokenizer_json` is the text of a tokenizer.json.
+
+        Token ids below `vocab_size` that the tokenizer lacks are never allowed. `eos_token_ids` are
+        allowed where an output may end. Takes a second for a large vocabulary. Raises ValueError
+        for a tokenizer whose tokens are not made of bytes.
         """
         described = json.loads(tokenizer_json)
         described["truncation"] = described["padding"] = None
@@ -63,12 +65,12 @@ class GrammarCompiler:
         )
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
-        """A matcher at the beginning of an output. Raises InvalidArgument, with llguidance's
-        reason, for what it does not know or cannot hold an output to.
+        """Returns a matcher in its initial state.
 
-        That is decided by the text and the vocabulary, not by how long it takes: the sizes of texts
-        bound that, to about two seconds for the worst that is known. Compiling does not hold the
-        interpreter's lock.
+        Raises InvalidArgument with llguidance's reason if the grammar is invalid or cannot be
+        enforced. The decision depends only on the text and the vocabulary, not on the compile time.
+        Size limits on the text bound that time, to about two seconds in the worst known case.
+        Compiling releases the GIL.
         """
         wanted.validate()
         try:
@@ -84,7 +86,7 @@ class GrammarCompiler:
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
-    """What is demanded, in llguidance's form. Raises ValueError for what cannot be one."""
+    """Converts structured outputs to llguidance's format. Raises ValueError for invalid ones."""
     if wanted.kind is StructuredOutputsKind.JSON:
         schema = held_schema(json.loads(wanted.text))
         return LLMatcher.grammar_from_json_schema(
@@ -99,7 +101,7 @@ def _grammar(wanted: StructuredOutputs) -> str:
 
 
 def reason_in_words(error: str) -> str:
-    """The first lines of an error of llguidance, which say what is wrong, in one."""
+    """The first lines of an llguidance error, which contain the reason, joined into one line."""
     if error.startswith("NoExtension"):
         return "no output conforms to it"
     return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_REASON]

@@ -1,4 +1,4 @@
-"""Models that answer a prompt with a vector: what it is, and how it is asked for."""
+"""Parameters of models that answer a prompt with a vector instead of tokens."""
 
 import enum
 from dataclasses import dataclass
@@ -7,34 +7,34 @@ from services.common.errors import InvalidArgument
 
 
 class PoolingTask(enum.Enum):
-    """The result that a model computes of a whole prompt. Values are vLLM's words."""
+    """The result that a model computes for a whole prompt. The values are vLLM's names."""
 
     EMBED = "embed"
-    """A vector for the meaning of the prompt."""
+    """An embedding vector of the prompt."""
     CLASSIFY = "classify"
-    """A number for each class: a score, where there is one class."""
+    """A number for each class. A model with one class computes a score."""
 
 
 class PoolingType(enum.Enum):
-    """Which of a prompt's hidden states become the vector."""
+    """Which hidden states of a prompt become the vector."""
 
     CLS = "CLS"
-    """That of the first token."""
+    """The hidden state of the first token."""
     LAST = "LAST"
-    """That of the last token."""
+    """The hidden state of the last token."""
     MEAN = "MEAN"
-    """The mean of all."""
+    """The mean of all hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How one prompt is pooled, in vLLM's words.
+    """How one prompt is pooled. The names are vLLM's.
 
-    * `dimensions`: how many of the vector's first numbers are kept; None: all.
-    * `use_activation`: normalization of embeddings, sigmoid or softmax of classes; None: as the
-      model's directory says.
-    * `num_first_text_tokens`: of a prompt that joins two texts, tokens up to the second; 0: one
-      text.
+    * `dimensions`: the length to which the vector is truncated. None keeps all numbers.
+    * `use_activation`: normalization of embeddings, or sigmoid or softmax of classes. None selects
+      the default of the model's directory.
+    * `num_first_text_tokens`: the number of tokens before the second text, if a prompt joins two
+      texts. 0 means one text.
     """
 
     dimensions: int | None = None
@@ -44,27 +44,27 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """The end of a model that answers prompts with vectors."""
+    """The final layer of a model that answers prompts with vectors."""
 
     task: PoolingTask
     pooling_type: PoolingType
     size: int
-    """Numbers of a vector."""
+    """The number of elements in a vector."""
     may_shorten: bool = False
-    """Whether the first numbers of a vector are one too (Kusupati et al., 2022)."""
+    """Whether vectors may be truncated (Matryoshka embeddings; Kusupati et al., 2022)."""
     matryoshka_dimensions: tuple[int, ...] = ()
-    """The lengths of such vectors; where there are none here, any length."""
+    """The permitted lengths of truncated vectors. Empty permits any length."""
     takes_whole_prompts: bool = False
-    """Whether tokens see later ones: a prompt is computed in one step, and none of it is cached."""
+    """Whether tokens attend to later tokens. If so, a prompt is computed in one step, uncached."""
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether a prompt's cached beginning need not be computed: only the last state is used."""
+        """Whether prefix hits can be used, which requires that only the last state is needed."""
         return self.pooling_type is PoolingType.LAST and not self.takes_whole_prompts
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:
-        """Raises InvalidArgument, which names the field, for a vector that the model does not
-        give of a prompt of `num_tokens`.
+        """Raises InvalidArgument, which names the field, if the model cannot pool a prompt of
+        `num_tokens` tokens with these parameters.
         """
         wanted = params.dimensions
         if params.num_first_text_tokens > num_tokens:

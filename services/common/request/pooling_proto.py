@@ -1,4 +1,4 @@
-"""Pooling parameters and poolers from and to their messages."""
+"""Converts pooling parameters and poolers from and to their messages."""
 
 from stepwell.common.v1 import common_pb2
 
@@ -22,7 +22,7 @@ def pooling_from_proto(message: common_pb2.PoolingParams) -> PoolingParams:
 
 
 def pooling_to_proto(params: PoolingParams | None) -> common_pb2.PoolingParams | None:
-    """The message of parameters; None for None."""
+    """Converts parameters to their message. None becomes None."""
     if params is None:
         return None
     return common_pb2.PoolingParams(
@@ -33,7 +33,7 @@ def pooling_to_proto(params: PoolingParams | None) -> common_pb2.PoolingParams |
 
 
 def pooler_from_proto(message: common_pb2.Pooler) -> Pooler | None:
-    """The pooler of a message; None if what it computes is not set, or not known here."""
+    """Converts a message to a pooler. Returns None if a type is unset or unknown."""
     task, kind = _TASKS.from_proto(message.task), _TYPES.from_proto(message.pooling_type)
     if task is None or kind is None:
         return None
@@ -48,7 +48,7 @@ def pooler_from_proto(message: common_pb2.Pooler) -> Pooler | None:
 
 
 def pooler_to_proto(pooler: Pooler | None) -> common_pb2.Pooler | None:
-    """The message of a pooler; None for None."""
+    """Converts a pooler to its message. None becomes None."""
     if pooler is None:
         return None
     return common_pb2.Pooler(

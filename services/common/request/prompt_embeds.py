@@ -1,7 +1,7 @@
-"""A prompt given as the embeddings of its tokens instead of the tokens.
+"""A prompt given as token embeddings instead of tokens.
 
-Services without tensors carry the numbers as bytes, check how many there are, and salt the prefix
-cache with their digest. Where a token is needed, each token of such a prompt is 0.
+Services without tensor libraries store the numbers as bytes, check their count, and add their
+digest to the cache salt. Where token ids are required, such a prompt has the token id 0 throughout.
 """
 
 import enum
@@ -13,11 +13,11 @@ from services.common.errors import InvalidArgument
 
 PLACEHOLDER_TOKEN = 0
 _CHECKED_BYTES = 2**18
-"""Checked at once; a multiple of every number's size."""
+"""Bytes that are checked at once. A multiple of the size of every number type."""
 
 
 class EmbedsDtype(enum.Enum):
-    """How numbers are stored, by the name that safetensors has for it."""
+    """The number type, named as in safetensors."""
 
     FLOAT32 = "F32"
     BFLOAT16 = "BF16"
@@ -29,14 +29,16 @@ class EmbedsDtype(enum.Enum):
 
     @property
     def lowest_exponent_bit(self) -> int:
-        """Which bit of a number is the last of its exponent; the sign is the highest bit."""
+        """The index of the exponent's lowest bit. The sign is the highest bit of a number."""
         return {EmbedsDtype.FLOAT32: 23, EmbedsDtype.BFLOAT16: 7, EmbedsDtype.FLOAT16: 10}[self]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
-    """Rows of a matrix [num_tokens, hidden_size], little-endian. Raises InvalidArgument if there
-    are no rows, or more rows than numbers: the bytes bound the number of tokens.
+    """A matrix [num_tokens, hidden_size] in row-major order, little-endian.
+
+    Raises InvalidArgument if there are no rows or more rows than numbers. The number of tokens is
+    thus bounded by the number of bytes.
     """
 
     num_tokens: int
@@ -52,11 +54,11 @@ class PromptEmbeds:
 
     @property
     def placeholders(self) -> list[int]:
-        """Tokens in place of the rows."""
+        """Token ids that stand for the rows."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
     def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":
-        """Its rows after the first ones; None where nothing is left."""
+        """The rows after the first `num_computed_tokens`. None if no row is left."""
         if num_computed_tokens >= self.num_tokens:
             return None
         row = len(self.data) // self.num_tokens
@@ -64,7 +66,7 @@ class PromptEmbeds:
         return PromptEmbeds(self.num_tokens - num_computed_tokens, self.dtype, data)
 
     def check(self, hidden_size: int) -> None:
-        """Raises InvalidArgument unless it is a matrix of that width."""
+        """Raises InvalidArgument if the rows do not have `hidden_size` numbers."""
         given, expected = len(self.data), self.num_tokens * hidden_size * self.dtype.itemsize
         if given != expected:
             raise InvalidArgument(
@@ -74,7 +76,7 @@ class PromptEmbeds:
             )
 
     def check_finite(self) -> None:
-        """Raises InvalidArgument where a number is NaN or infinite. Some milliseconds per MB."""
+        """Raises InvalidArgument if a number is NaN or infinite. Takes milliseconds per MB."""
         chunks = range(0, len(self.data), _CHECKED_BYTES)
         if not all(_is_finite(self.data[at : at + _CHECKED_BYTES], self.dtype) for at in chunks):
             raise InvalidArgument(
@@ -83,16 +85,17 @@ class PromptEmbeds:
             )
 
     def salted(self, cache_salt: str) -> str:
-        """A salt under which placeholders share cached blocks with these very numbers only."""
+        """A cache salt with which placeholder tokens share blocks only with equal embeddings."""
         digest = sha256(self.data).hexdigest()
         return f"{cache_salt}\0prompt_embeds {self.dtype.value} {digest}"
 
 
 def _is_finite(data: bytes, dtype: EmbedsDtype) -> bool:
-    """Whether no number is infinite or NaN: of those all bits of the exponent are set.
+    """Whether no number is infinite or NaN. Such numbers have all exponent bits set.
 
-    All numbers are checked at once, as digits of one integer. Adding the exponent's last bit to
-    each exponent carries into the bit of the sign, which was cleared, where all its bits are set.
+    All numbers are checked at once, as digits of one integer. The lowest exponent bit is added to
+    each exponent, with the sign bits cleared. The sum carries into a sign bit exactly if all bits
+    of that exponent are set.
     """
     bits = 8 * dtype.itemsize
     lowest = 1 << dtype.lowest_exponent_bit

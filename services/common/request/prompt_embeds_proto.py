@@ -1,4 +1,4 @@
-"""Embedded prompts from and to their message."""
+"""Converts embedded prompts from and to their message."""
 
 from stepwell.common.v1 import common_pb2
 
@@ -10,7 +10,7 @@ _DTYPES = ProtoEnum(EmbedsDtype, common_pb2.EmbedsDtype, "EMBEDS_DTYPE_")
 
 
 def prompt_embeds_from_proto(message: common_pb2.PromptEmbeds) -> PromptEmbeds:
-    """The matrix of a message. Raises InvalidArgument for an unknown number type."""
+    """Converts a message to a matrix. Raises InvalidArgument for an unknown number type."""
     dtype = _DTYPES.from_proto(message.dtype)
     if dtype is None:
         raise InvalidArgument("prompt_embeds.dtype is not set", field="prompt_embeds.dtype")
@@ -18,7 +18,7 @@ def prompt_embeds_from_proto(message: common_pb2.PromptEmbeds) -> PromptEmbeds:
 
 
 def prompt_embeds_to_proto(embeds: PromptEmbeds | None) -> common_pb2.PromptEmbeds | None:
-    """The message of a matrix; None for None."""
+    """Converts a matrix to its message. None becomes None."""
     if embeds is None:
         return None
     return common_pb2.PromptEmbeds(

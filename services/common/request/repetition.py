@@ -1,4 +1,4 @@
-"""Answers that repeat the same few tokens, by the rule of vLLM's `repetition_detection`."""
+"""Detects answers that repeat the same few tokens, by vLLM's `repetition_detection`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from services.common.errors import InvalidArgument
 
 FIELD = "repetition_detection"
 MAX_PATTERN_SIZE = 1024
-"""Bounds the cost of a token, which is compared with as many earlier ones."""
+"""Limits the work per new token, which is compared with up to this many earlier tokens."""
 MAX_COUNT = 2**31 - 1
 
 
@@ -23,13 +23,13 @@ class RepetitionDetection:
     def of(
         cls, max_pattern_size: int, min_pattern_size: int, min_count: int
     ) -> "RepetitionDetection | None":
-        """From a client's numbers: with both sizes 0 there is none; a shortest size of 0 is 1."""
+        """Creates a rule from client values: None if both sizes are 0. A minimum of 0 means 1."""
         if max_pattern_size == min_pattern_size == 0:
             return None
         return cls(max_pattern_size, min_pattern_size or 1, min_count)
 
     def validate(self) -> None:
-        """Raises InvalidArgument for sizes and counts that describe no repetition."""
+        """Raises InvalidArgument if a size or the count is out of range."""
         if not 0 <= self.max_pattern_size <= MAX_PATTERN_SIZE:
             raise _invalid(
                 "max_pattern_size", f"is {self.max_pattern_size}, not in [0, {MAX_PATTERN_SIZE}]"
@@ -44,8 +44,9 @@ class RepetitionDetection:
             raise _invalid("min_count", f"is {self.min_count}, not in [2, {MAX_COUNT}]")
 
     def found_at_end(self, token_ids: Sequence[int], start: int) -> bool:
-        """Whether the tokens from `start` on end in such a repetition. The last token alone rules
-        out most sizes.
+        """Whether the tokens from `start` on end with such a repetition.
+
+        A comparison of the last token alone excludes most sizes.
         """
         num_output = len(token_ids) - start
         longest = min(self.max_pattern_size, num_output // self.min_count)
@@ -55,9 +56,10 @@ class RepetitionDetection:
         )
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Whether the tokens end in `min_count` patterns of this size: then the end, but for one
-        pattern, equals itself shifted by one. Longer and longer ends are compared, up to the first
-        difference.
+        """Whether the tokens end with `min_count` patterns of this size.
+
+        If so, the end without one pattern equals itself shifted by one pattern. Increasingly long
+        ends are compared until the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

@@ -10,7 +10,7 @@ from services.common.request.thinking_budget import ThinkingBudget
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 2.0**128 - 2.0**104
-# Beyond these a penalised logit is not a float32 any more, and no token can be sampled.
+# With larger or smaller penalties, logits leave the float32 range, and no token can be sampled.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -23,16 +23,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, MAX_INT32),
     "min_tokens": (0, MAX_INT32),
 }
-"""The least and the largest value of each parameter that is a number and has both."""
+"""The minimum and maximum of each numeric parameter that has both."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen, and when a request ends. stepwell.common.v1.SamplingParams
-    specifies the fields.
+    """How tokens are sampled, and when a request ends.
 
-    None is "not given": the gateway sets `seed`, `max_tokens` and `eos_token_ids` before the
-    scheduler gets a request.
+    stepwell.common.v1.SamplingParams specifies the fields. None means "not given". The gateway sets
+    `seed`, `max_tokens` and `eos_token_ids` before it sends a request to a scheduler.
     """
 
     temperature: float = 1.0
@@ -67,9 +66,10 @@ class SamplingParams:
         )
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument, which names the field, for the first value that is out of range
-        (NaN is out of every range), token id that the vocabulary lacks, or combination that leaves
-        no token to sample.
+        """Raises InvalidArgument, which names the first invalid field.
+
+        Invalid are values out of range (NaN always is), token ids outside the vocabulary, and
+        combinations that leave no token to sample.
         """
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")

@@ -1,4 +1,4 @@
-"""Checks of a client's sampling parameters: how large they may be, with errors in its names."""
+"""Limits a client's sampling parameters. Errors use the client's names of the parameters."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
 _CLIENT_NAMES = {"logit_bias_token_ids": "logit_bias", "logit_bias_values": "logit_bias"}
-"""The client's names of parameters that the contract calls otherwise."""
+"""The client's names of parameters that have other names in the contract."""
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidArgument, which names the first parameter that is out of its range."""
+    """Raises InvalidArgument, which names the first parameter out of its range."""
     _check_sizes(sampling)
     try:
         sampling.validate(vocab_size)
@@ -29,7 +29,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidArgument when an id is not in a vocabulary of this size."""
+    """Raises InvalidArgument if an id is outside a vocabulary of this size."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidArgument(
@@ -38,7 +38,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 
 def check_bad_words(sizes: Sequence[int]) -> None:
-    """Raises InvalidArgument for too many token sequences of these sizes, or too long ones."""
+    """Raises InvalidArgument for too many token sequences, or too many tokens in total."""
     for size, most in ((len(sizes), 2 * MAX_BAD_WORDS), (sum(sizes), MAX_BAD_WORDS_TOKENS)):
         if size > most:
             raise InvalidArgument(
@@ -47,7 +47,7 @@ def check_bad_words(sizes: Sequence[int]) -> None:
 
 
 def _check_sizes(sampling: SamplingParams) -> None:
-    """Bounds the work that a request can cause, before any of it is done."""
+    """Limits the work of a request before any of it is done."""
     check_bad_words([len(word) for word in sampling.bad_words])
     for name, size, most in (
         ("logit_bias", len(sampling.logit_bias_token_ids), MAX_LOGIT_BIASES),

@@ -1,4 +1,4 @@
-"""Sampling parameters from and to their message. A field of plain numbers needs no line here."""
+"""Converts sampling parameters from and to their message. Plain numbers need no code here."""
 
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
@@ -29,7 +29,7 @@ _DEFAULT_VALUES = _values_of(_DEFAULTS)
 def sampling_from_proto(
     message: common_pb2.SamplingParams, defaults: SamplingParams = _DEFAULTS
 ) -> SamplingParams:
-    """The parameters of a message, absent fields as in `defaults`; not validated."""
+    """Converts a message, without validation. Absent fields have the values of `defaults`."""
     given: dict[str, Any] = {
         field.name: _READERS[field.name](value) if field.name in _READERS else value
         for field, value in message.ListFields()
@@ -38,7 +38,7 @@ def sampling_from_proto(
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """The message of the parameters; those at their default are left out."""
+    """Converts parameters to their message. Parameters with default values are omitted."""
     given: dict[str, Any] = {
         name: _WRITERS[name](value) if name in _WRITERS else value
         for name, value, default in zip(_NAMES, _values_of(params), _DEFAULT_VALUES, strict=True)
@@ -65,7 +65,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
         message.begins_inside,
     ),
 }
-"""Reads the fields that are not plain numbers."""
+"""Readers of the fields that are not plain numbers."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
@@ -73,4 +73,4 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "structured_outputs": structured_outputs_to_proto,
     "thinking_budget": lambda budget: common_pb2.ThinkingBudget(**asdict(budget)),
 }
-"""Writes the fields that consist of messages."""
+"""Writers of the fields that consist of messages."""

@@ -1,4 +1,4 @@
-"""JSON Schemas as llguidance gets them, and what it would accept and not hold outputs to."""
+"""Prepares JSON Schemas for llguidance, and rejects schemas that it accepts but cannot enforce."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,13 +7,15 @@ from services.common.request.schema_refs import find_ref, with_encoded_refs
 from services.common.request.structured_outputs import invalid
 
 _MAX_PARTS = 10_000
-"""Parts of a schema that are looked at for an instance; the first of alternatives may be many."""
+"""The limit of examined schema parts. Nested alternatives could otherwise take very long."""
 _ALTERNATIVES = ("anyOf", "oneOf")
 
 
 def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, whose references are URIs. Raises InvalidArgument for one that outputs could
-    not be held to: llguidance counts names that repeat, and follows references without an end.
+    """Returns the schema with its references encoded as URIs.
+
+    Raises InvalidArgument for a schema that llguidance would not enforce correctly: it counts
+    repeated names, and it follows endless references.
     """
     checks = _Checks(schema)
     try:
@@ -32,8 +34,9 @@ class _Checks:
         self._num_left = _MAX_PARTS
 
     def check_counts(self) -> None:
-        """Raises InvalidArgument for a `minProperties` that names have to reach of which more than
-        one is free: a free name may repeat.
+        """Raises InvalidArgument if `minProperties` requires more than one unlisted name.
+
+        An output could satisfy such a schema by repeating one name.
         """
         seen: set[int] = set()
         left: list[object] = [self._root]
@@ -47,7 +50,7 @@ class _Checks:
             left += (inner for one in together for inner in _inside(one))
 
     def has_instance(self, schema: object, above: frozenset[int]) -> bool:
-        """Whether there is a finite instance, where those above it have none yet."""
+        """Whether a finite instance exists that contains no instance of the schemas `above`."""
         self._num_left -= 1
         if not isinstance(schema, Mapping) or self._num_left < 0:
             return True
@@ -61,7 +64,7 @@ class _Checks:
         )
 
     def _needed(self, schema: Mapping[str, Any]) -> Iterator[object]:
-        """The schemas of which every instance has one."""
+        """The subschemas that every instance must satisfy or contain."""
         yield from _list(schema, "allOf")
         if (target := self._target(schema)) is not None:
             yield target
@@ -76,7 +79,7 @@ class _Checks:
             yield from _list(schema, "prefixItems")[:1] or [schema.get("items")]
 
     def _together(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-        """A schema and those that hold with it."""
+        """The schema, and all schemas that apply to the same value (`allOf` and `$ref`)."""
         if not isinstance(schema, Mapping) or id(schema) in seen:
             return
         seen.add(id(schema))
@@ -105,7 +108,7 @@ def _check_count(together: list[Mapping[str, Any]]) -> None:
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[object]:
-    """The parts of a schema that are about other values, or are alternatives."""
+    """The subschemas that apply to nested values or are alternatives."""
     for name in ("properties", "patternProperties"):
         values = schema.get(name)
         yield from values.values() if isinstance(values, Mapping) else ()

@@ -1,4 +1,4 @@
-"""References of JSON Schemas to parts of themselves (RFC 6901, in the fragment of a URI)."""
+"""References of JSON Schemas to their own parts (RFC 6901, as a URI fragment)."""
 
 import re
 from collections.abc import Mapping
@@ -6,19 +6,19 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 _SAFE = "/!$&'()*+,;=:@?-._~"
-"""What a URI's fragment holds as it is (RFC 3986)."""
+"""Characters that need no percent-encoding in a URI fragment (RFC 3986)."""
 
 
 _NO_CODE = re.compile("%(?![0-9A-Fa-f]{2})")
 _INSTANCES = frozenset({"const", "enum"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
-    """What a reference refers to, and the names on the way there; None if there is no such part.
+    """Returns the part that a reference names, and the path to it; None if it does not exist.
 
-    A name may be percent-encoded or not: as with ajv and jsonschema, it is decoded, and looked up
-    as it is written where the decoded one is not there.
+    Names may be percent-encoded. As in ajv and jsonschema, the decoded name is looked up first,
+    then the name as written.
     """
     if not ref.startswith("#"):
         return None
@@ -34,8 +34,9 @@ def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
 
 
 def with_encoded_refs(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, whose references to its own parts are URIs: names in them may have any
-    characters.
+    """Returns the schema with references to its own parts encoded as URIs.
+
+    Names in the original references may contain any characters.
     """
     changed = _encoded(schema, schema)
     assert isinstance(changed, Mapping)

@@ -1,15 +1,15 @@
-"""Seeds of the answers of one request, as many as its prompts times n."""
+"""Seeds of the answers to one request, which has one answer per prompt and number in n."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) -> int:
-    """The seed of answer number `child` of the `n` to prompt number `prompt`, in [0, 2**64).
+    """The seed in [0, 2**64) of answer `child` of `n` to prompt number `prompt`.
 
-    A client's seed holds for each prompt as if it were sent alone, so that equal prompts get equal
-    answers, as they do in vLLM; of the n answers each has its own. Without one, `drawn` stands in,
-    and every answer of the request has its own.
+    If the client gave a seed, each prompt uses it as if the prompt had been sent alone. Equal
+    prompts therefore get equal answers, as in vLLM, and the n answers have different seeds. Without
+    a client's seed, `drawn` is used, and all answers of the request have different seeds.
     """
     if given is not None:
         return child_seed(given, child)
@@ -17,11 +17,11 @@ def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) 
 
 
 def child_seed(seed: int, child: int) -> int:
-    """The seed of answer number `child` of those that share a seed.
+    """The seed of answer number `child` among the answers that share a seed.
 
-    The first answer has the seed itself, so that n = 1 and the first of n agree. The others are
-    outputs of SplitMix64 (Steele, Lea and Flood, 2014), which never meet for one seed. vLLM adds
-    the child's number to the seed, so that neighbouring seeds share answers.
+    The first answer has the seed itself, so that n = 1 and the first of n agree. The other seeds
+    are outputs of SplitMix64 (Steele, Lea and Flood, 2014), which never coincide for one seed. vLLM
+    instead adds the child's number to the seed, so that neighbouring seeds share answers.
     """
     if child == 0:
         return seed & _MASK

@@ -1,4 +1,4 @@
-"""Structured outputs: the form that a client demands of an answer, as in vLLM."""
+"""Structured outputs: the format that a client requires of an answer, as in vLLM."""
 
 import enum
 import json
@@ -13,47 +13,47 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
-"""The grammars used last, which a worker keeps compiled; of those that take long it keeps more."""
+"""The number of recently used grammars that a worker keeps compiled. Slow ones are kept longer."""
 JSON_OPTIONS = {
-    # Between two tokens of JSON; without a bound a model may go on with blanks for ever.
+    # Whitespace between two JSON tokens. Without a limit a model could generate it forever.
     "whitespace_pattern": r"[ \n\t]{1,80}",
-    # What it cannot hold outputs to exactly is refused, whatever the schema says.
+    # Schemas that cannot be enforced exactly are rejected, whatever options they contain.
     "lenient": False,
     "coerce_one_of": False,
 }
-"""How llguidance reads JSON Schemas, everywhere."""
+"""llguidance's options for JSON Schemas, in all services."""
 
 
 class StructuredOutputsKind(enum.Enum):
-    """The forms that describe what an output conforms to; values are vLLM's names of them."""
+    """The ways to describe an output. The values are vLLM's names."""
 
     JSON = "json"
-    """JSON that a JSON Schema accepts; its text is the schema, a JSON object."""
+    """JSON that a JSON Schema accepts. The text is the schema, a JSON object."""
     REGEX = "regex"
     """A text that a regular expression matches as a whole."""
     CHOICE = "choice"
-    """One of several texts; its text is a JSON list of them."""
+    """One of several texts. The text is a JSON list of them."""
     GRAMMAR = "grammar"
-    """A text of a context-free grammar, as Lark or GBNF write one."""
+    """A text of a context-free grammar, in Lark or GBNF syntax."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form that an output conforms to, from its first character to its last."""
+    """The description to which an output conforms, from its first character to its last."""
 
     kind: StructuredOutputsKind
     text: str
 
     def validate(self) -> None:
-        """Raises InvalidArgument for a text that is empty, or larger than is compiled: its bytes
-        and, of JSON, its values and how deep they are nested.
+        """Raises InvalidArgument if the text is empty or exceeds a size limit.
 
-        Every service asks for this with every request: what passed lately is not read again.
+        The limits apply to its bytes and, for JSON, to the number and the depth of its values.
+        Every service validates every request, so recent results are cached.
         """
         _validate(self)
 
     def choices(self) -> list[str]:
-        """The texts of CHOICE. Raises InvalidArgument unless there is a list of some."""
+        """The texts of CHOICE. Raises InvalidArgument if the text is not a list of strings."""
         choices = _parsed(self)
         if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
             raise invalid("choice must be a list of strings")
@@ -63,7 +63,7 @@ class StructuredOutputs:
 
 
 def invalid(problem: str) -> InvalidArgument:
-    """The refusal of a request whose `structured_outputs` has this problem."""
+    """Creates the error for a request whose `structured_outputs` has this problem."""
     return InvalidArgument(f"{FIELD}: {problem}", field=FIELD)
 
 
@@ -99,7 +99,7 @@ def _check_schema(schema: object) -> None:
 
 
 def _parsed(wanted: StructuredOutputs) -> object:
-    """The text of a kind that is written as JSON."""
+    """Parses the text of a kind that is written as JSON."""
     try:
         return json.loads(wanted.text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What an output conforms to, from and to its message."""
+"""Converts structured outputs from and to their message."""
 
 from stepwell.common.v1 import common_pb2
 
@@ -17,7 +17,7 @@ _KINDS = ProtoEnum(
 
 
 def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> StructuredOutputs:
-    """What the message demands; not validated. Raises InvalidArgument for an unknown kind."""
+    """Converts a message, without validation. Raises InvalidArgument for an unknown kind."""
     kind = _KINDS.from_proto(message.kind)
     if kind is None:
         raise invalid("kind is not set, or not known here")
@@ -25,5 +25,5 @@ def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> Stru
 
 
 def structured_outputs_to_proto(wanted: StructuredOutputs) -> common_pb2.StructuredOutputs:
-    """The message of what is demanded."""
+    """Converts structured outputs to their message."""
     return common_pb2.StructuredOutputs(kind=_KINDS.to_proto(wanted.kind), text=wanted.text)

@@ -1,4 +1,4 @@
-"""The most tokens of an answer's reasoning, vLLM's `thinking_token_budget`."""
+"""The limit of an answer's reasoning tokens, vLLM's `thinking_token_budget`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +12,9 @@ MAX_MARK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Reasoning of `num_tokens` tokens, then its end mark. stepwell.common.v1.ThinkingBudget
-    specifies the fields.
+    """At most `num_tokens` reasoning tokens, followed by the end mark.
+
+    stepwell.common.v1.ThinkingBudget specifies the fields.
     """
 
     num_tokens: int
@@ -22,7 +23,7 @@ class ThinkingBudget:
     begins_inside: bool = False
 
     def validate(self, check_tokens: Callable[[str, tuple[int, ...]], None]) -> None:
-        """Raises InvalidArgument; `check_tokens` raises it for tokens that there are not."""
+        """Raises InvalidArgument. `check_tokens` raises it for ids outside the vocabulary."""
         if not 0 <= self.num_tokens <= MAX_TOKENS:
             raise _invalid("num_tokens", f"is {self.num_tokens}, not in [0, {MAX_TOKENS}]")
         for name, mark, least in (

@@ -1,4 +1,4 @@
-"""The identity of a model directory's tokenizer, by which gateway and worker are compared."""
+"""The fingerprint of a model's tokenizer, by which gateway and worker are compared."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -13,9 +13,10 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_fingerprint(directory: Path) -> bytes:
-    """32 bytes that are equal where text becomes the same tokens; empty without tokenizer files.
+    """32 bytes that are equal for equal tokenizers; empty without tokenizer files.
 
-    Of `tokenizer.json` if it exists, which holds everything, else of the files it is made from.
+    They depend on `tokenizer.json` alone if it exists, since it is complete. Otherwise they depend
+    on the files from which it would be built.
     """
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:

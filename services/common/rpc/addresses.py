@@ -1,5 +1,6 @@
-"""Addresses in settings: host:port, with brackets around an IPv6 address, or unix:PATH, or, where
-one text may stand for several addresses, dns:NAME:PORT.
+"""Addresses in settings: host:port or unix:PATH. IPv6 addresses have brackets.
+
+A setting that may name several addresses also accepts dns:NAME:PORT.
 """
 
 import ipaddress
@@ -10,7 +11,7 @@ LARGEST_PORT = 65_535
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port. Raises ValueError if the address is not host:port."""
+    """Returns host, without brackets, and port. Raises ValueError if it is not host:port."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > LARGEST_PORT:
         raise ValueError(f"{address!r} is not host:port")
@@ -18,12 +19,12 @@ def split_host_port(address: str) -> tuple[str, int]:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port` as URLs and gRPC write it; an IPv6 address gets its brackets."""
+    """Returns `host:port` as in URLs and gRPC, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Whether only processes of this machine reach a listener: on a loopback address or a Unix
+    """Whether only processes of this machine can reach the address: a loopback address or a Unix
     socket.
     """
     if is_unix_address(address):
@@ -38,7 +39,7 @@ def is_on_this_machine(address: str) -> bool:
 
 
 def is_host_port(value: str) -> str | None:
-    """A check of a setting: the address is host:port."""
+    """Checks that a setting is host:port."""
     try:
         split_host_port(value)
     except ValueError:
@@ -47,26 +48,24 @@ def is_host_port(value: str) -> str | None:
 
 
 def is_listen_address(value: str) -> str | None:
-    """A check of a setting: the address is host:port or unix:PATH."""
+    """Checks that a setting is host:port or unix:PATH."""
     if is_unix_address(value) and value != _UNIX:
         return None
     return None if is_host_port(value) is None else "must be host:port or unix:PATH"
 
 
 def is_unix_address(address: str) -> bool:
-    """Whether an address is a socket of this machine alone."""
+    """Whether an address is a Unix socket."""
     return address.startswith(_UNIX)
 
 
 def unix_path(address: str) -> str:
-    """The path of unix:PATH."""
+    """The path in unix:PATH."""
     return address.removeprefix(_UNIX)
 
 
 def is_wildcard(address: str) -> bool:
-    """Whether a server on host:port listens at every address of its machine, which is none that a
-    client can connect to.
-    """
+    """Whether host:port stands for all addresses of the machine. Clients cannot connect to it."""
     host, _ = split_host_port(address)
     try:
         return ipaddress.ip_address(host).is_unspecified
@@ -75,7 +74,7 @@ def is_wildcard(address: str) -> bool:
 
 
 def is_connect_address(value: str) -> str | None:
-    """A check of a setting: clients can connect to the address, host:port or unix:PATH."""
+    """Checks that a setting is an address that clients can connect to."""
     if (complaint := is_listen_address(value)) is not None or is_unix_address(value):
         return complaint
     if is_wildcard(value) or split_host_port(value)[1] == 0:
@@ -84,7 +83,7 @@ def is_connect_address(value: str) -> str | None:
 
 
 def is_dns_address(value: str) -> str | None:
-    """A check: the text is dns:NAME:PORT."""
+    """Checks that a text is dns:NAME:PORT."""
     name, colon, port = value.removeprefix(DNS).rpartition(":")
     if is_host_port(colon + port) is not None or not name or set("/:") & set(name):
         return "must be dns:NAME:PORT"

@@ -1,4 +1,4 @@
-"""Client channels as every service opens them: bounded buffers, keepalive, quick reconnects."""
+"""Client channels of all services: bounded buffers, keepalive, fast reconnects."""
 
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     # Time without traffic after which a ping is sent, during calls and between them. Without pings
-    # a partition goes unnoticed for half a minute and more.
+    # a network partition stays undetected for half a minute or more.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # How long a peer that was stopped, or gets no processor, may leave a ping unanswered. One that
-    # hangs is noticed earlier by the time limits of steps, transactions and sessions.
+    # How long a stopped or starved peer may leave a ping unanswered. The time limits of steps,
+    # transactions and sessions detect a hung peer earlier.
     ("grpc.http2.ping_timeout_ms", 20_000),
-    # How long its machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
+    # How long the peer's machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
@@ -30,15 +30,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     *KEEPALIVE_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
-    # A service that comes back is found again within a quarter of a second.
+    # A restarted service is reconnected within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # The time in which a connection and its TLS must be established, in spite of the name: a delay
-    # between attempts only where each takes as long.
+    # Despite its name, the time in which a connection and its TLS must be established. It delays
+    # attempts only if each attempt takes this long.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Channels to one address would share a connection, and so would one made since it is broken.
+    # Without this, channels to one address would share a connection, even a broken one.
     ("grpc.use_local_subchannel_pool", 1),
-    # Otherwise a stream that is read slowly gets megabytes of buffer in this process.
+    # Without this, a slowly read stream gets a buffer of megabytes in this process.
     ("grpc.http2.bdp_probe", 0),
 )
 
@@ -46,11 +46,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def open_channel(
     address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
 ) -> ForwardingChannel:
-    """A channel to host:port or unix:PATH. It connects when it is first used, with `tls` unless it
-    is to a socket of this machine; there streams both ways have sockets of their own.
+    """Creates a channel to host:port or unix:PATH, which connects at its first use.
 
-    Of each stream the peer sends `lookahead_bytes` ahead of what is read here, and the rest of a
-    message that has begun once it is waited for.
+    `tls` is used except for Unix sockets. For a Unix socket, bidirectional streams have sockets of
+    their own. On each stream the peer may send `lookahead_bytes` before they are read. The rest of
+    a longer message is sent once its reader waits for it.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
     if tls is not None and not is_unix_address(address):

@@ -1,4 +1,4 @@
-"""Calls whose answers are checked: one that cannot be decoded ends its call with an error."""
+"""Calls that raise an error if an answer cannot be decoded."""
 
 from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
@@ -7,12 +7,13 @@ import grpc
 from google.protobuf.message import DecodeError
 
 UNDECODABLE = object()
-"""Stands in the place of a message that cannot be decoded."""
+"""Replaces a message that cannot be decoded."""
 
 
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """A deserializer that returns UNDECODABLE where the given one raises: grpc.aio would log the
-    error with its traceback, and go on with None in the place of the message.
+    """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error.
+
+    Without it grpc.aio would log the error with its traceback and use None as the message.
     """
     if deserialize is None:
         return None
@@ -27,7 +28,7 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """The error of a call with such an answer: INTERNAL, as of grpc in other languages."""
+    """A message of the answer cannot be decoded: INTERNAL, as in other languages' grpc."""
 
     def __init__(self, method: str) -> None:
         details = f"a message of {method} cannot be decoded"
@@ -36,12 +37,13 @@ class UndecodableAnswer(grpc.aio.AioRpcError):
 
 
 class CheckedCall:
-    """A call of grpc's, and in everything like it, but that AioRpcError is raised in the place of a
-    message that cannot be decoded, and the call cancelled.
+    """Wraps a grpc call. An undecodable message cancels the call and raises AioRpcError.
+
+    All other behaviour is unchanged.
     """
 
     def __init__(self, call: Any, method: str, on_end: Callable[[grpc.StatusCode], None]) -> None:
-        """`on_end` gets the status of a call that is answered by one message."""
+        """`on_end` is called with the status of a call that has a single answer."""
         self._call = call
         self._method = method
         self._on_end = on_end
@@ -65,7 +67,7 @@ class CheckedCall:
             yield message
 
     def add_done_callback(self, callback: Callable[["CheckedCall"], object]) -> None:
-        """Has the loop call it, with this call, once the call has ended."""
+        """Schedules `callback` with this call for when the call ends."""
         self._call.add_done_callback(lambda _: callback(self))
 
     async def read(self) -> Any:

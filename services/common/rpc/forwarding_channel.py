@@ -1,4 +1,4 @@
-"""A client channel over one of grpc's own."""
+"""A client channel that forwards calls to another grpc channel."""
 
 from abc import abstractmethod
 from typing import Any, Self
@@ -9,24 +9,26 @@ from services.common.rpc.checked_call import CheckedCall, lenient
 
 
 class ForwardingChannel(grpc.aio.Channel):
-    """Connects as the channel does that it is over. Its calls are CheckedCalls."""
+    """Connects as its underlying channel does. Its calls are CheckedCalls."""
 
     @abstractmethod
     def current(self) -> grpc.aio.Channel:
-        """The channel for a call that begins now."""
+        """Returns the underlying channel for a new call."""
 
     @abstractmethod
     def renew(self) -> None:
-        """Has the next call begin on another connection: one that is broken may look whole for as
-        long as packets are lost on its way. Calls that run go on. Without any, the connection ends
-        at once, and with it grpc's attempts to establish it.
+        """Makes the next call use a new connection.
+
+        A broken connection may seem intact for as long as its packets are lost. Running calls
+        continue. Without running calls the old connection is closed at once, which also ends grpc's
+        attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:
-        """Called with each call that begins on the current channel."""
+        """Called with each call that starts on the current channel."""
 
     def ended(self, code: grpc.StatusCode) -> None:
-        """Called with the status of each call that is answered by one message."""
+        """Called with the status of each call that has a single answer."""
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self.current().get_state(try_to_connect)
@@ -57,7 +59,7 @@ class ForwardingChannel(grpc.aio.Channel):
 
 
 class _Method:
-    """A method of a stub, which is called on the channel of the moment."""
+    """A method of a stub. Each call uses the channel that is current at that time."""
 
     def __init__(
         self,

@@ -10,14 +10,14 @@ ERRORS = "ERROR"
 
 
 def tune_grpc(environ: MutableMapping[str, str]) -> None:
-    """Chooses grpc's older poller, no support for forks, and a log of errors alone, where the
-    environment does not.
+    """Sets defaults for grpc: its older poller, no fork support, and a log of errors only.
 
-    With grpc's event engine each message passes through one more thread on either side. With the
-    older poller a message and its answer on a stream between two processes (grpcio 1.85.1, 2 kB, a
-    unix socket) take 0.6 of the time, and of the processor time. A later grpc without these
-    experiments logs one line. With fork support grpc logs a line for each process that is started.
-    Below errors it logs a line for each TLS handshake that fails; strangers may cause many.
+    Values in the environment take precedence. With grpc's event engine each message passes through
+    an additional thread on each side. With the older poller a message and its answer on a stream
+    between two processes take 0.6 of the time and of the processor time (grpcio 1.85.1, 2 kB, Unix
+    socket). A later grpc without these experiments logs one line. With fork support grpc logs a
+    line for each started process. Below the level of errors it logs each failed TLS handshake, and
+    strangers can cause many of these.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
     environ.setdefault(FORK_SUPPORT, "0")
@@ -25,6 +25,6 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
 
 
 def silence_grpc(environ: MutableMapping[str, str]) -> None:
-    """Turns off the log of grpc's core, in a process that expects to lose connections."""
+    """Turns off the log of grpc's core, for a process that expects to lose connections."""
     if environ.get(VERBOSITY, ERRORS) == ERRORS:
         environ[VERBOSITY] = "NONE"

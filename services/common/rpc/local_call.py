@@ -1,4 +1,4 @@
-"""The client's side of a stream over a Unix socket."""
+"""The client side of a stream over a Unix socket."""
 
 import asyncio
 import socket
@@ -21,8 +21,10 @@ _CANCELLED = status_pb2.Status(code=code_pb2.CANCELLED, message="Locally cancell
 
 
 class LocalCall:
-    """A call with streams both ways: of `grpc.aio.StreamStreamCall` what services use, with the
-    same errors. One task reads, and one writes.
+    """A call with streams in both directions.
+
+    It has the parts of `grpc.aio.StreamStreamCall` that services use, with the same errors. One
+    task may read and one task may write.
     """
 
     def __init__(
@@ -33,18 +35,20 @@ class LocalCall:
         deserialize: Callable[[bytes], Any] | None,
         lookahead_bytes: int,
     ) -> None:
-        """Without functions messages are bytes, as with grpc."""
+        """Without `serialize` and `deserialize` messages are bytes, as in grpc."""
         self._method = method
         self._serialize = serialize or bytes
         self._deserialize = lenient(deserialize) or bytes
         self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
-        """How the call ended, once it has."""
+        """The status of the call, once it has ended."""
         self._stream = LocalStream(connection, lookahead_bytes, self._take, self._lost)
         self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
 
     async def write(self, request: Any) -> None:
-        """Raises InvalidStateError once the call has ended, and AioRpcError for a message that is
-        too large, which ends it. A cancelled write cancels the call.
+        """Sends a message. Raises InvalidStateError if the call has ended.
+
+        A message that is too large ends the call and raises AioRpcError. A cancelled write cancels
+        the call.
         """
         if self.ended.done():
             raise asyncio.InvalidStateError("the call has ended")
@@ -61,13 +65,14 @@ class LocalCall:
                 raise
 
     async def done_writing(self) -> None:
-        """Tells the server that no message follows."""
+        """Notifies the server that no message follows."""
         self._stream.send(FrameKind.END)
 
     async def read(self) -> Any:
-        """The next message; EOF at the end. Raises AioRpcError if the call ends with an error, and
-        CancelledError if it was cancelled. A cancelled read cancels the call, so that no later read
-        gets the message that this one waited for.
+        """Returns the next message, or EOF at the end.
+
+        Raises AioRpcError if the call ends with an error, and CancelledError if the call was
+        cancelled. A cancelled read cancels the call, so that no later read receives its message.
         """
         try:
             return await self._read()
@@ -95,7 +100,7 @@ class LocalCall:
             yield message
 
     def cancel(self) -> bool:
-        """Ends the call if it has not ended, and returns whether it did."""
+        """Cancels the call. Returns False if it had already ended."""
         has_run = not self.ended.done()
         self._end(_CANCELLED)
         return has_run
@@ -104,7 +109,7 @@ class LocalCall:
         return self.ended.done() and self.ended.result() is _CANCELLED
 
     def add_done_callback(self, callback: Callable[["LocalCall"], object]) -> None:
-        """Has the loop call it once the call has ended."""
+        """Schedules `callback` with this call for when the call ends."""
         self.ended.add_done_callback(lambda _: callback(self))
 
     async def initial_metadata(self) -> grpc.aio.Metadata:

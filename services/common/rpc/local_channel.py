@@ -1,4 +1,4 @@
-"""A client channel to a Unix socket, with a connection of its own for each stream of messages."""
+"""A client channel to a Unix socket, in which each bidirectional stream has its own connection."""
 
 import asyncio
 import socket
@@ -14,15 +14,16 @@ _TRANSIENT_FAILURE = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 
 class LocalChannel(ForwardingChannel):
-    """A channel to unix:PATH. A method with streams both ways that is called without arguments is
-    called over a connection to PATH.streams, if a server listens there: see `LocalStream`. All else
-    is called over gRPC, and waits for its connection where a server listens at PATH.streams: gRPC
-    itself refuses calls for up to a quarter of a second after a server has come back, in which a
-    stream may have begun.
+    """A channel to unix:PATH.
+
+    A method with streams in both directions that is called without arguments uses a connection to
+    PATH.streams, if a server listens there (`LocalStream`). All other calls use gRPC. If a server
+    listens at PATH.streams, these calls wait until gRPC has connected. Without this wait gRPC would
+    fail them for up to a quarter of a second after a server's restart, while streams already work.
     """
 
     def __init__(self, channel: ForwardingChannel, path: str, lookahead_bytes: int) -> None:
-        """`channel` is over gRPC, to the same server."""
+        """`channel` is a gRPC channel to the same server."""
         self._channel = channel
         self._path = streams_path(path)
         self._lookahead_bytes = lookahead_bytes
@@ -35,7 +36,7 @@ class LocalChannel(ForwardingChannel):
         self._channel.renew()
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls, after `grace`."""
+        """Ends all calls after `grace` seconds."""
         closing = asyncio.ensure_future(self._channel.close(grace))
         if self._calls and grace:
             await asyncio.wait([call.ended for call in self._calls], timeout=grace)
@@ -87,7 +88,7 @@ class LocalChannel(ForwardingChannel):
 
 
 def _is_there(path: str) -> bool:
-    """Whether a server listens."""
+    """Whether a server listens at the path."""
     connection = _connected(path)
     if connection is None:
         return False
@@ -96,7 +97,7 @@ def _is_there(path: str) -> bool:
 
 
 def _connected(path: str) -> socket.socket | None:
-    """A connection that does not block; None where no server listens, or no descriptor is left."""
+    """Returns a non-blocking connection. None if no server listens or no descriptor is left."""
     try:
         connection = socket.socket(socket.AF_UNIX)
     except OSError:

@@ -1,4 +1,4 @@
-"""The server's side of streams over a Unix socket."""
+"""The server side of streams over a Unix socket."""
 
 import asyncio
 import logging
@@ -21,36 +21,37 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 64
 _OPENING_SECONDS = 10.0
-"""How long a connection may take to name its method."""
+"""How long a client may take to name a method after connecting."""
 _ACCEPT_PAUSE_SECONDS = 1.0
-"""How long no connection is accepted after one could not be, as without file descriptors."""
+"""How long accepting pauses after a failure, such as a lack of file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
 
 
 class LocalServer:
-    """Serves methods with streams both ways, each call over a connection of its own. At most
-    `max_calls` are served at once; further ones are refused with RESOURCE_EXHAUSTED.
+    """Serves methods with streams in both directions. Each call has its own connection.
+
+    At most `max_calls` calls run at once. Further calls are rejected with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
         self, max_calls: int | None = None, opening_seconds: float = _OPENING_SECONDS
     ) -> None:
-        """Ends connections that name no method within `opening_seconds`."""
+        """A connection that names no method within `opening_seconds` is closed."""
         self.handlers: dict[str, Any] = {}
-        """grpc's, by the name of the method."""
+        """grpc's method handlers, by the method's name."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
-        """Connections that serve a call."""
+        """The tasks of running calls."""
         self.opening_seconds = opening_seconds
         self.unopened: set[_Call] = set()
-        """Connections that have named no method so far."""
+        """Connections that have not named a method yet."""
         self._listener: socket.socket | None = None
         self._path = Path()
 
     def start(self, path: str) -> None:
-        """Listens at `path`, in place of the socket of a process that has ended. Raises OSError."""
+        """Listens at `path`, replacing the socket of an ended process. Raises OSError."""
         self._path = Path(path)
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -69,7 +70,7 @@ class LocalServer:
         return self._listener is not None
 
     async def stop(self, grace_seconds: float) -> None:
-        """Takes no more calls, and ends those that run after `grace_seconds`."""
+        """Rejects new calls, and ends running calls after `grace_seconds`."""
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -106,8 +107,9 @@ class LocalServer:
 
 
 class _Call:
-    """One call, and the context that its handler gets: of `grpc.aio.ServicerContext` what handlers
-    of services use.
+    """One call, which is also the context of its handler.
+
+    It has the parts of `grpc.aio.ServicerContext` that the services' handlers use.
     """
 
     def __init__(self, server: LocalServer, connection: socket.socket) -> None:
@@ -137,7 +139,7 @@ class _Call:
         details: str = "",
         trailing_metadata: tuple[tuple[str, Any], ...] = (),
     ) -> NoReturn:
-        """Ends the call with this status; of the metadata its details are sent."""
+        """Ends the call with this status. Of the metadata only the status details are sent."""
         rich = dict(trailing_metadata).get(DETAILS_KEY)
         if rich is None:
             self._status = status_pb2.Status(code=code.value[0], message=details)
@@ -146,13 +148,14 @@ class _Call:
         raise grpc.aio.AbortError(details)
 
     def close(self) -> None:
-        """Ends the connection without a status."""
+        """Closes the connection without sending a status."""
         self._has_opened()
         self._stream.close()
 
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits while the client reads none. Raises AbortError for one that
-        is too large, which ends the call.
+        """Sends a response, and waits while the client does not read.
+
+        A response that is too large ends the call and raises AbortError.
         """
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:

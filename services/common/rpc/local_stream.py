@@ -1,9 +1,8 @@
-"""Messages both ways over a connected Unix socket, between two processes of one machine.
+"""Messages in both directions over a connected Unix socket, between processes of one machine.
 
-What is sent is cut into frames: a kind in one byte, the length of the payload in four bytes, the
-highest first, and the payload. The client begins with OPEN. MESSAGE frames follow in both
-directions. END says that the client sends no more of them. STATUS, a google.rpc.Status, is the
-server's last frame.
+All data is sent in frames: the kind (one byte), the length of the payload (four bytes, big-endian),
+and the payload. The client sends OPEN first. MESSAGE frames follow in both directions. END means
+that the client sends no more messages. The server's last frame is STATUS, a google.rpc.Status.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 TOO_LARGE = status_pb2.Status(
     code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
 )
-"""How a call ends whose next message is larger than the peer receives."""
+"""The status of a call that is ended by a message larger than the limit."""
 
 _HEADER = struct.Struct("!BI")
 _LOOKAHEAD = struct.Struct("!I")
@@ -38,32 +37,32 @@ class FrameKind(enum.IntEnum):
 
 
 def streams_path(path: str) -> str:
-    """Where a server that listens at the Unix socket `path` takes streams."""
+    """The socket for streams of a server that listens at the Unix socket `path`."""
     return f"{path}.streams"
 
 
 def opening(method: str, lookahead_bytes: int) -> bytes:
-    """The payload of OPEN: the method, such as /package.Service/Method, and how many bytes the
-    server may send ahead of what the client has read.
+    """The payload of OPEN.
+
+    It has the method, such as /package.Service/Method, and the number of bytes that the server may
+    send before the client reads them.
     """
     return _LOOKAHEAD.pack(lookahead_bytes) + method.encode()
 
 
 def opened(payload: bytes) -> tuple[str, int]:
-    """The method and the number of bytes of OPEN. Raises ValueError if the payload has no number,
-    or no method in UTF-8.
-    """
+    """The inverse of `opening`. Raises ValueError if a part is missing or is not UTF-8."""
     if len(payload) <= _LOOKAHEAD.size:
         raise ValueError("no method")
     return payload[_LOOKAHEAD.size :].decode(), _LOOKAHEAD.unpack_from(payload)[0]
 
 
 class LocalStream:
-    """One end of a stream, in the running loop. One task reads its messages, and one writes.
+    """One end of a stream, in the running event loop. One task may read and one task may write.
 
-    All is done in the thread of the event loop: a message is sent by the call that writes it, and
-    one that arrives wakes that thread alone. grpc.aio has each message, and the end of each write,
-    handed to the loop by another thread, which is woken first.
+    The event loop's thread does all the work: a message is sent by the call that writes it, and an
+    arriving message wakes only this thread. In grpc.aio another thread is woken first and passes
+    each message, and the end of each write, to the loop.
     """
 
     def __init__(
@@ -73,10 +72,11 @@ class LocalStream:
         on_frame: Callable[[FrameKind, bytes], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """Takes over `connection`, which does not block. With more than `lookahead_bytes` of
-        messages that were not read, or one longer message, no more is received. `on_frame` gets
-        the frames that are no messages. `on_lost` is called if the connection ends before `close`,
-        or brings what is no frame.
+        """Takes over `connection`, which must be non-blocking.
+
+        Receiving pauses while more than `lookahead_bytes` of messages are unread, except that one
+        longer message is received whole. `on_frame` is called with all frames except messages.
+        `on_lost` is called if the connection ends before `close` or receives an invalid frame.
         """
         self._connection = connection
         self._lookahead_bytes = lookahead_bytes
@@ -85,14 +85,14 @@ class LocalStream:
         self._loop = asyncio.get_running_loop()
         self._chunk = bytearray(_READ_BYTES)
         self._begun = bytearray()
-        """The received bytes of a frame that is not complete."""
+        """The received bytes of an incomplete frame."""
         self._messages: deque[bytes] = deque()
         self._num_unread_bytes = 0
         self._is_held = False
-        """Whether nothing is received until messages are read."""
+        """Whether receiving pauses until messages are read."""
         self._unsent = bytearray()
         self.is_broken = False
-        """Whether the peer was found to have closed the connection when it was sent something."""
+        """Whether a send found the connection closed by the peer."""
         self._has_ended = self._is_closing = self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -100,27 +100,28 @@ class LocalStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether frames wait for the peer to read earlier ones."""
+        """Whether frames wait until the peer has read earlier ones."""
         return bool(self._unsent)
 
     @property
     def has_lost_peer(self) -> bool:
-        """Whether the peer has closed the connection, also where what it sent before was not
-        received so far.
-        """
+        """Whether the peer has closed the connection, even if data from it is still unread."""
         ends = select.poll()
         ends.register(self._connection, select.POLLHUP)
         return bool(ends.poll(0))
 
     def limit_sending(self, num_bytes: int) -> None:
-        """Lets the kernel keep about `num_bytes` that the peer has not read, and at least a few
-        messages.
+        """Limits the unread bytes that the kernel buffers for the peer to about `num_bytes`.
+
+        The kernel buffers at least a few messages.
         """
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
-        """Sends a frame, or keeps it until the peer has read earlier ones. Drops it if the
-        connection has ended, which is told once what came before is received.
+        """Sends a frame, or stores it until the peer has read earlier frames.
+
+        If the connection has ended, the frame is dropped. `on_lost` is called after all data that
+        arrived before the end is received.
         """
         if self._is_closed:
             return
@@ -134,13 +135,13 @@ class LocalStream:
             self._loop.add_writer(self._connection, self._send_on)
 
     async def drained(self) -> None:
-        """Returns once all is sent, or the connection has ended."""
+        """Returns when all frames are sent or the connection has ended."""
         while self._unsent and not self._is_closed:
             self._writer = self._loop.create_future()
             await self._writer
 
     async def read(self) -> bytes | None:
-        """The next message; None once the peer sends no more, or the connection has ended."""
+        """Returns the next message. None if the peer sends no more or the connection has ended."""
         while not self._messages:
             if self._has_ended:
                 return None
@@ -154,19 +155,19 @@ class LocalStream:
         return message
 
     def end(self) -> None:
-        """Notes that the peer sends no more: `read` gives what was received, and then None."""
+        """Records that the peer sends no more. `read` returns all received messages, then None."""
         self._has_ended = True
         _wake(self._reader)
 
     def close_when_sent(self) -> None:
-        """Ends the connection once the peer has been sent everything."""
+        """Closes the connection after all frames are sent."""
         if self._unsent:
             self._is_closing = True
         else:
             self.close()
 
     def close(self) -> None:
-        """Ends the connection. What was received before can still be read."""
+        """Closes the connection. Messages received before can still be read."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -225,14 +226,14 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        """Whether the frame that has begun is there, or is none."""
+        """Whether the started frame is complete or invalid."""
         if len(self._begun) < _HEADER.size:
             return False
         kind, length = _HEADER.unpack_from(self._begun)
         return not _is_frame(kind, length) or len(self._begun) >= _HEADER.size + length
 
     def _take_frames(self, received: bytes | memoryview) -> int:
-        """Takes the complete frames; returns how many bytes they are."""
+        """Processes the complete frames. Returns their total number of bytes."""
         start = 0
         while len(received) - start >= _HEADER.size and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)

@@ -1,6 +1,6 @@
-"""How large a message between services may be, and how much of them waits unread."""
+"""Limits of messages between services: their size, and the number of unread bytes."""
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 LOOKAHEAD_BYTES = 65_535
-"""Bytes of a stream that a peer may send before they are read, unless another bound is given."""
+"""Default number of bytes that a peer may send on a stream before they are read."""

@@ -1,4 +1,4 @@
-"""An enum of ours and the enum of a contract, member by member."""
+"""Converts between a Python enum and the enum of a contract."""
 
 import enum
 from typing import Generic, Protocol, TypeVar
@@ -16,8 +16,8 @@ class _Values(Protocol[V]):
 class ProtoEnum(Generic[E, V]):
     """Converts between the members of an enum and the numbers of its wire form.
 
-    `NAME` goes with `<prefix>NAME`. A member or number without its counterpart is a TypeError when
-    the module is imported; `<prefix>UNSPECIFIED` has none.
+    The member `NAME` corresponds to `<prefix>NAME`. A member or number without counterpart raises
+    TypeError when the module is imported. `<prefix>UNSPECIFIED` has no counterpart.
     """
 
     __slots__ = ("_members", "_numbers")
@@ -35,5 +35,5 @@ class ProtoEnum(Generic[E, V]):
         return self._numbers[member]
 
     def from_proto(self, number: int) -> E | None:
-        """The member of a number; None for UNSPECIFIED and numbers that are not known here."""
+        """Returns the member of a number. None for UNSPECIFIED and unknown numbers."""
         return self._members.get(number)

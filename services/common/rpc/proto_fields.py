@@ -1,4 +1,4 @@
-"""A dataclass and its message, field by field."""
+"""Compares the fields of a dataclass with the fields of its message."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -8,8 +8,9 @@ if TYPE_CHECKING:
 
 
 def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
-    """Raises TypeError, which names them, if one has fields that the other lacks. Called where a
-    codec is imported, so that no process starts with a field that it would drop.
+    """Raises TypeError if the dataclass and the message have different field names.
+
+    It is called when a codec is imported, so that no process starts that would drop a field.
     """
     unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
     if unmatched:

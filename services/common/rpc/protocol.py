@@ -1,9 +1,9 @@
-"""Which services work together: those of one protocol, whatever their versions.
+"""Checks that services have the same protocol number. Their versions may differ.
 
-A client names its protocol and its version with its first call: a gateway as it opens a session, a
-scheduler as it opens its pool and asks what its workers run. A service of another protocol refuses
-it there. The answer names the service's own, which the client compares: neither side reads what it
-might take for something else.
+A client sends its protocol and version with its first call: a gateway when it opens a session, a
+scheduler when it opens its pool and queries its workers. A service with another protocol rejects
+this call. The answer contains the service's own protocol, which the client compares. So neither
+side misinterprets a message.
 """
 
 from functools import cache
@@ -14,28 +14,29 @@ from stepwell.common.v1 import common_pb2
 from services.common.errors import FailedPrecondition
 
 PROTOCOL = 2
-"""Raised with each change of what services send each other after which one that does not know the
-change would compute, answer or keep something else: a field that must be honoured, another meaning
-or form of one, a message that must be answered. What can be ignored without harm, such as a further
-number in statistics, leaves it as it is.
+"""Increased with each change of the contracts that makes a service without the change compute,
+answer or store something wrong. Examples are a field that must be honoured, a field with a new
+meaning or encoding, and a message that must be answered. Changes that can be ignored without harm,
+such as a new statistic, do not increase it.
 """
 
 
 class OtherProtocol(FailedPrecondition):
-    """The other side is of another protocol; the message has the versions of both."""
+    """The peer has another protocol. The message has the versions of both sides."""
 
     reason = "OTHER_PROTOCOL"
 
 
 @cache
 def own_release() -> common_pb2.Release:
-    """Of this process."""
+    """The protocol and version of this process."""
     return common_pb2.Release(protocol=PROTOCOL, version=version("stepwell"))
 
 
 def require_same_protocol(peer: str, theirs: common_pb2.Release, service: str) -> None:
-    """Raises OtherProtocol. `peer` and `service` are names for people, such as "the scheduler" and
-    "worker".
+    """Raises OtherProtocol if the protocols differ.
+
+    `peer` and `service` are names for the message, such as "the scheduler" and "worker".
     """
     if theirs.protocol != PROTOCOL:
         raise OtherProtocol(

@@ -1,6 +1,4 @@
-"""A client channel that goes on over another connection: with a new certificate, or when the one
-that it has is broken.
-"""
+"""A client channel that reconnects when its certificate changes or its connection is broken."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,25 +11,26 @@ _MOST_TIMEOUTS = 2
 
 
 class RenewingChannel(ForwardingChannel):
-    """A channel whose new calls use the current certificate, and a connection that works.
+    """A channel whose new calls use the current certificate and a working connection.
 
-    A channel of grpc's keeps the certificate that it was made with, and its connection as long as
-    that looks whole. This one makes another when a call begins after a change of the certificate,
-    after `renew`, or after two calls in a row that were not answered in their time. Calls that run
-    go on, on the connection they have, which is closed when the last of them has ended.
+    A grpc channel keeps the certificate with which it was created, and its connection while that
+    seems intact. This class creates a new channel for the next call after a change of the
+    certificate, after `renew`, or after two consecutive calls that timed out. Running calls
+    continue on their connection, which is closed when the last of them has ended.
     """
 
     def __init__(
         self, connect: Callable[[], grpc.aio.Channel], certificate: Callable[[], object]
     ) -> None:
-        """`connect` makes a channel, which shares its connection with no other one, with what
-        `certificate` returns: an object that changes with the certificate.
+        """`connect` creates a channel with a connection of its own and the current certificate.
+
+        `certificate` returns an object that is replaced when the certificate changes.
         """
         self._connect = connect
         self._certificate_of_now = certificate
         self._is_closed = False
         self._num_timeouts = 0
-        # The number of calls that run on each channel that is not closed.
+        # The number of running calls on each open channel.
         self._num_calls: dict[grpc.aio.Channel, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._open()
@@ -80,7 +79,7 @@ class RenewingChannel(ForwardingChannel):
             task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls, after `grace`."""
+        """Ends all calls after `grace` seconds."""
         self.current()
         self._is_closed = True
         channels = list(self._num_calls)

@@ -1,18 +1,19 @@
-"""How long clients are asked to wait before they try again."""
+"""The time that clients are asked to wait before a retry."""
 
 import random
 
 from services.common.errors import StepwellError
 
 JITTER = 0.25
-"""Largest random addition to a retry hint, as a part of it, so that clients that were refused
-together do not come back together.
+"""The largest random addition to a retry hint, as a fraction of it. It keeps clients that were
+rejected together from returning together.
 """
 
 
 def retry_hint_seconds(error: StepwellError) -> float | None:
-    """When the client should try again, never before the time that the error names; None where
-    there is no such time, or trying again does not help.
+    """Seconds until the client should retry, never less than the error's own value.
+
+    None if the error has no retry time or a retry does not help.
     """
     if error.retry_after_seconds is None or error.may_retry is False:
         return None

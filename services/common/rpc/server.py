@@ -1,4 +1,4 @@
-"""A grpc.aio server as every service runs it: health, reflection, statuses, keepalive, drain."""
+"""The grpc.aio server of every service: health, reflection, statuses, keepalive, drain."""
 
 import asyncio
 import logging
@@ -33,35 +33,35 @@ Check = Callable[[Context], None]
 logger = logging.getLogger(__name__)
 
 LIVENESS = ""
-"""The name of liveness in grpc.health.v1: if it is not SERVING, the process is to be replaced."""
+"""The liveness service in grpc.health.v1. A process that is not SERVING must be replaced."""
 READINESS = "ready"
-"""The name of readiness in grpc.health.v1: if it is SERVING, requests can be served now."""
+"""The readiness service in grpc.health.v1. If SERVING, requests can be served now."""
 _MAX_HEALTH_RPCS = 64
-"""Calls that are served at once on an address for health alone."""
+"""Concurrent calls on an address that serves only health."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two servers on one port would share its connections silently; the second must fail.
+    # Two servers on one port would silently share its connections. The second one must fail.
     ("grpc.so_reuseport", 0),
     *KEEPALIVE_OPTIONS,
     # The shortest interval between pings of a client without traffic. After two shorter ones the
-    # server ends the connection ("Too many pings"). grpc's default is five minutes.
+    # server closes the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # How long a client may take for the handshake of TLS, and to begin with HTTP/2.
+    # How long a client may take for the TLS handshake and the start of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # Otherwise the window grows to megabytes, which a stream that is not read takes up.
+    # Otherwise the window grows to megabytes, which an unread stream would fill.
     ("grpc.http2.bdp_probe", 0),
 )
 
 
 class GrpcServer:
-    """Services behind one port. Add them, start, and at the end drain.
+    """Several services on one port. Call `add` for each, then `start`, and finally `drain`.
 
-    Health answers for liveness under the name "", and for readiness under "ready" and the name of
-    each service. `max_concurrent_rpcs` bounds accepted calls, long streams included; further ones
-    are refused with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS; handlers that
-    `interceptors` return may raise our errors.
+    Health has the liveness service "", and for readiness the service "ready" and each service's
+    name. `max_concurrent_rpcs` limits the running calls, long streams included. Further calls are
+    rejected with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS. Handlers that
+    `interceptors` return may raise StepwellError.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class GrpcServer:
         tls: "Tls | None" = None,
         has_local_streams: bool = False,
     ) -> None:
-        """With `tls`, clients that come over the network use it, and only those that it allows are
-        served. With `has_local_streams` a server that listens at unix:PATH also takes calls with
-        streams both ways at PATH.streams, past `interceptors`: see `LocalStream`.
+        """With `tls`, network clients must use TLS, and only the allowed ones are served.
+
+        With `has_local_streams`, a server at unix:PATH also serves bidirectional streams at
+        PATH.streams (`LocalStream`). These calls bypass `interceptors`.
         """
         self._tls = tls
         self._local = LocalServer(max_concurrent_rpcs) if has_local_streams else None
@@ -94,7 +95,7 @@ class GrpcServer:
         self._stopping: asyncio.Task[None] | None = None
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, name: str) -> None:
-        """Serves `servicer` through its generated `register`; `name` is the full service name."""
+        """Serves `servicer` with its generated `register`. `name` is the full service name."""
         register(servicer, self._server)
         self._names.append(name)
         if self._local is not None:
@@ -103,11 +104,11 @@ class GrpcServer:
     async def start(
         self, address: str, health_address: str | None = None, health_file: Path | None = None
     ) -> str:
-        """Binds and serves, live but not ready until `set_ready`; returns the bound address.
+        """Binds and serves. The service is live, but not ready until `set_ready`.
 
-        `address` is host:port, with port 0 for a free one, or unix:PATH. At `health_address`
-        nothing but health is served, without TLS, and `health_file` says the same: see
-        `HealthFile`. Raises Unavailable.
+        Returns the bound address. `address` is host:port, with port 0 for a free port, or
+        unix:PATH. `health_address` serves only health, without TLS. `health_file` is a file with
+        the same state (`HealthFile`). Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
@@ -132,32 +133,33 @@ class GrpcServer:
         return address if is_unix_address(address) else f"{address.rpartition(':')[0]}:{port}"
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets readiness. Not ready once `drain` has begun, for any `ready`."""
+        """Sets readiness. Once `drain` has begun, the service stays not ready."""
         if self._health_file is not None:
             self._health_file.set_ready(ready and not self._draining)
         for name in (READINESS, *self._names):
             await self._health.set(name, _status(ready and not self._draining))
 
     async def set_live(self, live: bool) -> None:
-        """Sets liveness; a supervisor replaces a process that is not live."""
+        """Sets liveness. A supervisor replaces a process that is not live."""
         if self._health_file is not None:
             self._health_file.set_live(live)
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
-        """Refuses new calls, and tells clients to connect elsewhere, while health goes on being
-        served at its own address. To be followed by `drain`.
+        """Rejects new calls and asks clients to reconnect elsewhere. Call `drain` afterwards.
+
+        The health address stays available.
         """
         self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
     async def end_calls(self, grace_seconds: float) -> None:
-        """As `drain`, while health goes on being served at its own address."""
+        """Does the same as `drain`, but keeps the health address available."""
         self._draining = True
         await self.set_ready(False)
         await self._stop(grace_seconds)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Sets not ready, refuses new calls, and ends running ones after `grace_seconds`."""
+        """Becomes not ready, rejects new calls, and ends running calls after `grace_seconds`."""
         await self.end_calls(grace_seconds)
         if self._health_server is not None:
             await self._health_server.stop(0)
@@ -172,8 +174,9 @@ class GrpcServer:
 
 
 class _StreamHandlers:
-    """Stands where a generated `register` expects a server: takes the handlers of methods with
-    streams both ways.
+    """Receives, in place of a server, the handlers that a generated `register` adds.
+
+    It stores the handlers of bidirectional streams.
     """
 
     def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
@@ -181,7 +184,7 @@ class _StreamHandlers:
         self._check_caller = _allow if tls is None else tls.check_caller
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
-        """The same methods as `add_registered_method_handlers` gets."""
+        """Ignores the handlers, which `add_registered_method_handlers` also receives."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
@@ -196,8 +199,9 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
-    """Returns the port. Raises Unavailable, also where another process listens at a Unix socket,
-    which grpc would remove.
+    """Binds an address and returns its port. Raises Unavailable.
+
+    A Unix socket of another process that listens is also an error, since grpc would remove it.
     """
     if is_unix_address(address):
         path = Path(unix_path(address))
@@ -213,7 +217,7 @@ def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
 
 
 def _listen(local: LocalServer, path: str) -> None:
-    """Raises Unavailable."""
+    """Starts listening. Raises Unavailable."""
     try:
         local.start(path)
     except OSError as error:
@@ -236,13 +240,12 @@ def _why_not(address: str) -> str:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns a StepwellError of any handler into its status; anything else into INTERNAL. Before,
-    callers are refused that `tls` does not allow, and messages that cannot be decoded, which grpc
-    would take for a defect of the server.
+    """Converts a StepwellError of any handler to its status, and any other error to INTERNAL.
 
-    Streaming handlers are async generators, or coroutines that write their responses. Cancellation
-    passes through. A method's handler is made once, at its first call, which is also the only one
-    for which the interceptors after this one are asked.
+    It first rejects callers that `tls` does not allow, and messages that cannot be decoded, which
+    grpc would treat as a defect of the server. Streaming handlers are async generators, or
+    coroutines that write their responses. Cancellation is not converted. A method's handler is
+    created at its first call and cached; later calls do not invoke the following interceptors.
     """
 
     def __init__(self, tls: "Tls | None" = None) -> None:
@@ -265,11 +268,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _allow(_: Context) -> None:
-    """The check of callers of a server that takes all calls."""
+    """The caller check of a server that accepts all callers."""
 
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
-    """The handler, a named tuple of grpc's, with our errors made statuses."""
+    """Wraps a handler (a grpc named tuple) so that StepwellErrors become statuses."""
     if _is_health_watch(handler, method):
         return handler
     if handler.request_deserializer is not None:
@@ -285,7 +288,7 @@ def _with_statuses(handler: Any, method: str, check: Check) -> Any:
 
 
 def _raising(deserialize: Any, method: str) -> Any:
-    """A deserializer of a stream's messages, whose errors come up where the handler reads them."""
+    """A deserializer for streams. Its error is raised where the handler reads the message."""
 
     def read(data: bytes) -> Any:
         try:
@@ -298,8 +301,9 @@ def _raising(deserialize: Any, method: str) -> Any:
 
 
 def _returning(deserialize: Any, method: str) -> Any:
-    """A deserializer of a call's one message, which grpc reads before the handler is called: the
-    error stands in the message's place.
+    """A deserializer for calls with one request message, which returns an error as the message.
+
+    grpc deserializes such a message before it calls the handler.
     """
     read = _raising(deserialize, method)
 
@@ -313,14 +317,14 @@ def _returning(deserialize: Any, method: str) -> Any:
 
 
 def _is_health_watch(handler: Any, method: str) -> bool:
-    """Whether it is grpc's own handler, which raises none of our errors."""
+    """Whether this is grpc's own health handler, which raises no StepwellError."""
     if handler.unary_stream is None or not method.startswith(f"/{health.SERVICE_NAME}/"):
         return False
     return not isasyncgenfunction(handler.unary_stream)
 
 
 def _decoded(request: Any) -> Any:
-    """The message. Raises the error that stands in its place."""
+    """Returns the message, or raises the error that replaced it."""
     if isinstance(request, errors.InvalidArgument):
         raise request
     return request
@@ -356,6 +360,6 @@ async def _abort(context: Context, error: Exception, method: str) -> None:
     if not isinstance(error, errors.StepwellError):
         logger.exception("defect while serving %s", method)
         error = errors.InternalError(f"a defect in {method}: {type(error).__name__}")
-    # `abort_with_status` would drop what is in the trailing metadata besides the details.
+    # `abort_with_status` would drop all trailing metadata except the details.
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata(error))
     await context.abort(status.status_code(error), error.message, trailing_metadata=trailing)

@@ -1,5 +1,7 @@
-"""The one map between errors and gRPC statuses, in both directions. Details follow google.rpc:
-ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay), QuotaFailure (tenant).
+"""Maps errors to gRPC statuses and back.
+
+Details follow google.rpc: ErrorInfo (reason, domain), BadRequest (field), RetryInfo (delay),
+QuotaFailure (tenant).
 """
 
 import re
@@ -17,9 +19,9 @@ from services.common.rpc.retry_hint import retry_hint_seconds
 DOMAIN = "stepwell"
 
 UNDECODABLE = "UNDECODABLE"
-"""The reason of a refusal of what cannot be decoded: by another service it was sent otherwise."""
+"""The error reason for an undecodable message, which was damaged on its way."""
 DETAILS_KEY = "grpc-status-details-bin"
-"""The key of the trailing metadata that holds the status with its details."""
+"""The key of the status details in the trailing metadata."""
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 _CONNECTION_ENDS = (
@@ -42,9 +44,9 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Patterns of grpc's messages about connections, and what they mean; the first one counts."""
+"""Patterns of grpc's messages about connections, with their meaning. The first match counts."""
 _WRITE_FAILED = "Internal error from Core"
-"""What grpc.aio says, as INTERNAL, of a connection that ended while it was written to."""
+"""grpc.aio's message, with INTERNAL, for a connection that ended during a write."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -63,7 +65,7 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
 }
 
 _NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
-"""Kinds that no service raises towards another one."""
+"""Kinds of errors that no service raises in an answer to another service."""
 
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
     **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
@@ -72,7 +74,7 @@ _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
 
 
 def status_code(error: errors.StepwellError) -> grpc.StatusCode:
-    """The status of an error: that of the nearest class in its ancestry that has one."""
+    """The status of an error, by the nearest class in its MRO that has a status."""
     kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
     return STATUS_OF[next(kinds, errors.InternalError)]
 
@@ -80,7 +82,7 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
-    """The status with its details; `retry_after_seconds` is the hint for the client."""
+    """The status with its details. `retry_after_seconds` is the retry hint for the client."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -104,9 +106,9 @@ def to_rich_status(
 
 
 def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
-    """What ends a call besides code and message: the details, and when grpc itself may try again.
+    """The trailing metadata of an error: its details, and grpc's own retry delay.
 
-    A client tries again by itself only where its service config has a retryPolicy; -1 forbids it.
+    grpc retries by itself only if the service config has a retryPolicy. A delay of -1 forbids it.
     """
     seconds = retry_hint_seconds(error)
     details = to_rich_status(error, seconds).SerializeToString()
@@ -118,11 +120,11 @@ def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | byt
 
 
 RpcError = grpc.aio.AioRpcError | grpc.Call
-"""How a call failed: of grpc's asyncio and its blocking clients."""
+"""The error of a failed call, in grpc's asyncio client or its blocking client."""
 
 
 def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
-    """The error that a server raised; for other failures of a call, one by the status."""
+    """Returns the error that a server raised, or for other failures one by the status code."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None
@@ -138,9 +140,10 @@ def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
 
 
 def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
-    """As `from_rpc_error`, but errors of the connection itself become a sentence about the peer,
-    such as "the worker at 10.0.0.7:9003 closed the connection". A message that the peer cannot
-    decode was damaged on its way: the peer counts as one that is away for the moment.
+    """Does the same as `from_rpc_error`, but describes connection errors in terms of the peer.
+
+    An example is "the worker at 10.0.0.7:9003 closed the connection". If the peer could not decode
+    a message, the message was damaged on its way, and the peer counts as temporarily unavailable.
     """
     if rpc_status.from_call(rpc_error) is None:
         if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -154,6 +157,6 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
 
 
 def _connection_end(details: str) -> str:
-    """What happened to a connection; grpc's message is quoted if it is not known."""
+    """What happened to a connection. Unknown grpc messages are quoted."""
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")

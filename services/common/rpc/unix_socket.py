@@ -1,4 +1,4 @@
-"""Paths of Unix sockets that processes listen at."""
+"""Unix socket files of listening processes."""
 
 import errno
 import socket
@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes the socket of a process that has ended, so that another one can be bound there. What
-    is there otherwise stays: a socket that a process listens at, a file of another kind.
+    """Removes the socket of an ended process, so that the path can be bound again.
+
+    A socket with a listening process stays, and so does any file that is not a socket.
     """
     if not path.is_socket():
         return
