@@ -17,7 +17,7 @@ from tests.deploy.prometheus.rule_stories import STORIES, AlertStory
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 DASHBOARDS = sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json"))
-RUNBOOK = ROOT / "docs" / "runbook.md"
+RUNBOOK = ROOT / "docs" / "failures.md"
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(
     PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus has it)"
@@ -66,7 +66,7 @@ def test_promtool_accepts_rules_and_configuration() -> None:
 
 def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
     sections = dict(
-        re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
+        re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", RUNBOOK.read_text(), re.MULTILINE | re.DOTALL)
     )
     assert set(ALERTS) == set(STORIES) == set(sections)
     for name, alert in ALERTS.items():
@@ -74,7 +74,7 @@ def test_every_alert_has_a_story_and_a_section_of_the_runbook() -> None:
         assert alert["labels"]["severity"] in ("warning", "critical")
         annotations = alert["annotations"]
         assert set(annotations) == {"summary", "description", "runbook_url"}
-        assert annotations["runbook_url"] == f"docs/runbook.md#{name.lower()}"
+        assert annotations["runbook_url"] == f"docs/failures.md#{name.lower()}"
         for part in ("**Means.**", "**Look at.**", "**Do.**"):
             assert sections[name].count(part) == 1, (name, part)
 

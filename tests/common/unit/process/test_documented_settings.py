@@ -17,7 +17,9 @@ PAGES = (
     "deploying.md",
     "models.md",
     "observing.md",
-    "operating.md",
+    "failures.md",
+    "kubernetes.md",
+    "scaling.md",
     "parallel.md",
     "security.md",
 )
