@@ -4,10 +4,11 @@ import enum
 
 
 class GrammarStatus(enum.Enum):
-    """How far the compilation of a request's grammar is."""
+    """The state of the compilation of a request's grammar."""
 
     COMPILING = "compiling"
-    """Not every worker has it: the request is passed over."""
+    """Not every worker has the grammar yet. The request is passed over."""
     READY = "ready"
     FAILED = "failed"
-    """It cannot be compiled: the request ends when the next step looks at it."""
+    """The grammar cannot be compiled. The request ends with the next step that tries to admit it.
+    """

@@ -9,20 +9,18 @@ from services.common.request.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class InputChunk:
-    """Further prompt of a session, and how its next turn ends."""
+    """Further prompt tokens of a session, and the sampling parameters of its next turn."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     arrival_time: float = 0.0
     request_id: str = ""
-    """The id of the session in its next turn; empty: as before."""
+    """The request id of the session in its next turn; empty: unchanged."""
     traceparent: str = ""
-    """The caller's, for traces, as are the next two."""
+    """The caller's trace context, as are `tracestate` and `baggage`."""
     tracestate: str = ""
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """When it came to this replica."""
+    """When the chunk arrived at this replica, in Unix nanoseconds."""
     block_hashes: Sequence[BlockHash] = ()
-    """Those that the session has with it and lacks without it, if they were computed apart from the
-    steps.
-    """
+    """Hashes of the session's blocks that this chunk fills, if they were computed in advance."""

@@ -20,40 +20,44 @@ from services.scheduler.core.transfers.kv_connector import (
 class WaitReason(Enum):
     """Why a waiting request was not admitted in a step.
 
-    Most reasons concern the first request that is ready, and therefore those behind it as well.
-    Those of `OWN_REASONS` concern single requests: they are passed over, and others overtake them.
+    Most reasons stop admission at the first ready request, and so concern the requests behind it as
+    well. The reasons in `OWN_REASONS` concern single requests, which are passed over: other
+    requests may overtake them.
     """
 
     BUDGET = "budget"
-    """The step's tokens were used up, or the whole prompt must fit and does not."""
+    """The step's token budget was used up, or is too small for a prompt that must not be chunked.
+    """
     MAX_SEQS = "max_seqs"
     """`max_running` requests run."""
     NO_BLOCKS = "no_blocks"
-    """It does not fit in the pool, or a running request was preempted in the step."""
+    """The request does not fit in the pool, or a running request was preempted in the step."""
     PREFILL_INTERVAL = "prefill_interval"
     """Requests decode, and the last step with prompts is too recent."""
     HELD_BACK = "held_back"
-    """It is held back during the search for a request whose steps always fail."""
+    """The request is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
-    """An operator paused the engine. Steps have it only in a pause that waits for running requests;
-    in others none is planned.
+    """An operator paused the engine. A step has this reason only in a pause with mode WAIT, because
+    no steps are planned with other modes.
     """
     RECOVERY = "recovery"
-    """Pool or workers are away. No step has it, since none is planned."""
+    """Pool or workers are lost. No step has this reason, because none is planned."""
     ADAPTERS = "adapters"
-    """Running requests use as many adapters as may be used at once, and its own is not among them;
-    or the workers have yet to load it.
+    """The workers have not loaded the request's adapter, or running requests use other adapters, as
+    many as may be used at once.
     """
     SESSION = "session"
-    """It is a session, and waits for its next input."""
+    """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
-    """Its keys and values are being loaded, or it is not known yet which can be."""
+    """The request's keys and values are being loaded, or the connector cannot tell yet what can be
+    loaded.
+    """
     GRAMMAR = "grammar"
-    """The grammar that its output must follow is not compiled yet."""
+    """The grammar that the output must follow is not compiled yet."""
     ENCODER = "encoder"
-    """The encoder has no budget or room in the step for an item at which it would go on."""
+    """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """A step that was in flight when it was preempted has yet to give it a token."""
+    """A step that was in flight at the request's preemption has not delivered its token yet."""
 
 
 OWN_REASONS = frozenset(
@@ -66,7 +70,7 @@ OWN_REASONS = frozenset(
         WaitReason.OUTPUT_IN_FLIGHT,
     }
 )
-"""Reasons of single requests, which others overtake."""
+"""Reasons for which a single request is passed over."""
 
 
 def preparation_wait(request: Request) -> WaitReason:
@@ -75,14 +79,14 @@ def preparation_wait(request: Request) -> WaitReason:
 
 
 class PreemptionCause(Enum):
-    """Why requests that ran went back to the queue."""
+    """Why running requests returned to the queue."""
 
     NO_BLOCKS = "no_blocks"
-    """Another request needed its blocks."""
+    """Another request needed the blocks."""
     RESET = "reset"
-    """An operator had every cached prefix forgotten."""
+    """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"
-    """Few run at a time during the search for a request whose steps always fail."""
+    """During the search for a request whose steps always fail, only few requests run at a time."""
     POOL_LOST = "pool_lost"
     """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
@@ -95,65 +99,67 @@ class Preemption:
 
     victim: Request
     cause: Request
-    """The request that needed the blocks; the victim itself if it was the last by the policy."""
+    """The request that needed the blocks. It is the victim itself if the policy chose it."""
     num_lost_tokens: int
-    """Tokens of the victim that must be computed again."""
+    """Number of tokens of the victim that must be computed again."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One engine step, decided. The first three lists are parallel, in scheduling order."""
+    """The plan of one engine step. `requests`, `num_scheduled_tokens` and `num_computed_tokens` are
+    parallel, in scheduling order.
+    """
 
     step: int
     requests: list[Request] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
-    """Tokens of each that are computed before the step, prefix hit included."""
+    """Number of tokens of each request that are computed before the step, prefix hit included."""
     block_tables: dict[Request, BlockTables] = field(default_factory=dict)
     """Full block tables of requests that are admitted in this step."""
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
-    """New blocks of requests that ran before."""
+    """New blocks of requests that were running before the step."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
     """Drafts at the end of a request's scheduled tokens, to be verified."""
     prefill_chunks: frozenset[Request] = frozenset()
-    """Requests of which tokens are left to compute before one can be sampled."""
+    """Requests whose prompt is not complete after the step, so that it samples no token of them."""
     new: list[Request] = field(default_factory=list)
-    """Admitted for the first time."""
+    """Requests that are admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
-    """Admitted again after a preemption."""
+    """Requests that are admitted again after a preemption."""
     preemptions: list[Preemption] = field(default_factory=list)
-    """In the order in which they happened."""
+    """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
     """Why the requests that still wait were not admitted; None if no request waits. If all of them
     were passed over, the reason of the first.
     """
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
-    """Items of prompts that the encoder computes, by index in their request."""
+    """Items of prompts that the encoder computes, by their index in the request."""
     evicted_encoder_inputs: Sequence[str] = ()
-    """Identifiers of items whose embeddings the workers forget before the step."""
+    """Identifiers of items whose embeddings the workers delete before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
-    """Requests that others may overtake, each with a reason of its own."""
+    """Requests that were passed over in the step, each with its reason."""
     removed_rows: Sequence[int] = ()
     """Rows of the workers' batch that were freed since the last plan."""
     block_ids_to_zero: Sequence[BlockId] = ()
-    """Blocks that the workers clear before the step."""
+    """Blocks that the workers zero before the step."""
     copies: Sequence[BlockCopy] = ()
-    """Blocks that they copy then, in order."""
+    """Blocks that the workers copy before the step, in order."""
     loads: Sequence[KVLoad] = ()
     """Loads of the connector that begin with this step."""
     kv_connector_metadata: KVConnectorMetadata | None = None
     """The connector's message to its workers' side."""
     awaits_transfers: bool = False
-    """Whether a transfer is under way whose end the step's output may report."""
+    """Whether a transfer is in progress whose end the step's output may report."""
     dropped: AbstractSet[Request] = frozenset()
     """Requests whose output of this step is discarded."""
 
     num_tokens: int = 0
-    """Tokens that the step computes, of all requests."""
+    """Number of tokens that the step computes for all requests."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the step is sent to the workers: it computes something, frees rows, carries a
+        """Whether the step is sent to the workers: it computes tokens, frees rows, contains a
         connector's message, or awaits transfers.
         """
         has_message = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
@@ -161,42 +167,43 @@ class SchedulerOutput:
 
     @property
     def preempted(self) -> list[Request]:
-        """The requests that were preempted, in that order."""
+        """The preempted requests, in the order of preemption."""
         return [preemption.victim for preemption in self.preemptions]
 
 
-@dataclass(slots=True)  # not frozen, as it is made in each step: that would take thrice the time
+@dataclass(slots=True)  # not frozen: creation in each step would take three times as long
 class ModelRunnerOutput:
     """The workers' output of a step. `token_ids` is parallel to the plan's requests."""
 
     token_ids: Sequence[Sequence[int]]
-    """Sampled tokens: none inside a prompt."""
+    """Sampled tokens of each request. Empty while a prompt is not complete."""
     draft_token_ids: Sequence[Sequence[int]] = ()
-    """Drafts for the next step; parallel as well, or empty if the workers propose none."""
+    """Drafts of each request for the next step. Empty if the workers propose none."""
     num_draft_tokens: Sequence[int] = ()
-    """Drafts that the workers verified of each; parallel as well, or empty if there were none."""
+    """Number of drafts of each request that the workers verified. Empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """Log-probabilities by index of the request; carried through."""
+    """Log-probabilities by index of the request. The scheduler does not read them."""
     nan_requests: frozenset[int] = frozenset()
-    """Indexes of requests whose logits held NaN."""
+    """Indexes of requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """The first of its tokens that its grammar refuses, by index of the request; the number of its
-    tokens where the refused one is not among them.
+    """The position, among the request's sampled tokens, of the first token that its grammar
+    refuses, by index of the request. If the refused token is not in the output, the number of
+    tokens.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Why the grammar failed, by index of the request, of requests with a refused token."""
+    """Why the grammar failed, by index of the request. Only for requests with a refused token."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Vectors of prompts that the step computed to their end, by index of the request; carried
-    through.
+    """Vectors of the prompts that the step completed, by index of the request. The scheduler does
+    not read them.
     """
     execute_nanos: int = 0
-    """For how long the workers computed; 0 where that is not measured."""
+    """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
-    """Time from when the step was ready to run to the end of the step before it; less than 0 if
-    it was ready after that. None where that is not measured.
+    """Time from when the step was ready to run until the end of the step before it. Negative if the
+    step was ready later than that. None if not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
-    """Results of the connector's workers' side."""
+    """Transfer results of the workers' side of the connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,32 +216,34 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)  # see ModelRunnerOutput
 class EngineCoreOutputs:
-    """New tokens and ends of a step. Iterates over the requests with any, in scheduling order."""
+    """New tokens and ends of a step. Iterates over the requests that have either, in scheduling
+    order.
+    """
 
     plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]
-    """New tokens, parallel to the plan's requests; None for requests that had ended before."""
+    """New tokens, parallel to the plan's requests. None for requests that had already ended."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended by the step; those whose load failed, and those that ended in the queue,
-    last, though they may have no part in it.
+    """Requests that ended with the step. Requests whose load failed, and requests that ended in the
+    queue, are last. They may not be part of the step.
     """
     num_tokens: int
-    """New tokens of all requests."""
+    """Total number of new tokens."""
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
     """Sessions with a turn that the step ended."""
     execute_nanos: int = 0
-    """For how long the workers computed; 0 where that is not measured."""
+    """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Vectors of prompts, by index of the request, also of requests that had ended before."""
+    """Vectors of prompts by index of the request. Includes requests that had already ended."""
     failed: Sequence[Request] = ()
-    """The part of `ended` that steps looked at and that can never run on."""
+    """The requests in `ended` that were found unable to ever run."""
     num_draft_tokens: Sequence[int] = ()
-    """Drafts that were verified, parallel to the plan's requests; empty if there were none."""
+    """Number of verified drafts, parallel to the plan's requests. Empty if there were none."""
 
     @property
     def num_accepted(self) -> list[int]:
-        """Drafts that stand, of each request of which some were verified."""
+        """Number of accepted drafts of each request that had drafts."""
         counts = zip(self.num_draft_tokens, self.token_ids, strict=True)
         return [max(len(tokens or ()) - 1, 0) for num_drafts, tokens in counts if num_drafts]
 

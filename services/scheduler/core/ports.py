@@ -20,18 +20,18 @@ from services.scheduler.core.request import Request
 
 
 class PoolLost(Unavailable):
-    """The pool's generation is over: no block table is valid any more."""
+    """The pool's generation has ended: no block table is valid any more."""
 
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects`: the requests of the transaction that the pool refused or answered wrongly."""
+        """`suspects`: the requests in a transaction that the pool refused or answered wrongly."""
         super().__init__(message)
         self.suspects = suspects
 
 
 class WorkersLost(Unavailable):
-    """The workers' generation is over: the keys and values that they stored are lost."""
+    """The workers' generation has ended: their keys and values are lost."""
 
     reason = "WORKERS_LOST"
 
@@ -40,9 +40,9 @@ class KVPool(Protocol):
     """The memory of one replica."""
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        """Executes operations in order, up to the first that does not fit; exactly once.
+        """Executes operations in order, exactly once, up to the first one that does not fit.
 
-        Raises PoolLost when the generation is over.
+        Raises PoolLost when the generation has ended.
         """
 
 
@@ -52,21 +52,21 @@ class Executor(Protocol):
     async def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> Future[ModelRunnerOutput]:
-        """Sends a step to every rank. The future that it returns has the step's output when the
-        step is done; the caller may cancel it.
+        """Sends a step to every rank. Returns a future of the step's output, which the caller may
+        cancel.
 
         Steps run in the order of the calls. The call and the future raise WorkersLost when the
-        generation is over.
+        generation has ended.
         """
 
 
 class Replica(Protocol):
-    """The pool and the workers: one generation covers both, and is lost with either."""
+    """The pool and the workers. One generation covers both: it ends if either is lost."""
 
     @property
     def workers_were_ended(self) -> bool:
-        """Whether a worker of the last generation was told to stop, or was ended by its supervisor:
-        then no step is the cause of the loss.
+        """Whether a worker of the last generation was stopped by a signal or by its supervisor.
+        Then no step caused the loss.
         """
 
     async def open(self) -> object:
@@ -76,57 +76,57 @@ class Replica(Protocol):
 
 
 class Readiness(Protocol):
-    """Shows whether a step can run. Never blocks."""
+    """Publishes whether steps can run. Never blocks."""
 
     def ready(self) -> None:
-        """Pool and workers are reachable."""
+        """Called when pool and workers are reachable."""
 
     def not_ready(self, reason: str) -> None:
-        """Pool or workers are not reachable; `reason` is a sentence that names which."""
+        """Called when pool or workers are not reachable. `reason` is a sentence that names them."""
 
 
 class Delivery(Protocol):
     """Sends tokens and ends back to the gateways."""
 
     def deliver(self, update: EngineCoreOutputs) -> None:
-        """Passes on a step's new tokens and finished requests. Never blocks."""
+        """Sends a step's new tokens and finished requests. Never blocks."""
 
     def deliver_ends(self, requests: Sequence[Request]) -> None:
-        """Passes on requests that ended between steps. Never blocks."""
+        """Sends the ends of requests that ended between steps. Never blocks."""
 
 
 class StepObserver(Protocol):
     """Observes the engine, for traces and metrics. Changes nothing, never blocks."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
-        """Requests were queued."""
+        """Called after requests were queued."""
 
     def begin(self) -> str:
-        """A step is about to be planned; returns its trace context, "" when it is not traced."""
+        """Called before a step is planned. Returns its trace context; empty if it is not traced."""
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """The step is decided and about to be sent."""
+        """Called when a step is planned, before it is sent."""
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        """The step's tokens have arrived, and are about to be delivered."""
+        """Called when a step's output was applied, before its tokens are delivered."""
 
     def ended(self, requests: Sequence[Request]) -> None:
-        """Requests were aborted between steps, and their ends are about to be delivered."""
+        """Called when requests ended between steps, before their ends are delivered."""
 
     def paused(self) -> None:
-        """No step is planned until `resumed`. May be called again."""
+        """Called when the engine is paused. Repeated calls are allowed."""
 
     def resumed(self) -> None:
-        """Steps are planned again. May be called again."""
+        """Called when steps are planned again. Repeated calls are allowed."""
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
-        """Running requests were sent back to the queue between steps."""
+        """Called when running requests were returned to the queue between steps."""
 
     def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
-        """Pool or workers are lost; the outputs of steps in flight are discarded."""
+        """Called when pool or workers are lost. The outputs of steps in flight are discarded."""
 
     def recovered(self) -> None:
-        """Pool and workers are there again, and empty."""
+        """Called when pool and workers are reachable again, and empty."""
 
     def stopped(self) -> None:
-        """The engine ends; the outputs of steps in flight are discarded."""
+        """Called when the engine stops. The outputs of steps in flight are discarded."""

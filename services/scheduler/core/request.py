@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: tokens, and a count of how many of them are computed."""
+"""The scheduler's model of a request: tokens, and the number of tokens that are computed."""
 
 import copy
 import enum
@@ -28,14 +28,14 @@ class RequestStatus(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     WAITING_FOR_CHUNK = "waiting_for_chunk"
-    """A session whose turn is over, and whose next one has no input yet."""
+    """A session between two turns, which has no input for the next turn yet."""
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
-    """Keys and values are loaded into its blocks."""
+    """Keys and values are being loaded into the request's blocks."""
     FINISHED = "finished"
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a waiting request cannot be admitted before something else has happened."""
+        """Whether a waiting request cannot be admitted until an event changes its status."""
         return self in _BLOCKED
 
 
@@ -44,128 +44,138 @@ _BLOCKED = frozenset({RequestStatus.WAITING_FOR_CHUNK, RequestStatus.WAITING_FOR
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """Why a turn of a session ended; the session goes on."""
+    """The end of a turn of a session. The session itself continues."""
 
     finish_reason: FinishReason
     stop_token_id: int | None
-    """The stop token that ended it; None if none did."""
+    """The stop token that ended the turn; None if it ended for another reason."""
     turn: "Request"
-    """The session as it was at the end of the turn, for its last delta, metrics and traces."""
+    """A copy of the session at the end of the turn, for its last delta, metrics and traces."""
 
 
 @dataclass(slots=True, eq=False)
 class Request(ComputedTokens):
-    """One sequence. Equal only to itself."""
+    """One sequence: a prompt and one answer. Compared by identity."""
 
     request_id: str
-    """For logs, traces and aborts."""
+    """The id in logs, traces and aborts."""
     key: RequestKey
-    """Its number in the pool's operations, never used twice by one scheduler process."""
+    """The request's number in pool operations. One scheduler process never uses a number twice."""
     token_ids: list[int]
     """Prompt, then output; grows as tokens are sampled."""
     num_prompt_tokens: int
     sampling: SamplingParams
     priority: int = 0
-    """Smaller runs earlier under the priority policy; 0 under first come, first served."""
+    """A smaller value runs earlier under the priority policy. 0 under first come, first served."""
     arrival_time: float = 0.0
     """Seconds on any clock that all requests of a replica share."""
     latest_start: float | None = None
-    """When it must have been scheduled for the first time, in monotonic seconds; None: no limit."""
+    """The latest time of the first admission, in monotonic seconds; None: no limit."""
     cache_salt: str = ""
-    """Only requests with the same one find each other's cached prefixes."""
+    """Requests can hit each other's cached prefixes only if their salts are equal."""
     adapter_digest: bytes = b""
-    """SHA-256 of the files of its adapter; empty: it has none. With other content an adapter of the
-    same name is another one.
+    """SHA-256 of the files of the request's adapter; empty: no adapter. The digest, not the name,
+    identifies an adapter.
     """
     adapter_name: str = ""
-    """The name by which clients ask for its adapter."""
+    """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers have yet to load it; `grammar` is COMPILING then."""
+    """Whether the workers have not loaded the adapter yet. `grammar` is COMPILING then."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
     """Items of the prompt whose embeddings an encoder computes, in the order of their offsets."""
     traceparent: str = ""
     tracestate: str = ""
-    """The caller's, for traces; carried through, as is `baggage`."""
+    """The caller's trace context, as are `traceparent` and `baggage`. The scheduler's core does not
+    interpret it.
+    """
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """When it came to this replica; carried through, for traces."""
+    """When the request arrived at this replica, in Unix nanoseconds. Used by traces only."""
     hashed_unix_nanos: int = 0
-    """When its prompt had been hashed apart from the steps; 0 if it was not. Carried through."""
+    """When the hashing of the prompt in advance was complete, in Unix nanoseconds; 0 if it was not
+    hashed in advance. Used by traces only.
+    """
     times: RequestTimes | None = None
-    """Where its time went, once it has ended; carried through."""
+    """How the request's time was spent. Set at its end, for traces and metrics."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings in place of the prompt's tokens, which are placeholders then; carried through."""
+    """Embeddings that replace the prompt's tokens. The tokens are placeholders then. Used by the
+    workers only.
+    """
     pooling: PoolingParams | None = None
-    """How the workers pool its prompt, where the model does that; carried through."""
+    """How the workers pool the prompt; None for generative models. Used by the workers only."""
     num_choices: int = 0
-    """The client's parameter n, in the first sequence of a prompt; 0 in the others. Carried
-    through, for metrics.
+    """The client's parameter n in the first sequence of a prompt, 0 in its other sequences. Used by
+    metrics only.
     """
     resumable: bool = False
-    """Whether it is a session: at the end of its output it waits for the next chunk of input, and
-    keeps its blocks.
+    """Whether the request is a session: at the end of its output it keeps its blocks and waits for
+    the next chunk of input.
     """
     turn_ended_unix_nanos: int = 0
-    """When the turn of a session before this one ended; carried through, for traces."""
+    """When the previous turn of a session ended, in Unix nanoseconds. Used by traces only."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """Input of a session's next turns that came before they begin; None ends it after this turn."""
+    """Input for a session's next turns that has already arrived. None ends the session."""
     reads_prefix_cache: bool = True
-    """False where every prompt position must be computed, as for prompt log-probabilities."""
+    """False if every prompt position must be computed, as for prompt log-probabilities."""
 
     grammar: GrammarStatus | None = None
-    """Whether the workers have compiled its grammar, and loaded its adapter; None: it needs neither
-    of them.
+    """Whether the workers have compiled the grammar and loaded the adapter. None: the request has
+    neither.
     """
     error: str = ""
-    """The error that ended it, or ends it when it is scheduled; empty if there is none."""
+    """The error that ended the request, or will end it at its admission. Empty if there is none."""
     error_reason: FinishReason = FinishReason.ERROR
-    """How it ends for that, if it has not yet run."""
+    """The finish reason of a request that ends at its admission because of `error`."""
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    """None before its end, or that of its turn."""
+    """None before the end of the request or of its turn."""
     stop_token_id: int | None = None
-    """The stop token that ended it; None if none did."""
+    """The stop token that ended the request; None if it ended for another reason."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """Tokens that end the request: end of sequence and stop tokens."""
     fast_path_end: int = 0
-    """The step before which it leaves the fast path, while it is on it."""
+    """The step before which the request leaves the fast path. Only valid on the fast path."""
     admission_number: int = 0
-    """Grows with each admission; orders the running requests."""
+    """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
-    """Tokens, prompt and output, at which it ends for its length; set when it is queued."""
+    """Number of tokens, prompt and output, at which the request ends. Set when it is queued."""
     is_prefill_chunk: bool = False
-    """Whether the last step left tokens to compute before one can be sampled."""
+    """Whether the last planned step left tokens that must be computed before one can be sampled."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Drafts of the tokens after the last one, -1 where only the workers know them."""
+    """Drafts of the tokens after the last one. -1 for drafts that only the workers know."""
     num_slots: int = 0
-    """Tokens that its block table can hold."""
+    """Number of tokens for which the block table has slots."""
     num_tokens_left_behind: int = 0
-    """Stored tokens by which its windows have moved, where they give blocks back. A session whose
-    last tokens are dropped may have fewer computed ones.
+    """The largest number of stored tokens from which windows were computed and blocks freed. The
+    number of computed tokens of a session may be lower after its last tokens were dropped.
     """
     row: int | None = None
-    """Its row in the workers' batch while it runs."""
+    """The request's row in the workers' batch; None while it does not run."""
     awaited_step: int | None = None
-    """The last step in flight that computed tokens of it when it was preempted last, whose output
-    comes before it is admitted again; None if there was none.
+    """The last step in flight that computed tokens of the request at its last preemption. Its
+    output must arrive before the request is admitted again. None if there was no such step.
     """
     num_cached_tokens: int | None = None
-    """Prefix hit when it was first scheduled, of a session in its present turn; None before."""
+    """Prefix hit at the first admission, or at the first one of a session's present turn. None
+    before.
+    """
     num_external_tokens: int = 0
-    """Tokens that its last load brought from elsewhere."""
+    """Number of tokens that the last load through the connector added."""
     num_preemptions: int = 0
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of its full blocks, as far as they were computed."""
+    """Hashes of the full blocks that were hashed so far."""
     known_to_pool: bool = False
-    """Whether the pool has hashes or blocks of it that a Release must give back."""
+    """Whether the pool stores hashes or blocks of the request, which a Release must free."""
     num_hashes_sent: int = 0
     """How many of `block_hashes` were sent to the pool."""
     num_committed_blocks: int = 0
-    """Full blocks published under their hash; with blocks of several sizes, hashes published."""
+    """Number of full blocks that are published under their hash. If groups have different block
+    sizes, the number of published hashes.
+    """
     shared_prefix_boundary: int = 0
-    """The end of a prefix that another request computed too, but that is no hit since not all
-    groups have their part of it; 0 if there is none. By its last look-up, as in vLLM.
+    """The end of a prefix, in tokens, that another request computed too but that is no hit, because
+    it is not cached in all groups. 0 if there is none. From the last lookup, as in vLLM.
     """
 
     def __post_init__(self) -> None:
@@ -173,7 +183,7 @@ class Request(ComputedTokens):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """For log lines about it: its id and, if it is traced from its beginning, its trace's."""
+        """Fields of log lines: the request id, and the trace id if there is a trace context."""
         fields = {"request_id": self.request_id}
         if self.traceparent:
             fields["trace_id"] = self.traceparent.split("-")[1]
@@ -181,59 +191,59 @@ class Request(ComputedTokens):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output known so far."""
+        """Number of prompt and output tokens that are known so far."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Output known so far."""
+        """Number of output tokens that are known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_output_placeholders(self) -> int:
-        """Tokens that steps in flight are about to sample, drafts included."""
+        """Number of tokens that steps in flight will sample, drafts included."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether it has a block table in the pool."""
+        """Whether the request has a block table in the pool."""
         return self.num_slots > 0
 
     @property
     def max_hit_tokens(self) -> int:
-        """Longest cached prefix of use: one token must be left to compute, to sample from."""
+        """The longest usable prefix hit. One token must remain to be computed for sampling."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
     def unsent_hashes(self) -> Sequence[BlockHash]:
-        """The end of `block_hashes` that the pool does not have yet."""
+        """The last of `block_hashes`, which were not sent to the pool yet."""
         return self.block_hashes[self.num_hashes_sent :]
 
     @property
     def num_encoded_tokens(self) -> int:
-        """The position after its last item; 0 if it has none."""
+        """The position after the last item of the prompt; 0 if there are no items."""
         return self.encoder_inputs[-1].end if self.encoder_inputs else 0
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it waits and cannot be admitted before something else has happened to it."""
+        """Whether the request cannot be admitted until an event changes its status or grammar."""
         return self.status.is_blocked or self.grammar is GrammarStatus.COMPILING
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
 
     def limit_length(self, max_model_len: int) -> None:
-        """Sets the length at which its output ends."""
+        """Sets the length at which the request ends."""
         self.max_num_tokens = max_model_len
         if self.sampling.max_tokens is not None:
             longest = self.num_prompt_tokens + self.sampling.max_tokens
             self.max_num_tokens = min(longest, max_model_len)
 
     def end_turn(self, block_size: int) -> TurnEnd:
-        """Lets a session whose output ended wait for input. Its last token is dropped, since
-        nothing was computed of it; the rest of the output becomes prompt.
+        """Ends the turn of a session, which then waits for input. The last token is dropped,
+        because it was not computed. The rest of the output becomes part of the prompt.
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
@@ -249,11 +259,11 @@ class Request(ComputedTokens):
         return end
 
     def forget_ahead(self) -> None:
-        """Counts no token as computed that steps in flight compute after the end of a turn."""
+        """Subtracts the tokens that steps in flight compute after the end of a turn."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
-        """Continues a session with further prompt."""
+        """Begins the next turn of a session with further prompt tokens."""
         self.token_ids += chunk.token_ids
         self.block_hashes += chunk.block_hashes
         self.num_prompt_tokens = len(self.token_ids)
@@ -269,7 +279,7 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
-        """Waits again like others after a load."""
+        """Returns the request from loading to the status of other waiting requests."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
@@ -281,7 +291,7 @@ class Request(ComputedTokens):
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
-        """The hashes that it lacks of its full blocks, if these tokens followed."""
+        """The further hashes that the request would have if these tokens were appended."""
         return self._further_hashes(root, block_size, [*self.token_ids, *token_ids])
 
     def _further_hashes(
@@ -300,7 +310,7 @@ class Request(ComputedTokens):
     def take_blocks(
         self, terms: Admission, blocks: BlockTables, block_size: int, hash_block_size: int
     ) -> None:
-        """Notes what the request has in the pool once it was admitted on these terms."""
+        """Records the blocks and hashes that the request has in the pool after its admission."""
         self.num_computed_tokens = terms.num_computed_tokens
         self.num_slots = len(blocks[0]) * block_size
         self.num_committed_blocks = terms.num_commit_tokens // hash_block_size
@@ -308,8 +318,8 @@ class Request(ComputedTokens):
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
-        """Resets what the request had in pool and workers: nothing of it is computed. It does not
-        run any more; tokens of steps in flight may still come.
+        """Resets the request's state in pool and workers: it has no blocks, row or computed tokens.
+        Tokens of steps in flight may still arrive.
         """
         self.draft_token_ids = []
         self.is_prefill_chunk = False
@@ -319,7 +329,9 @@ class Request(ComputedTokens):
         self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends sampled tokens up to one that ends the request; returns those appended."""
+        """Appends sampled tokens, up to the first one that ends the request. Returns the appended
+        tokens.
+        """
         num_known = len(self.token_ids)
         finish = append_until_end(
             self.token_ids,
@@ -336,7 +348,7 @@ class Request(ComputedTokens):
         return token_ids[: len(self.token_ids) - num_known]
 
     def fail(self, error: str, reason: FinishReason = FinishReason.ERROR) -> None:
-        """Ends the request: something went wrong that concerns no other."""
+        """Ends the request with an error that concerns no other request."""
         self.error = error
         self.finish(reason)
 

@@ -1,8 +1,8 @@
 """The entries of the step log: the calls of a scheduler and its decisions.
 
-An entry is a JSON object: `call` is the method that was called, the rest are its arguments and its
-results. A scheduler is a deterministic function of its calls, so a log that holds all of them, in
-order, can be replayed.
+An entry is a JSON object. `call` is the name of the called method. The other fields are its
+arguments and results. A scheduler is a deterministic function of its calls, so a log of all calls,
+in order, can be replayed.
 
     add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
                          max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
@@ -26,10 +26,10 @@ order, can be replayed.
                          passed_over (reasons of single requests by key, if there are any),
                          loads (key, tokens, whether between steps; if any begin),
                          encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
-                         throttle_prefills, if the caller let prompts wait,
+                         throttle_prefills, if the caller made prompts wait,
                          removed_rows; then num_running, num_waiting and num_free_blocks
     update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
-                         and not_taken (what was appended instead; null: nothing) by index;
+                         and not_taken (the tokens appended instead; null: none) by index;
                          refused_tokens (the first token that the grammar refuses, by index) and
                          grammar_errors (why one failed, by index), if there are any;
                          ended (key, reason, stop token); turns, if any of sessions ended,
@@ -39,19 +39,20 @@ order, can be replayed.
     preempt_all          preempted
     forget_pool          preempted
     end_failed           ended (as above), where no step was in flight
-    admit_only           keys: all other requests are held back; null: none
+    admit_only           keys: all other requests are held back; null: no request is
     flush                num_free_blocks
     reset_prefix_cache   done
     reset_encoder_cache
     end                  the last entry; a log without it was cut short
 
-An entry of a call in which a connector was called has its answers, in order, as `connector`: the
-tokens that can be loaded of a request, and whether between steps (null: not known yet), whether
-blocks of one that ended are still read, whether blocks will be free when transfers end.
+If a connector was called during a call, the entry has its answers, in order, as `connector`. An
+answer is the number of tokens that can be loaded and whether between steps (null: not known yet),
+whether blocks of an ended request are still read, or whether transfers will free blocks.
 
-Requests are given by their key, a block table as a list of block ids for each group. Those of the
-aborts and the flush that a pause makes follow its entry. A reset that preempts is preempt_all and
-reset_prefix_cache. VERSION grows with every change after which an older log cannot be read.
+Requests are identified by their key. A block table is a list of block ids for each group. A pause
+makes aborts and a flush, whose entries follow the entry of the pause. A reset that preempts is
+recorded as preempt_all and reset_prefix_cache. VERSION increases with every change that makes older
+logs unreadable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,11 +74,11 @@ SCHEMA = "stepwell.step_log"
 VERSION = 4
 
 Entry = dict[str, Any]
-"""A dictionary of JSON's types, equal to itself after it was written as JSON and read again."""
+"""A dictionary of JSON types. It is unchanged after being written as JSON and read again."""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration without its fingerprint and its groups, which the header holds beside it."""
+    """A configuration without `fingerprint` and `groups`, which the header has as own fields."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {
@@ -86,7 +87,7 @@ def config_entry(config: SchedulerConfig) -> Entry:
 
 
 def group_entry(group: KVCacheGroup) -> Entry:
-    """A group of layers, as the header lists them."""
+    """A KV-cache group as an element of the header's list of groups."""
     return {
         name: value.value if isinstance(value, Enum) else value
         for name, value in asdict(group).items()
@@ -110,7 +111,7 @@ def _repetition(repetition: RepetitionDetection | None) -> list[int] | None:
 
 
 def without_empty(entry: Entry) -> Entry:
-    """An entry without what is empty: fields that most requests and steps do not have."""
+    """The entry without its empty fields."""
     return {name: value for name, value in entry.items() if value}
 
 

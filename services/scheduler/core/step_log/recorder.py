@@ -1,4 +1,4 @@
-"""Records the calls of a scheduler and its decisions: see `log_entry` for what an entry has."""
+"""Records the calls of a scheduler and its decisions. `log_entry` describes the entries."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,11 +32,11 @@ from services.scheduler.core.transfers.kv_connector import KVConnector
 
 
 class RecordingScheduler(Scheduler):
-    """A scheduler that passes an entry of every call to `record`, after the call is done.
+    """A scheduler that calls `record` with an entry of every call, after the call.
 
-    Entries of `add` and `admit_only` are passed before they change anything. The entry of a call
-    that failed because the pool was lost has `lost_after`: the number of transactions that the pool
-    had answered in the call. An entry has `connector` if the connector was called.
+    Some calls, such as `add` and `admit_only`, are recorded before they change anything. If a call
+    failed because the pool was lost, its entry has `lost_after`: the number of transactions that
+    the pool had answered during the call. An entry has `connector` if the connector was called.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ def _by_index(values: Mapping[int, int | str]) -> Entry:
 
 
 class _CountedAnswers:
-    """A pool that counts the transactions it answered."""
+    """Wraps a pool, and counts the transactions that it answered."""
 
     def __init__(self, pool: KVPool) -> None:
         self.count = 0

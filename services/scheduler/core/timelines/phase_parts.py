@@ -1,4 +1,4 @@
-"""What a phase of a request's time consists of: waits with their reasons, and chunks of a prefill.
+"""The parts of a phase of a request's timeline: waits with their reasons, and prefill chunks.
 
 Times are nanoseconds since the epoch.
 """
@@ -10,20 +10,20 @@ from typing import NamedTuple
 from services.common.telemetry.time_parts import TimePart, part_of_reason
 
 MAX_WAITS = 16
-"""Waits of a phase. Beyond them, neighbours are merged."""
+"""The largest number of waits in a phase. If there are more, neighbours are merged."""
 MAX_CHUNKS = 32
-"""Chunks of a phase. Beyond twice this number, neighbours are merged."""
+"""Neighbouring chunks of a phase are merged if there are more than twice this number of parts."""
 
 
 class ReasonStart(NamedTuple):
-    """From when on a request waited for a reason, until the next one."""
+    """The start of a reason for which a request waits. It lasts until the start of the next one."""
 
     start: int
     reason: str
     step: int | None = None
-    """The first step that the reason kept it out of; None without a step."""
+    """The first step that left the request out for this reason; None if there was no step."""
     holder: str = ""
-    """Id of the request that had most of what this one lacked; empty if none had."""
+    """Id of the request that held most of the missing resource; empty if there was none."""
 
 
 @dataclass(slots=True)
@@ -33,18 +33,20 @@ class Wait:
     start: int
     end: int
     reasons: dict[str, int]
-    """Nanoseconds by reason; several after merging."""
+    """Nanoseconds by reason. There are several reasons after merging."""
     step: int | None = None
     holder: str = ""
-    """Both as in ReasonStart; after merging, of the longest wait."""
+    """`step` and `holder` have the meaning of ReasonStart. After merging they describe the longest
+    wait.
+    """
 
     @property
     def reason(self) -> str:
-        """The reason of most of it."""
+        """The reason with the largest part of the time."""
         return max(self.reasons, key=self.reasons.__getitem__)
 
     def merge(self, later: "Wait") -> None:
-        """Adds a wait that follows this one."""
+        """Merges a later wait into this one."""
         if later.end - later.start > self.end - self.start:
             self.step, self.holder = later.step, later.holder
         self.end = later.end
@@ -52,7 +54,7 @@ class Wait:
             self.reasons[reason] = self.reasons.get(reason, 0) + nanos
 
     def time_parts(self) -> list[TimePart]:
-        """A part for each reason; what was waited for is known of the longest."""
+        """One part for each reason. Only the part of the longest reason has `holder` and `step`."""
         longest = self.reason
         return [
             TimePart(part_of_reason(reason), nanos, self.holder, self.step)
@@ -64,7 +66,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens of a request in its prefill that a step computed, or several steps after merging."""
+    """The prefill tokens of a request that a step computed. After merging, of several steps."""
 
     start: int
     end: int
@@ -73,16 +75,16 @@ class Chunk:
     num_steps: int
     num_tokens: int
     num_step_tokens: int
-    """Tokens of all requests of the step."""
+    """Number of tokens of all requests in the step."""
     num_requests: int
-    """Requests in the step."""
+    """Number of requests in the step."""
     compute_nanos: int
-    """Time in which the workers computed the whole step."""
+    """Compute time of the workers for the whole step."""
     wait_nanos: int = 0
-    """Time of the waits that were merged into it."""
+    """Sum of the waits that were merged into this chunk."""
 
     def merge(self, later: "Chunk | Wait") -> None:
-        """Adds a part that follows this one."""
+        """Merges a later part into this chunk."""
         if isinstance(later, Wait):
             self.wait_nanos += later.end - later.start
         else:
@@ -97,7 +99,7 @@ class Chunk:
 
 
 def merged_waits(waits: list[Wait]) -> list[Wait]:
-    """MAX_WAITS at most: each of those given is merged into the first one of its group."""
+    """Merges neighbouring waits until at most MAX_WAITS remain."""
     size = max(1, -(-len(waits) // MAX_WAITS))
     for begin in range(0, len(waits), size):
         for later in waits[begin + 1 : begin + size]:
@@ -106,7 +108,7 @@ def merged_waits(waits: list[Wait]) -> list[Wait]:
 
 
 def merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
-    """Half as many chunks; the waits between two that become one are part of it."""
+    """Merges pairs of neighbouring chunks. The waits between two merged chunks are merged, too."""
     merged: list[Wait | Chunk] = []
     pending: list[Wait | Chunk] = []
     is_open = False

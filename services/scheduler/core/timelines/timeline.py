@@ -1,7 +1,7 @@
-"""Where the time of a request goes at a replica: phases that follow each other without a gap.
+"""The timeline of a request at a replica: phases that follow each other without a gap.
 
-A timeline is a few numbers for each phase. It is kept for every request, and becomes spans only if
-the request is traced. Its times are nanoseconds since the epoch, which callers pass in.
+A timeline has a few numbers for each phase. It is kept for every request, and becomes spans only if
+the request is traced. Times are nanoseconds since the epoch, which callers pass in.
 """
 
 from collections.abc import Sequence
@@ -29,26 +29,26 @@ from services.scheduler.core.timelines.phase_parts import (
 )
 
 MAX_PHASES = 64
-"""Phases of a timeline. Beyond them, the oldest ones after the queue are merged."""
+"""The largest number of phases. If there are more, the oldest phases after the queue are merged."""
 
 
 class PhaseKind(Enum):
     """The kinds of phases of a request."""
 
     QUEUE = "queue"
-    """It waits for its first admission."""
+    """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Chunks of its tokens are computed until one can be sampled; again after an interruption."""
+    """Tokens are computed until one can be sampled. Occurs again after an interruption."""
     DECODE = "decode"
-    """It gets tokens."""
+    """Output tokens are sampled."""
     PREEMPTED = "preempted"
-    """Its blocks were taken away; it waits to be admitted again."""
+    """The request's blocks were freed, and it waits for its next admission."""
     RECOVERY = "recovery"
-    """Pool or workers were lost; it waits for others, and to be admitted again."""
+    """Pool or workers were lost. The request waits for the recovery and its next admission."""
     PAUSE = "pause"
-    """It keeps its blocks while the engine is paused."""
+    """The request keeps its blocks while the engine is paused."""
     SEVERAL = "several"
-    """Several phases that were merged, since there were more than MAX_PHASES."""
+    """Several phases that were merged because there were more than MAX_PHASES."""
 
 
 _INTERRUPTIONS = (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE)
@@ -61,28 +61,28 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
-"""The part of a request's time to which a phase belongs, apart from its waits."""
+"""The name of the time part to which a phase counts, by kind. Waits have names of their own."""
 
 
 class StepTotals(NamedTuple):
-    """Sums over steps. What a request had of them is a difference of two."""
+    """Running sums over steps. The sums of a phase are the difference of two totals."""
 
     num_steps: int = 0
     nanos: int = 0
-    """From the end of the step before, or from the planning if that was later, to the tokens."""
+    """Time from the end of the step before, or from the planning if later, to the tokens."""
     compute_nanos: int = 0
     """The part of `nanos` in which the workers computed."""
     prompt_nanos: int = 0
-    """The part of `compute_nanos` for tokens of requests in their prefill."""
+    """The part of `compute_nanos` for prefill tokens."""
     num_requests: int = 0
-    """Sum of the requests in each step."""
+    """Sum of the numbers of requests in the steps."""
 
     def plus(self, other: "StepTotals") -> "StepTotals":
-        """The sums of both."""
+        """The sum of both totals."""
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
-        """The sums since the other, earlier one."""
+        """The sums since an earlier total."""
         return StepTotals(*map(sub, self, other))
 
 
@@ -94,50 +94,56 @@ class Interruption:
     """Why a request stopped running before its end."""
 
     kind: PhaseKind
-    """The kind of the phase that begins with it."""
+    """The kind of the phase that begins with the interruption."""
     cause: str
     step: int | None = None
-    """The step whose planning it was a part of; None if it came between steps."""
+    """The step in whose planning the interruption occurred; None if between steps."""
     preempted_for: str = ""
-    """Id of the request that needed the blocks."""
+    """Id of the request that needed the blocks; empty if the cause is another."""
     num_lost_tokens: int = 0
-    """Computed tokens that are computed again."""
+    """Number of computed tokens that must be computed again."""
     message: str = ""
-    """The loss, as a sentence."""
+    """A sentence that describes the loss of pool or workers."""
 
 
 @dataclass(slots=True)
 class Phase:
-    """A part of a request's time."""
+    """A phase of a request's timeline."""
 
     kind: PhaseKind
     start: int
     end: int = 0
     parts: list[Wait | Chunk] = field(default_factory=list)
-    """The waits of a waiting phase, the chunks and waits of a prefill; without a gap."""
+    """The waits of a waiting phase, or the chunks and waits of a prefill, without a gap."""
     interruption: Interruption | None = None
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """Tokens known at its beginning; once it has ended, the tokens that came in it."""
+    """While the phase is open, the output tokens known at its start. Afterwards, the output tokens
+    that arrived in the phase.
+    """
     totals: StepTotals = NO_STEPS
-    """The totals at its beginning; once it has ended, those of its steps."""
+    """While the phase is open, the totals at its start. Afterwards, the sums over the phase's steps
+    that contained the request.
+    """
     behind: StepTotals = NO_STEPS
-    """The same of the steps in it that did not have the request."""
+    """While the phase is open, the corresponding totals at its start. Afterwards, the sums over the
+    phase's steps without the request.
+    """
     max_requests: int = 0
-    """Largest batch."""
+    """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Nanoseconds by kind of the phases that were merged into it; None if none were."""
+    """Nanoseconds of the merged phases, by kind; None if no phases were merged."""
     merged_parts: Sequence[TimePart] = ()
-    """The parts of the time of these phases."""
+    """The time parts of the merged phases."""
 
     @property
     def nanos(self) -> int:
-        """How long it took."""
+        """The duration of the phase."""
         return self.end - self.start
 
     def time_parts(self) -> list[TimePart]:
-        """The parts of its time, once it has ended; their sum is all of it."""
+        """The time parts of an ended phase. Their sum is the duration of the phase."""
         parts = list(self.merged_parts)
         if self.kind not in (PhaseKind.PREFILL, PhaseKind.DECODE):
             for wait in self.parts:
@@ -158,33 +164,35 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """Where the time of a request went; the first three add up to all of it. vLLM's meaning."""
+    """How a request's time was spent. The first three fields, which have vLLM's meaning, add up to
+    the whole time.
+    """
 
     queue_nanos: int
     prefill_nanos: int
     decode_nanos: int
     interrupted_nanos: int
-    """The part of prefill and decode in which it did not run."""
+    """The part of prefill and decode in which the request did not run."""
     queued_unix_nanos: int
-    """When it arrived."""
+    """When the request arrived."""
     parts: tuple[TimePart, ...] = ()
-    """All of it by what it was spent on."""
+    """The whole time, divided by cause."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """The phases of one request; the last one is open until `finish`."""
+    """The phases of one request. The last phase is open until `finish`."""
 
     queued: int
     phases: list[Phase] = field(init=False)
     current: Phase = field(init=False)
-    """The open phase, the last one; also after `finish`."""
+    """The last phase, which is open until `finish`."""
     admitted: int | None = None
-    """When it was first scheduled; None before."""
+    """When the request was first scheduled; None before."""
     first_token: int | None = None
-    """When it came; None before."""
+    """When the first token arrived; None before."""
     interrupted_nanos: int = 0
-    """Time in which it did not run after its first admission."""
+    """Time after the first admission in which the request did not run."""
 
     def __post_init__(self) -> None:
         self.current = Phase(PhaseKind.QUEUE, self.queued)
@@ -197,7 +205,7 @@ class Timeline:
         return phase.parts[-1].end if phase.parts else phase.start
 
     def enter(self, kind: PhaseKind, now: int) -> Phase:
-        """Ends the open phase and begins another one."""
+        """Ends the open phase and begins a new one."""
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()
@@ -206,14 +214,14 @@ class Timeline:
         return self.current
 
     def admit(self, step: int, now: int) -> None:
-        """It leaves a queue; its tokens are computed from `step` on."""
+        """Begins the prefill of a request that leaves the queue. `step` is its first step."""
         if self.admitted is None:
             self.admitted = now
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
-        """Explains the open phase up to now by the reasons since its last part, each with its
-        beginning.
+        """Adds waits to the open phase, from its last part up to `now`. `changes` are the reasons
+        in that time, with their starts.
         """
         if len(changes) == 1:  # as in most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
@@ -232,7 +240,7 @@ class Timeline:
         self.current.parts += merged_waits(waits)
 
     def add_chunk(self, chunk: Chunk, wait_reason: str) -> None:
-        """Adds a chunk to the prefill; the time before it is a wait."""
+        """Adds a chunk to the prefill. The time since the last part becomes a wait."""
         parts, covered = self.current.parts, self.covered_until
         chunk.end = max(covered, chunk.end)
         chunk.start = min(max(covered, chunk.start), chunk.end)
@@ -243,11 +251,11 @@ class Timeline:
             parts[:] = merged_chunks(parts)
 
     def finish(self, now: int) -> None:
-        """The request has ended."""
+        """Ends the open phase, because the request has ended."""
         self._end_phase(now)
 
     def times(self) -> RequestTimes:
-        """Where the time went, once it has ended."""
+        """How the request's time was spent. Only valid after `finish`."""
         end = self.current.end
         admitted = end if self.admitted is None else self.admitted
         first_token = end if self.first_token is None else self.first_token

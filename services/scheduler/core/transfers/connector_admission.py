@@ -1,4 +1,4 @@
-"""Admission where a connector may know more of a request than the pool does."""
+"""Admission if a connector may have more cached tokens of a request than the pool."""
 
 from collections.abc import Callable
 from itertools import chain, islice
@@ -16,19 +16,20 @@ from services.scheduler.core.transfers.kv_connector import ExternalMatch
 from services.scheduler.core.transfers.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
-"""Waiting requests whose prefix is looked up in one transaction. The next admission makes the hits
-of those behind it unknown.
+"""Number of further waiting requests whose prefixes are looked up in the same transaction. Each
+admission invalidates the hits of the requests behind it.
 """
 
 Admit = Callable[[StepBuilder, PlannedAdmission, BlockTables], None]
 
 
 class ConnectorAdmission:
-    """Admits waiting requests one after another, as vLLM does: the tokens that the connector has
-    behind the local hit depend on every admission before.
+    """Admits waiting requests one after another, as vLLM does, because the tokens that the
+    connector can load after the local hit depend on all earlier admissions.
 
-    They are loaded within the step, or between steps: then the request takes its blocks, and
-    waits in `kv_waiting` without budget or row. It is admitted like others when the load has ended.
+    The tokens are loaded within the step, or asynchronously between steps. A request with an
+    asynchronous load gets its blocks at once, and waits in `kv_waiting` without budget or row. It
+    is admitted like other requests after the load.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class ConnectorAdmission:
     async def schedule(
         self, builder: StepBuilder, pause_mode: PauseMode | None, traceparent: str
     ) -> WaitReason | None:
-        """Admits requests of a step; returns why it stopped before all were looked at."""
+        """Admits waiting requests to a step. Returns why admission stopped; None if all requests
+        were tried.
+        """
         reason = None
         for request in self._candidates(pause_mode):
             if builder.token_budget == 0:
@@ -71,7 +74,7 @@ class ConnectorAdmission:
         return reason
 
     def _candidates(self, pause_mode: PauseMode | None) -> list[Request]:
-        """The waiting requests; in a pause that waits for running ones, those that hold blocks."""
+        """The waiting requests. In a pause with mode WAIT, only requests that hold blocks."""
         if pause_mode is PauseMode.WAIT:
             return list(self._queues.kv_waiting)
         return list(chain(self._queues.kv_waiting, self._queues.waiting))
@@ -79,8 +82,8 @@ class ConnectorAdmission:
     async def _try(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        """Admits a request, lets it load, or passes it over. Returns why those behind it must wait
-        too.
+        """Admits a request, begins its load, or passes it over. Returns a reason if admission must
+        stop.
         """
         reason = self._own_reason(builder, request)
         if reason is not None:
@@ -102,13 +105,16 @@ class ConnectorAdmission:
         return await self._admit_one(builder, request, traceparent)
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
-        """What the connector has behind the local hit, which may be one of full attention alone
-        then; None: ask later.
+        """The tokens that the connector can load after the local hit. None: not known yet, ask
+        later. If the connector supplies states, the local hit may become one of full attention
+        only.
 
-        As in vLLM the connector is asked for what follows the last whole block of a hit that ends
-        inside a block. If that is longer than the rest of the hit, it is loaded in place of that,
-        and no block is copied; else nothing is loaded. Where all layers keep states, the state
-        before the only token of a prompt is the empty one: there is nothing to load.
+        If the hit ends inside a block, the connector is asked for the tokens after the last whole
+        block, as in vLLM. If it has more tokens than the hit has in that block, they are loaded
+        and replace the partial hit, so that no block is copied. Otherwise nothing is loaded.
+
+        If all layers keep states, a prompt of one token needs no load, because the state before
+        its first token is empty.
         """
         if self._has_states_only and request.num_tokens == 1:
             return ExternalMatch(0, is_async=False)
@@ -128,7 +134,7 @@ class ConnectorAdmission:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """Why a request is to be passed over. One whose load has ended goes on."""
+        """Why a request must be passed over. First, a load that has ended is completed."""
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
             builder.prefixes.forget_hits()
@@ -145,7 +151,9 @@ class ConnectorAdmission:
             builder.failed[request] = request.error
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Looks up a request and others that wait, unless it was since the last admission."""
+        """Looks up the prefixes of a request and of further waiting requests. Does nothing if the
+        request's hit is known since the last admission.
+        """
         if request not in builder.prefixes.hits:
             others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
             unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
@@ -197,9 +205,12 @@ class ConnectorAdmission:
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
-        """A load takes blocks for what is loaded, none for what is computed then, and publishes
-        nothing. Of a prompt that is loaded in full the last token is computed again: windows hold
-        what that sees, where vLLM gives back what only earlier ones see.
+        """The admission terms of an asynchronous load. It allocates blocks only up to the end of
+        the loaded tokens, and publishes nothing.
+
+        If the whole prompt is loaded, its last token is computed again afterwards. Windows then
+        keep the blocks that this token attends to. vLLM frees blocks that only earlier tokens
+        attend to.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]

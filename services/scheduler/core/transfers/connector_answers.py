@@ -1,4 +1,4 @@
-"""A connector's answers as JSON, for the step log: what the scheduler decides depends on them."""
+"""Records a connector's answers, on which decisions depend, as JSON for the step log."""
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
@@ -10,20 +10,22 @@ from services.scheduler.core.transfers.kv_connector import (
 )
 
 Answer = None | bool | list[int | bool]
-"""None and [tokens, whether between steps]: what can be loaded. True and False: whether blocks of
-an ended request are still read, and whether blocks will be free when transfers end.
+"""The JSON form of an answer.
+
+`[tokens, is_async]` is an external match, and None a match that is not known yet. True and False
+answer whether blocks of an ended request are still read, or whether transfers will free blocks.
 """
 
 
 class RecordedConnector:
-    """A connector whose answers are kept in the order of the calls."""
+    """Wraps a connector, and records its answers in the order of the calls."""
 
     def __init__(self, connector: KVConnector) -> None:
         self._connector = connector
         self._answers: list[Answer] = []
 
     def take_answers(self) -> list[Answer]:
-        """The answers since the last call."""
+        """Returns the answers since the last call of this method."""
         answers, self._answers = self._answers, []
         return answers
 

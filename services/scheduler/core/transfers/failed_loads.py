@@ -1,4 +1,4 @@
-"""Undoes failed loads: requests are set back to before the first invalid block."""
+"""Undoes failed loads: resets requests to the position before their first invalid block."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from services.scheduler.core.request import Request
 
 
 def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
-    """The tokens of each request in these steps."""
+    """The number of tokens of each request that these steps computed or compute."""
     scheduled: Counter[Request] = Counter()
     for plan in plans:
         scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
@@ -25,11 +25,14 @@ def set_back(
     invalid: Collection[BlockId],
     scheduled: Mapping[Request, int],
 ) -> tuple[set[Request], list[BlockId]]:
-    """Sets requests with one group of layers back to before their first invalid block; of several
-    that share one, only the first computes it again, and the others count it as computed, as in
-    vLLM. `scheduled` are tokens that count as computed and are not. Returns the requests that have
-    an invalid block, and the blocks from there on. What is no longer seen of a table may be another
-    request's by now.
+    """Resets the computed tokens of requests to the start of their first invalid block. For models
+    with one KV-cache group.
+
+    As in vLLM, if several requests share an invalid block, only the first computes it again, and
+    the others count it as computed. `scheduled`: tokens that count as computed although the step's
+    output is not applied. Blocks outside the window are skipped: another request may own them now.
+
+    Returns the requests that have an invalid block, and their blocks from there on.
     """
     affected: set[Request] = set()
     recomputed: set[BlockId] = set()

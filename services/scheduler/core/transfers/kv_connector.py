@@ -1,8 +1,8 @@
-"""The port through which keys and values come from elsewhere and go elsewhere: another tier, or
-another replica. Names and rules are those of vLLM's KVConnectorBase_V1, the scheduler's side.
+"""The port for loading keys and values from another tier or replica, and for storing them there.
+Names and rules follow the scheduler's side of vLLM's KVConnectorBase_V1.
 
-What moves them is the workers' side of a connector, which learns from each step's plan what to load
-(`SchedulerOutput.loads`), and reports with each step's output what it has done
+The workers' side of a connector moves the data. Each step's plan lists what to load
+(`SchedulerOutput.loads`), and each step's output reports the completed transfers
 (`KVTransferResults`).
 """
 
@@ -18,8 +18,8 @@ from services.scheduler.core.transfers.tier_index import TierBlockId
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens behind a local hit can be loaded; and whether between steps, while the
-    request waits, or within the step that needs them.
+    """How many tokens after a local hit can be loaded. With `is_async` they are loaded between
+    steps, while the request waits; otherwise within the step that needs them.
     """
 
     num_tokens: int
@@ -28,27 +28,27 @@ class ExternalMatch:
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """The last `num_tokens` of a request's computed tokens are loaded into its blocks."""
+    """A load of the last `num_tokens` of a request's computed tokens into its blocks."""
 
     request: Request
     num_tokens: int
     is_async: bool
     blocks: BlockTables
-    """Its full table."""
+    """The full block table of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransferResults:
     """Results of transfers, which the workers report with the output of each step.
 
-    An end is reported once, and a failure not after the end of its load: `failed_recving` are also
-    in `finished_recving`. Blocks are invalid if their load failed, between steps or within one.
+    The end of a transfer is reported once. A failed load is reported with its end: requests in
+    `failed_recving` are also in `finished_recving`. Blocks are invalid if their load failed.
     """
 
     finished_recving: Sequence[RequestKey] = ()
     finished_sending: Sequence[RequestKey] = ()
     failed_recving: Collection[RequestKey] = ()
-    """Requests without one valid block of their load."""
+    """Requests whose load filled no block with valid data."""
     invalid_block_ids: Collection[BlockId] = ()
 
 
@@ -57,7 +57,7 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """A block of the KV cache, one of the workers' tier, and the key of what they hold."""
+    """A block of the KV cache, a block of the workers' tier, and the key of their contents."""
 
     block: BlockId
     tier_block: TierBlockId
@@ -74,8 +74,8 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """Transfers that begin with a step. Stores are made before the step writes anything; loads
-    begin then and may go on while later steps run.
+    """Transfers that begin with a step. Stores complete before the step writes anything. Loads
+    begin then, and may continue while later steps run.
     """
 
     stores: Sequence[BlockTransfer]
@@ -83,51 +83,55 @@ class KVConnectorMetadata:
 
 
 class KVConnector(Protocol):
-    """Knows what is stored elsewhere. Never blocks."""
+    """Tracks the keys and values that are stored in another tier or replica. Never blocks."""
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> ExternalMatch | None:
-        """The tokens that can be loaded behind a local hit, in whole blocks, for a request that may
-        be admitted now; None if that is not known yet. Asked at every attempt; changes nothing.
+        """The tokens, in whole blocks, that can be loaded after a local hit, for a request that may
+        be admitted now. None if the number is not known yet. Called at every attempt to admit the
+        request; has no side effect.
         """
 
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """A request has its blocks; `num_external_tokens` are loaded into them from this step on.
-        Of layers that keep states the one is loaded from which the request goes on: after these
-        tokens, or before the last of them if that is the last of all.
+        """Called when a request's blocks are allocated. `num_external_tokens` are loaded into them
+        from this step on.
+
+        For layers that keep states, one state is loaded: the state after these tokens. If they end
+        with the request's last token, the state before that token is loaded instead.
         """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """The first `num_tokens` of a request are known, and computed by steps that were planned
-        before. Called when another block is full, and before the request gives its blocks back.
+        """Called when a further block of a request is full, and before its blocks are freed. The
+        first `num_tokens` tokens are known, and are computed by earlier steps.
         """
 
     def blocks_released(self, request: Request) -> None:
-        """A request holds no blocks any more: it was preempted, or it ended."""
+        """Called when a request no longer holds blocks, because it was preempted or has ended."""
 
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:
-        """The transfers that begin with the planned step; None if there are none."""
+        """Returns the transfers that begin with the planned step; None if there are none."""
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """A step has run, and this was reported with its output."""
+        """Called with the transfer results in the output of each step."""
 
     def reset_cache(self) -> None:
-        """Forgets what is stored elsewhere. No request holds blocks, and no load is under way."""
+        """Removes everything that is stored. No request holds blocks, and no load is running."""
 
     def forget(self) -> None:
-        """The pool's generation is over: no request holds blocks, no transfer is under way, and
-        steps in flight may not have run.
+        """Called when the pool's generation has ended: no request holds blocks, no transfer is in
+        progress, and steps in flight may not have run.
         """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:
-        """A request ended, and these blocks hold what was computed of it. Returns whether they are
-        still read: then they stay its own until `finished_sending` names it.
+        """Called when a request has ended. `blocks` contain its computed keys and values. Returns
+        whether the blocks are still read: then they are freed only after `finished_sending` has
+        named the request.
         """
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks will be free as soon as transfers end, so that a running request that
-        lacks blocks should wait for them and none be preempted.
+        """Whether blocks will be free as soon as transfers end. Then a running request that lacks
+        blocks should wait, and no request should be preempted.
         """

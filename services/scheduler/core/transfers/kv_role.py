@@ -1,10 +1,10 @@
-"""How a scheduler with a connector behaves. Names are vLLM's, of KVTransferConfig."""
+"""Settings of a scheduler with a connector. Names follow vLLM's KVTransferConfig."""
 
 import enum
 
 
 class KVRole(enum.Enum):
-    """Which way keys and values go."""
+    """The direction in which keys and values are transferred."""
 
     BOTH = "kv_both"
     CONSUMER = "kv_consumer"
@@ -12,9 +12,9 @@ class KVRole(enum.Enum):
 
 
 class KVLoadFailurePolicy(enum.Enum):
-    """What happens to a request some of whose blocks were not loaded."""
+    """What happens to a request if the load of some of its blocks failed."""
 
     RECOMPUTE = "recompute"
-    """It computes from the first such block on."""
+    """The request is computed again from the first such block on."""
     FAIL = "fail"
-    """It ends."""
+    """The request ends with an error."""

@@ -1,4 +1,4 @@
-"""Transfers of keys and values that are under way, and which blocks they hold."""
+"""Tracks transfers of keys and values in progress, and the blocks that they use."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -21,12 +21,12 @@ from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy
 
 
 class KVTransfers:
-    """What the scheduler keeps because it has a connector.
+    """The scheduler's state for a connector.
 
-    A request that loads between steps waits with its blocks. Blocks of one that ended stay taken
-    while they are sent or loaded, and, if loads are not ordered with the steps in flight, while one
-    of these writes them. As vLLM does: a load could otherwise fill a block before the step that
-    belongs to its last owner writes it.
+    A request that loads between steps waits with its blocks. The blocks of an ended request are
+    freed only when no transfer uses them. If loads are not ordered with the steps in flight, the
+    blocks are also kept, as in vLLM, while such a step may write them. Otherwise a load for a new
+    owner could fill a block before a step of the old owner overwrites it.
     """
 
     def __init__(
@@ -39,44 +39,48 @@ class KVTransfers:
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
-        """Whether a request can go on before the first block that was not loaded. Where a window or
-        a state would have to be there, nothing of the load is used.
+        """Whether a request whose load failed can use the blocks before the first invalid one. With
+        windows or states nothing of a failed load is used.
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
         """Block tables of the requests that hold blocks."""
         self._loading: dict[RequestKey, Request] = {}
-        """Requests that wait for a load, until they are looked at after its end."""
+        """Requests that wait for a load, until `promote` is called after its end."""
         self._num_local: dict[Request, int] = {}
-        """Tokens of their local hits."""
+        """The number of tokens in the local hit of each request in `_loading`."""
         self._finished_recving: set[Request] = set()
-        """Requests whose load has ended, and that have not gone on since."""
+        """Requests whose load has ended, until `promote` is called."""
         self._first_invalid: dict[Request, int] = {}
-        """The first block to compute again of each request whose load within a step failed."""
+        """The index of the first block to compute again, for requests whose load within a step
+        failed.
+        """
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
-        """Requests that ended and whose blocks a transfer still uses."""
+        """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests that the last steps admitted, or filled a block of: their blocks are offered
-        before windows give them back.
+        """Requests that recent steps admitted, or for which they filled a block. Their blocks are
+        offered to the connector before windows free them.
         """
         self._prefills: set[Request] = set()
-        """Requests that load or have computed a part of their tokens: blocks are kept free for the
-        rest.
+        """Requests that load, or whose prompt is partly computed. Blocks are reserved for their
+        remaining tokens.
         """
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is under way, so that steps go on to hear of its end."""
+        """Whether a transfer is in progress. Steps must continue, because their outputs report its
+        end.
+        """
         return bool(self._loading or self._leaving)
 
     @property
     def holds_ended(self) -> bool:
-        """Whether a transfer uses blocks of a request that ended."""
+        """Whether a transfer uses blocks of an ended request."""
         return bool(self._leaving)
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer has not ended, or blocks wait for the end of a step."""
+        """Whether a transfer is in progress, or blocks are to be freed at the end of a step."""
         loading = self._loading.values()
         is_giving_back = bool(self._leaving or self.deferred_frees)
         return is_giving_back or not self._finished_recving.issuperset(loading)
@@ -88,8 +92,8 @@ class KVTransfers:
     # While a step is planned
 
     def begin_step(self) -> None:
-        """A step is about to be planned: offers the connector the blocks that earlier ones filled.
-        Those whose tokens are not known yet are offered before a later step.
+        """Called before a step is planned. Offers the connector the blocks that earlier steps
+        filled. Blocks whose tokens are not known yet are offered before a later step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
@@ -106,14 +110,14 @@ class KVTransfers:
     def num_reserved_blocks(
         self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool
     ) -> int:
-        """Blocks that a load must leave free: those that prefills in progress still lack, since a
-        load cannot be preempted to make room for them, and those of its own first drafts.
-        `appended_blocks` are what the step that is planned gave running requests.
+        """Blocks that a load must leave free: the blocks that prefills in progress still need, and
+        the blocks of the load's own first drafts. A load cannot be preempted to free blocks for a
+        prefill. `appended_blocks` are the blocks that the planned step has allocated so far.
 
-        As in vLLM a request without a valid block of its load counts among them, also for itself.
-        But if the request that is to load `is_alone`, while nothing runs or loads, those that hold
-        no blocks are left out, and so are drafts: it would wait for itself, or for another that
-        waits for it.
+        As in vLLM a request whose load filled no valid block counts as a prefill, even when it
+        loads again itself. If the loading request `is_alone`, because nothing runs or loads, then
+        requests without blocks and drafts do not count. Otherwise it could wait for itself, or two
+        requests for each other.
         """
         num_of_drafts = 0 if is_alone else self._reserved.num_of_drafts
         return num_of_drafts + sum(
@@ -127,8 +131,8 @@ class KVTransfers:
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
     ) -> None:
-        """A request runs from this step on, which computes `num_new_tokens` of it and loads
-        `num_external_tokens`.
+        """Records an admitted request. The planned step computes `num_new_tokens` and loads
+        `num_external_tokens` of its tokens.
         """
         self._note_table(request, blocks)
         if request.num_computed_tokens + num_new_tokens < request.num_tokens:
@@ -136,7 +140,7 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
-        """A request waits until `num_external_tokens` of it are loaded."""
+        """Begins an asynchronous load of `num_external_tokens`. The request waits for its end."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._prefills.add(request)
@@ -145,8 +149,9 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=True)
 
     def promote(self, request: Request) -> bool:
-        """Lets a request whose load has ended go on with what is valid, and publishes that; without
-        anything valid it holds no blocks any more. Returns False, and does nothing, before the end.
+        """Makes a request ready for admission after its load, and publishes the valid blocks. If no
+        block is valid, frees all its blocks. Returns False, and does nothing, before the load's
+        end.
         """
         if request not in self._finished_recving:
             return False
@@ -157,7 +162,7 @@ class KVTransfers:
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
             self._kv_cache_manager.publish_loaded(request)
-            # The next token is sampled from the last one that is known, so that is computed again.
+            # The last known token is computed again, to sample the next token from it.
             longest = request.num_tokens - 1
             request.num_computed_tokens = min(request.num_computed_tokens, longest)
         else:
@@ -167,7 +172,9 @@ class KVTransfers:
         return True
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """A step is decided: its running requests have further blocks."""
+        """Called when a step is fully planned. Appends its new blocks to the block tables, and adds
+        the connector's transfers to the plan.
+        """
         plan.loads, self.loads = self.loads, []
         for request, appended in plan.appended_blocks.items():
             tables = self._block_tables[request]
@@ -189,13 +196,13 @@ class KVTransfers:
         self._prefills -= {request for request in scheduled if not request.is_prefill_chunk}
 
     def is_written(self, request: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
-        """Whether steps in flight write blocks of a request that must not be free before."""
+        """Whether a request's blocks must not be freed yet because steps in flight write them."""
         return self._config.fences_frees and any(request in plan.requests for plan in in_flight)
 
-    # When a request gives its blocks back
+    # When the blocks of a request are freed
 
     def preempted(self, request: Request) -> None:
-        """A request that ran gives its blocks back."""
+        """Records that the blocks of a request are freed because it was preempted."""
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
             self._evict_invalid(request)
@@ -203,8 +210,8 @@ class KVTransfers:
         self._prefills.discard(request)
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Releases the blocks of a request that ended, as soon as no transfer and no step in flight
-        uses them.
+        """Frees the blocks of an ended request as soon as no transfer and no step in flight uses
+        them.
         """
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
@@ -233,10 +240,10 @@ class KVTransfers:
         else:
             self._kv_cache_manager.release(request)
 
-    # When a step's output has come
+    # When the output of a step has arrived
 
     def processed(self, plan: SchedulerOutput, results: KVTransferResults) -> None:
-        """Passes on what was reported, and gives back blocks that waited for the step's output."""
+        """Forwards the results to the connector, and frees blocks that waited for this output."""
         self.connector.update_connector_output(plan.step, results)
         self.deferred_frees.give_back(plan.step)
 
@@ -247,10 +254,11 @@ class KVTransfers:
         waiting: Iterable[Request],
         running: Iterable[Request],
     ) -> set[Request]:
-        """Sets the computed tokens of requests back to before the first block that was not loaded.
-        `plans` are the step whose output has come and those in flight, which were planned as if all
-        had been loaded. Returns the requests whose output of these steps is void; with the
-        policy FAIL, all that have such a block.
+        """Resets the computed tokens of requests to the start of the first block whose load failed.
+
+        `plans` are the step whose output has arrived and the steps in flight. They were planned as
+        if all loads had succeeded. Returns the requests whose output of these steps is invalid.
+        With the policy FAIL, returns all requests that have such a block.
         """
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed: set[Request] = set()
@@ -280,8 +288,8 @@ class KVTransfers:
         return failed | failed_loads | failed_running
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Notes which loads ended, and releases blocks of ended requests that no transfer uses, as
-        soon as no step in flight writes them.
+        """Records which transfers have ended. Frees blocks of ended requests that no transfer uses,
+        as soon as no step in flight writes them.
         """
         for key in results.finished_recving:
             if (request := self._loading.get(key)) is not None:
@@ -292,7 +300,7 @@ class KVTransfers:
             self._release_leaving(key, in_flight)
 
     def forget(self) -> None:
-        """Starts over: pool and workers are lost, and with them all transfers."""
+        """Resets the state, because pool and workers, and so all transfers, are lost."""
         for request in self._loading.values():
             request.stop_loading()
         self.connector.forget()
@@ -305,7 +313,7 @@ class KVTransfers:
         self.deferred_frees.forget()
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
-        """Requests whose loads were to fill one of these blocks."""
+        """Requests whose pending load includes one of these blocks."""
         return [
             key
             for key, request in self._loading.items()
@@ -313,8 +321,8 @@ class KVTransfers:
         ]
 
     def _evict_invalid(self, request: Request) -> None:
-        """Lets no request find blocks that were not loaded, and that this one has not computed
-        again. In vLLM they stay published.
+        """Unpublishes blocks whose load failed and that the request has not computed again. In vLLM
+        such blocks stay published.
         """
         if (first := self._first_invalid.pop(request, None)) is not None:
             (table,) = self._block_tables[request]
@@ -331,8 +339,9 @@ class KVTransfers:
     def _remove_skipped_blocks(
         self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
     ) -> None:
-        """Gives back what no later query of a request sees, steps in flight included, before its
-        blocks are shown to the connector, without those that it gave back earlier.
+        """Frees the blocks that lie outside all windows of later queries and steps in flight, and
+        replaces them in `blocks` by the null block. Must be called before the blocks are shown to
+        the connector.
         """
         num_computed = request.num_computed_tokens - sum(
             plan.num_scheduled_tokens[plan.requests.index(request)]
@@ -363,8 +372,8 @@ class KVTransfers:
 
 
 def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:
-    """Puts the null block where the table has blocks that are appended: a state that is not needed
-    any more gives its block to a later one.
+    """Replaces blocks of the table that are also in `appended` by the null block. The block of an
+    obsolete state is reused for a later state.
     """
     for block in set(appended).intersection(table) - {NULL_BLOCK}:
         table[table.index(block)] = NULL_BLOCK

@@ -1,10 +1,10 @@
-"""A connector to a tier of the workers' own memory, in which published blocks are kept when the
-KV cache no longer has them. Its name is that of vLLM's.
+"""A connector to a tier in the workers' own memory, which keeps blocks that the KV cache has
+evicted. Named after vLLM's OffloadingConnector.
 
-This side decides which blocks are in the tier; the workers copy them. Every full block of a request
-is stored once its tokens are known and computed, with the first step that is planned after the one
-that computes it: workers copy it before that step writes anything. Blocks of the tier behind a
-local hit are loaded between steps. The tier and this index outlive the pool; with new workers both
+The scheduler decides which blocks are in the tier, and the workers copy them. A full block of a
+request is stored with the first step that is planned after its tokens are known and computed. The
+workers copy the block before that step writes anything. Blocks of the tier that follow a local hit
+are loaded between steps. The tier and its index survive a reset of the pool. With new workers both
 are empty.
 """
 
@@ -29,28 +29,30 @@ from services.scheduler.core.transfers.tier_index import TierBlockId, TierIndex,
 
 @dataclass(slots=True)
 class TierStats:
-    """Counts since the start. Tokens are those of admitted requests, as in vLLM's metrics."""
+    """Counts since the start. Only tokens of admitted requests count, as in vLLM's metrics."""
 
     num_query_tokens: int = 0
-    """Tokens behind local hits."""
+    """Tokens after the local hits."""
     num_hit_tokens: int = 0
-    """The part of these whose load began."""
+    """Tokens after the local hits that were loaded from the tier."""
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_invalid_blocks: int = 0
-    """Blocks that were missing or damaged when they were to be loaded."""
+    """Blocks that were missing or damaged at the time of their load."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """What a step stores: not certain before its output has come."""
+    """The stores of a step. They are uncertain until the step's output has arrived."""
 
     step: int
     blocks: tuple[BlockTransfer, ...]
 
 
 class OffloadingConnector:
-    """See KVConnector. All groups have blocks of one size, which is also that of a hash."""
+    """A KVConnector for the workers' tier. All groups have the same block size, which is also the
+    number of tokens in a block hash.
+    """
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
         self.index = TierIndex(num_tier_blocks)
@@ -66,16 +68,18 @@ class OffloadingConnector:
         ]
         self._windows = [number for number in range(len(groups)) if number not in self._full]
         self._num_stored: dict[Request, int] = {}
-        """Blocks of each request, from its first, that were looked at to be stored."""
+        """Number of leading blocks of each request that were considered for storing."""
         self._num_asked: dict[Request, int] = {}
-        """Tokens that the last question of a waiting request was about."""
+        """Number of tokens after the local hit at the last query, for waiting requests."""
         self._stores: dict[TierBlockId, BlockTransfer] = {}
-        """What the next step stores. A block that is given to another key before is stored once."""
+        """The stores of the next step. If a tier block is assigned to another key before the step,
+        only the last store remains.
+        """
         self._loads: list[ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
         self._loading: dict[RequestKey, ConnectorLoad] = {}
 
-    # See KVConnector
+    # Methods of KVConnector
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -112,7 +116,7 @@ class OffloadingConnector:
         if end <= begin:
             return
         self._num_stored[request] = end
-        # The first blocks of a sequence are used last, so that it is replaced from its end.
+        # The first blocks of a sequence are touched last, so that its end is evicted first.
         for key, block in reversed(list(self._keys(request, blocks, begin, end))):
             if key in self.index:
                 self.index.touch(key)
@@ -173,8 +177,8 @@ class OffloadingConnector:
             self.index.unpin(transfer.tier_block)
 
     def _longest(self, request: Request, begin: int) -> int:
-        """The end of the blocks behind a local hit that the tier has for full attention. One token
-        is left to compute, as behind every hit.
+        """The index after the last block that the tier has, without a gap after the local hit, for
+        full attention. As with every hit, at least one token remains to be computed.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -184,8 +188,8 @@ class OffloadingConnector:
         return max(begin, most)
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
-        """Whether the tier has what a query behind the block `end` sees of the blocks from `begin`
-        on, in the groups with windows; and of states the one from which it goes on.
+        """Whether a request can continue at the block `end`: the tier has all blocks from `begin`
+        on in the windows of its next query, and the state before that query.
         """
         hashes = request.block_hashes
         return all(
@@ -199,7 +203,7 @@ class OffloadingConnector:
     def _keys(
         self, request: Request, blocks: BlockTables, begin: int, end: int
     ) -> Iterator[tuple[bytes, BlockId]]:
-        """The blocks of a request in these positions that hold anything, and their keys."""
+        """The keys and ids of a request's blocks in these positions, without null blocks."""
         for group, table in enumerate(blocks):
             for position in range(begin, min(end, len(table))):
                 if table[position] != NULL_BLOCK:

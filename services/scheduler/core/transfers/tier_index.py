@@ -1,4 +1,4 @@
-"""Which block of the workers' tier holds what: the least recently used is replaced first."""
+"""An index of the blocks in the workers' tier, with least-recently-used eviction."""
 
 from collections import OrderedDict
 from typing import NewType
@@ -10,8 +10,8 @@ TierBlockId = NewType("TierBlockId", int)
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """The key of a block of the tier: the hash of its tokens, and the KV-cache group, since
-    each group has other layers. As in vLLM's offloading.
+    """The key of a block of the tier: the hash of its tokens and the KV-cache group, because each
+    group has other layers. As in vLLM's offloading.
     """
     return block_hash + group.to_bytes(4, "big")
 
@@ -19,8 +19,8 @@ def tier_key(block_hash: BlockHash, group: int) -> bytes:
 class TierIndex:
     """Blocks of a tier by their keys, in the order of their last use.
 
-    A block from which a load is under way is pinned: it is not replaced. All ranks have the same
-    blocks in the same places, so one index is enough.
+    A block is pinned while a load reads it, and is not evicted then. All ranks have the same blocks
+    in the same positions, so one index is enough.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -29,7 +29,7 @@ class TierIndex:
         self._blocks: OrderedDict[bytes, TierBlockId] = OrderedDict()
         self._pins: dict[TierBlockId, int] = {}
         self._orphans: set[TierBlockId] = set()
-        """Pinned blocks that no key names any more."""
+        """Pinned blocks whose key was removed."""
         self._free: list[TierBlockId] = []
         self.clear()
 
@@ -40,25 +40,25 @@ class TierIndex:
         return key in self._blocks
 
     def touch(self, key: bytes) -> None:
-        """Notes a use."""
+        """Marks a key as just used."""
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
-        """A block for a new key; None if all are pinned."""
+        """Allocates a block for a new key; None if all blocks are pinned."""
         if not self._free and not self._evict():
             return None
         block = self._blocks[key] = self._free.pop()
         return block
 
     def pin(self, key: bytes) -> TierBlockId:
-        """The block of a key, from which a load begins; a use."""
+        """Pins the block of a key for a load, and marks the key as used."""
         block = self._blocks[key]
         self._pins[block] = self._pins.get(block, 0) + 1
         self.touch(key)
         return block
 
     def unpin(self, block: TierBlockId) -> None:
-        """A load from a block has ended."""
+        """Ends a load from a block."""
         self._pins[block] -= 1
         if not self._pins[block]:
             del self._pins[block]
@@ -67,7 +67,7 @@ class TierIndex:
                 self._free.append(block)
 
     def discard(self, key: bytes, block: TierBlockId) -> None:
-        """Forgets a key, if it still names this block."""
+        """Removes a key if it still maps to this block."""
         if self._blocks.get(key) == block:
             del self._blocks[key]
             if block in self._pins:
@@ -76,13 +76,13 @@ class TierIndex:
                 self._free.append(block)
 
     def unpin_all(self) -> None:
-        """No load is under way."""
+        """Ends all loads."""
         self._pins.clear()
         self._free += self._orphans
         self._orphans.clear()
 
     def clear(self) -> None:
-        """Forgets all keys and loads."""
+        """Removes all keys and loads."""
         self._blocks.clear()
         self._pins.clear()
         self._orphans.clear()
@@ -98,7 +98,7 @@ class TierIndex:
         return False
 
     def check(self) -> None:
-        """Each block is free, named by one key, or an orphan. Raises AssertionError."""
+        """Raises AssertionError unless each block is free, mapped by one key, or an orphan."""
         named = list(self._blocks.values())
         every = sorted([*named, *self._free, *self._orphans])
         assert every == list(range(self.num_blocks)), "a block is missing or counted twice"
