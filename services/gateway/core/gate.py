@@ -1,4 +1,4 @@
-"""A bound on the requests that are served at once, and a wait for the last of them."""
+"""A limit on concurrent requests, and a wait for the end of the last one."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from services.common.errors import ResourceExhausted, Unavailable
 
 
 class Gate:
-    """Counts the requests that are served. Full or closed, it refuses further ones."""
+    """Counts requests in progress. When full or closed, it refuses new ones."""
 
     def __init__(self, max_concurrent_requests: int) -> None:
         self._max = max_concurrent_requests
@@ -18,7 +18,7 @@ class Gate:
         self._empty.set()
 
     def check(self) -> None:
-        """Raises ResourceExhausted when full, Unavailable when closed."""
+        """Raises ResourceExhausted if the gate is full, Unavailable if it is closed."""
         if not self.is_open:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
         if self.inside >= self._max:
@@ -30,7 +30,9 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """Counts a request while it is inside. Raises what `check` raises."""
+        """Counts a request within the context. Raises ResourceExhausted if the gate is full,
+        Unavailable if it is closed.
+        """
         self.check()
         self.inside += 1
         self._empty.clear()
@@ -42,9 +44,9 @@ class Gate:
                 self._empty.set()
 
     def close(self) -> None:
-        """Refuses requests from here on. Idempotent."""
+        """Closes the gate: new requests are refused. Idempotent."""
         self.is_open = False
 
     async def empty(self) -> None:
-        """Waits until no request is being served."""
+        """Waits until no request is in progress."""
         await self._empty.wait()

@@ -1,4 +1,4 @@
-"""One scheduler as the gateway knows it: what it serves, its state, and the sequences it has."""
+"""One scheduler as this gateway knows it: its description, its state, and its sequences."""
 
 import itertools
 import logging
@@ -27,20 +27,20 @@ from services.gateway.core.text.no_token import (
 logger = logging.getLogger(__name__)
 
 ENDED_HERE = "this gateway ended the session"
-"""Why a session ended, where nothing is wrong."""
+"""The close reason of a session that this gateway ended without an error."""
 
 _MAX_HANDLE = 2**32
 _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
 
 
 class ReplicaListener(Protocol):
-    """The events of a replica, for its fleet."""
+    """Receives the events of a replica, for the fleet."""
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session opened, or the replica became able or unable to run steps."""
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """A session ended, for that cause, and with it these sequences there."""
+        """A session ended for this cause. `inflights` are the sequences lost with it."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
@@ -48,34 +48,37 @@ class ReplicaListener(Protocol):
         """The scheduler refused a sequence."""
 
     def sequence_started(self, inflight: Inflight) -> None:
-        """A sequence was scheduled there for the first time."""
+        """A sequence was scheduled at the replica for the first time."""
 
     def sequence_left(self, inflight: Inflight) -> None:
-        """A sequence has ended there, or was aborted, refused or lost."""
+        """A sequence ended at the replica, or was aborted, refused or lost."""
 
     def load_reported(self) -> None:
         """The scheduler reported its queue or its load."""
 
 
 class Replica:
-    """Sends sequences over its link; the link calls the methods from `opened` on with what comes.
-    Sequences and sessions are known there by handles, numbers that are unique in a session of the
+    """Sends sequences over its link. The link calls the methods from `opened` on with the
+    scheduler's messages.
+
+    Sequences and sessions are identified by handles. A handle is unique within a session of the
     gateway.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
         self.address = address
         self.is_connected = False
-        """Whether there is a session."""
+        """Whether a session is open."""
         self.description: ReplicaDescription | None = None
-        """The description that its last session began with."""
+        """The description from the start of its last session."""
         self.refusal = ""
-        """Why it gets no requests although it could run them; empty if it may. ServedModel sets it.
+        """The reason for which it gets no requests although it is ready; empty if it may get
+        requests. Set by ServedModel.
         """
         self.is_draining = False
-        """Whether it announced last that it takes no more requests."""
+        """Whether its last state announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
-        """The sequences there, by the handles that the session knows them by."""
+        """The sequences at the replica by handle."""
         self.load = LoadTracker()
         self.recent_prefixes = RecentPrefixes()
         self._link = link
@@ -87,54 +90,57 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
-        """Sequences that were not scheduled yet."""
+        """Handles of sequences that were not scheduled yet."""
         self._held: dict[int, ClientSession] = {}
-        """Sessions that are kept there between two turns, by their handles."""
+        """Sessions kept at the replica between two turns, by handle."""
         self.queue: QueueState | None = None
-        """As the scheduler announced it last."""
+        """The queue's state in its last announcement; None before the first one."""
         self._num_others_waiting = 0
-        """Requests of other gateways that waited when the queue was announced last."""
+        """Waiting requests of other gateways at the last announcement of the queue."""
         self._is_blocked = False
-        """Whether the queue was blocked in the last two announcements."""
+        """Whether the queue was blocked in both of its last two announcements."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be sent now, and steps run."""
+        """Whether requests can be sent to it now, and it can run steps."""
         return self.is_connected and self._state.ready and not self.refusal
 
     @property
     def reason(self) -> str:
-        """Why it is not ready; empty when it is."""
+        """The reason for which it is not ready; empty if it is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The limits of a request there; None without a session."""
+        """The limits of requests to the replica; None without a session."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences of this gateway that run or wait there."""
+        """This gateway's running and waiting sequences at the replica."""
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Time since a connected replica became unable to run steps; None if it is able."""
+        """Seconds since a connected replica became unable to run steps; None if it
+        can run steps.
+        """
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """Time since the last session ended; None while there is one."""
+        """Seconds since the last session ended; None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
     def num_places(self) -> int | None:
-        """Most sequences that it should have at once; None if it does not say.
+        """Most sequences for this replica at once; None if it did not report `max_num_seqs`.
 
-        That is what it may run. Where sequences wait there though fewer run, since blocks or tokens
-        of the step are missing, it is those that run and half of those that wait, so that few do.
+        Normally this is `max_num_seqs`. If the queue is blocked, for lack of blocks or of step
+        budget, it is the number of running sequences plus half of the waiting ones, so that few
+        sequences wait there.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -144,7 +150,7 @@ class Replica:
 
     @property
     def num_free_places(self) -> int:
-        """Places without a sequence; less than 0 while sequences wait there."""
+        """Places without a sequence; negative while sequences wait at the replica."""
         return (self.num_places or 0) - self.load.num_requests
 
     def queue_refusal(
@@ -154,11 +160,12 @@ class Replica:
         has_output: bool = False,
         num_arriving: float = 0,
     ) -> ResourceExhausted | None:
-        """Why the scheduler would refuse a request with this timeout; None if it may take it.
+        """The error with which the scheduler would refuse a request with this timeout; None if it
+        may accept it.
 
-        The length of the queue is what the scheduler announced last of other gateways' requests,
-        and this gateway's own as they are now, with `num_arriving` that will come before. As many
-        as there are free places do not wait.
+        The queue's length is estimated: other gateways' requests from the last announcement, plus
+        this gateway's own at present, plus `num_arriving` that will be sent before. If nothing
+        waits there, requests that fit into the free places are not counted.
         """
         if self.queue is None:
             return None
@@ -169,7 +176,7 @@ class Replica:
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
     def send(self, inflight: Inflight, route: Route) -> None:
-        """Sends a sequence there, by a route to it. The replica must be ready."""
+        """Sends a sequence to the replica by this route. The replica must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
@@ -178,7 +185,7 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_session(self, held: HeldSession, inflight: Inflight) -> Route:
-        """Sends the next turn of a session that is kept there. The replica must be ready."""
+        """Sends the next turn of a session that the replica keeps. The replica must be ready."""
         handle, session = held.handle, self._held.pop(held.handle)
         self.load.num_sessions -= 1
         self.running[handle] = inflight
@@ -191,12 +198,12 @@ class Replica:
         return route
 
     def release(self, handle: int) -> None:
-        """Ends a session that is kept there."""
+        """Ends a session that the replica keeps."""
         if self._drop_held(handle):
             self._link.abort(handle)
 
     def turn_ended(self, handle: int, finish: Finish) -> None:
-        """A turn of a session ended; the replica keeps the session under its handle."""
+        """A turn of a session ended. The replica keeps the session under its handle."""
         inflight = self._forget(handle)
         session = None if inflight is None else inflight.request.session
         if inflight is None or session is None:
@@ -210,7 +217,7 @@ class Replica:
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:
-        """Forgets a session that was kept there; returns whether it was."""
+        """Forgets a session that the replica kept; returns whether it was known."""
         session = self._held.pop(handle, None)
         if session is None:
             return False
@@ -219,7 +226,7 @@ class Replica:
         return True
 
     def take_back(self) -> list[Inflight]:
-        """Aborts all sequences there and returns them, in order of arrival."""
+        """Aborts all sequences at the replica and returns them in order of arrival."""
         taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
         for inflight in taken:
             inflight.taken_back(ResubmitCause.CANNOT_RUN_STEPS)
@@ -238,7 +245,7 @@ class Replica:
         self._listener.replica_changed(self)
 
     def state_changed(self, state: ReplicaState) -> None:
-        """The scheduler announced whether it can run steps, perhaps as before."""
+        """The scheduler announced whether it can run steps. The state may be unchanged."""
         before, self._state = self._state, state
         if before == state:
             return
@@ -254,8 +261,8 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """The scheduler announced how long its queue is. It counts as blocked where it was so twice
-        in a row: the prompts of a burst may take the tokens of one step.
+        """The scheduler announced its queue's state. The queue counts as blocked only if two
+        consecutive announcements say so, since the prompts of a burst may use up one step's budget.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -278,7 +285,7 @@ class Replica:
             self._listener.sequence_started(inflight)
 
     def finished(self, handle: int, end: Finish | StepwellError) -> None:
-        """A sequence ended, well or with an error."""
+        """A sequence ended, normally or with an error."""
         self._drop_held(handle)
         inflight = self._forget(handle)
         if inflight is None:
@@ -300,7 +307,7 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """The session ended, or none could be opened: what was there is lost."""
+        """The session ended, or could not be opened. Its sequences are lost."""
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

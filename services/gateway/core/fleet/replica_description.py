@@ -1,4 +1,4 @@
-"""A scheduler's description and state, as it sends them in its session."""
+"""A scheduler's description and state, as sent in its session."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,25 @@ from services.gateway.core.request.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """The model and cache layout of a scheduler, as it announces them when a session opens."""
+    """The model and cache layout of a scheduler, announced when a session opens."""
 
     model_name: str
     limits: ModelLimits
     fingerprint: bytes
-    """Fingerprint of the model and the layout of its cache, the root of block hashes: 32 bytes."""
+    """Fingerprint of the model and its cache layout, 32 bytes. It is the root of block hashes."""
     tokenizer_fingerprint: bytes
-    """32 bytes; empty where the worker has no tokenizer files."""
+    """32 bytes; empty if the worker has no tokenizer files."""
     block_size: int
     cache_node: str = ""
-    """The name under which the directory knows its pool; empty: the directory does not."""
+    """The pool's name in the directory; empty if the directory does not know it."""
     kvpool_address: str = ""
-    """Where the pool can be followed, as the scheduler reaches it."""
+    """The pool's address for its events, as the scheduler reaches it."""
     pool_id: str = ""
-    """The pool's name there."""
+    """The pool's id at that address."""
     max_num_seqs: int = 0
-    """Most sequences that run at once; 0: it does not say."""
+    """Most sequences that run at once; 0: not reported."""
     hash_block_size: int | None = None
-    """Tokens that one hash of a chain stands for, where those are fewer than a block's."""
+    """Tokens per block hash if these are fewer than a block's; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,6 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """Why it cannot, in one sentence; empty if it can."""
+    """The reason, in one sentence, for which it cannot; empty if it can."""
     draining: bool = False
-    """Whether it takes no more requests, and finishes those it has."""
+    """Whether it accepts no more requests and finishes those it has."""

@@ -1,4 +1,4 @@
-"""Where a sequence was sent, and why."""
+"""The choice of a replica for a sequence, with its reason."""
 
 import enum
 from dataclasses import dataclass
@@ -7,25 +7,27 @@ from services.common.telemetry import names
 
 
 class RoutingReason(enum.Enum):
-    """Why a replica was chosen."""
+    """The reason for which a replica was chosen."""
 
     ONLY = "only"
-    """No other one could take the sequence."""
+    """No other replica could accept the sequence."""
     SAME_PROMPT = "same_prompt"
     """Another sequence of the request, with the same prompt, was sent there."""
     SESSION = "session"
-    """It keeps the session of which the sequence is a turn."""
+    """It keeps the session whose next turn the sequence is."""
     LEAST_LOADED = "least_loaded"
     TURN = "turn"
     HASH = "hash"
     CACHED = "cached"
-    """It is the cheapest one, and has a part of the prompt cached."""
+    """It has the lowest cost, and has a part of the prompt cached."""
     CHEAPEST = "cheapest"
-    """It is the cheapest one, and has nothing of the prompt cached."""
+    """It has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
-    """It served the session before, and costs about as little as the cheapest one."""
+    """It served the session before, and its cost is close to the lowest."""
     SPREAD = "spread"
-    """The cheapest one has a hot prefix of the prompt cached, but twice the load of this one."""
+    """The replica with the lowest cost has a hot prefix of the prompt cached, but
+    twice this one's load.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +37,22 @@ class Route:
     address: str
     reason: RoutingReason
     num_candidates: int
-    """Replicas that could take the sequence."""
+    """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
-    """Tokens of the sequence that the replica is expected to have cached; 0 where the policy does
-    not estimate them.
+    """Tokens of the sequence that the replica is expected to have cached; 0 if the
+    policy has no estimate.
     """
     cost_seconds: float | None = None
-    """Time of the replica that the sequence is expected to take; None where the policy does not
-    estimate it.
+    """Expected cost of the sequence at the replica, in seconds of its time; None if
+    the policy has no estimate.
     """
     cached_key: int | None = None
-    """Key of the last block that is expected to be cached, by which sequences with the same cached
-    beginning are counted.
+    """Key of the last block expected to be cached. It identifies sequences with the same cached
+    prefix. None if no block is expected.
     """
 
     def details(self) -> dict[str, str | int | float]:
-        """The choice as attributes of a span."""
+        """The choice as span attributes."""
         details: dict[str, str | int | float] = {
             names.ATTR_ROUTING_REPLICA: self.address,
             names.ATTR_ROUTING_REASON: self.reason.value,

@@ -1,4 +1,4 @@
-"""Where a sequence was, from its start at the fleet to its end."""
+"""The stays of a sequence at replicas, from its start to its end."""
 
 import enum
 from collections.abc import Callable
@@ -11,35 +11,37 @@ from services.gateway.core.fleet.route import Route
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""The first 64 times that a sequence is sent have span ids of their own."""
+"""The first 64 stays of a sequence have their own span ids."""
 
 
 class ResubmitCause(enum.Enum):
-    """Why a sequence leaves a replica without its end. Other causes are the reasons of refusals."""
+    """The cause for which a sequence is sent again. If a replica refused it, the cause is the
+    error's reason instead.
+    """
 
     SCHEDULER_LOST = "scheduler_lost"
-    """The session ended: the scheduler died, or hangs."""
+    """The session ended, since the scheduler died or hung."""
     SCHEDULER_DRAINED = "scheduler_drained"
-    """The session of a scheduler that drains ended before the sequence did."""
+    """The session of a draining scheduler ended before the sequence did."""
     CANNOT_RUN_STEPS = "cannot_run_steps"
-    """Its pool or its workers were away for too long."""
+    """The replica's pool or workers were unavailable for too long."""
     PREEMPTED = "preempted"
-    """Its place went to another tenant, which had fewer than its share."""
+    """It was preempted for a tenant below its share."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Where the time of a sequence at its last replica went, in seconds."""
+    """The times of a sequence at its last replica, in seconds."""
 
     queue: float
     prefill: float
     decode: float
     interrupted: float
-    """The part of the last two in which it did not run."""
+    """The part of prefill and decode in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """When it arrived there, by that replica's clock."""
+    """When it arrived at the replica, by the replica's clock."""
     parts: tuple[TimePart, ...] = ()
-    """All of it by what it was spent on; empty where the replica did not report that."""
+    """The whole time divided into parts; empty if the replica did not report them."""
 
     @property
     def inference(self) -> float:
@@ -47,26 +49,26 @@ class EngineTimes:
 
     @property
     def nanos(self) -> int:
-        """All of it, from its arrival to its end there."""
+        """The time from its arrival at the replica to its end."""
         return round((self.queue + self.inference) * 1e9)
 
 
 @dataclass(slots=True)
 class SequenceTrace:
-    """The timeline of one sequence, and what its last replica reported of the time there."""
+    """The timeline of one sequence, and the times that its last replica reported."""
 
     index: int
     request_id: str
     nanos: Callable[[], int]
     num_sent: int = 0
-    """How often the sequence was sent to a replica."""
+    """Number of times it was sent to a replica."""
     times: EngineTimes | None = None
     admitted: int | None = None
-    """When it was scheduled at the replica that has it; None before."""
+    """When it was scheduled at its current replica; None before."""
     first_token: int | None = None
-    """When that replica's first token came; None before."""
+    """When the first token from its current replica arrived; None before."""
     stays: dict[str, int] = field(default_factory=dict)
-    """The addresses of those replicas, and the number of the span of its last stay there."""
+    """The replicas' addresses, each with the span number of the last stay there."""
     timeline: Timeline = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +76,7 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
-        """Tells the span of its last stay at a replica from its request's others; from 1 on."""
+        """Number of the span of its last stay, unique within the request; from 1 on."""
         return engine_span_number(self.index, self.num_sent)
 
     def sent(self, route: Route) -> None:
@@ -86,15 +88,15 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
-        """Notes that the sequence left its replica without its end, and is to be sent again."""
+        """Marks the sequence as taken away from its replica, to be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:
-        """Notes that a replica refused the sequence, which is to be sent again."""
+        """Marks the sequence as refused by a replica, to be sent again."""
         self._resubmitted(error.error_reason.lower(), "refused")
 
     def found_no_replica(self) -> None:
-        """Notes that the sequence waits for a replica."""
+        """Marks the sequence as waiting for a replica."""
         if self.timeline.part is not Part.RESUBMIT:
             self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
 
@@ -103,5 +105,5 @@ class SequenceTrace:
 
 
 def engine_span_number(index: int, num_sent: int) -> int:
-    """The number of the span of a sequence that was sent `num_sent` times; from 1 on."""
+    """The span number of a sequence that was sent `num_sent` times; from 1 on."""
     return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

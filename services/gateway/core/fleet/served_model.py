@@ -1,4 +1,4 @@
-"""Which model the replicas serve, by their fingerprints: two are never mixed."""
+"""The model that the replicas serve, by fingerprint. Two models are never mixed."""
 
 import logging
 from collections import Counter
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """The fingerprint in use; replicas with another one are refused.
+    """The fingerprint in use. Replicas with a different one are refused.
 
-    The first replica that connects decides. Another fingerprint is taken when no replica with the
-    one in use is connected and either all are connected or `patience_seconds` have passed: a
-    crash of the last good replica does not hand its streams' model to one that was set up wrongly,
-    and replacing a model on all replicas needs no restart of the gateway. A replica that left
-    without having drained counts as one that is not connected.
+    The first connected replica sets it. It is replaced only when no connected replica has it, and
+    additionally either all replicas are connected or `patience_seconds` have passed. So after a
+    crash of the last good replica, its streams do not move to a misconfigured model, and replacing
+    the model on all replicas needs no restart of the gateway. A replica that left without draining
+    counts as not connected.
     """
 
     def __init__(
@@ -28,8 +28,9 @@ class ServedModel:
         clock: Clock,
         on_absent: Callable[[], object],
     ) -> None:
-        """`tokenizer_fingerprint` is the gateway's own; empty where it is not known. `on_absent` is
-        called when the model in use has been absent for `patience_seconds`; it may be back since.
+        """`tokenizer_fingerprint` is the gateway's own; empty if it is not known. `on_absent` is
+        called when the model in use was absent for `patience_seconds`. By then it may have
+        returned.
         """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds
@@ -40,7 +41,7 @@ class ServedModel:
         self._is_one_lost = False
 
     def left(self, replica: Replica) -> None:
-        """Notes that a replica is not compared any more."""
+        """Notes that a replica was removed."""
         served = replica.description
         was_in_use = served is not None and served.fingerprint == self._fingerprint
         if was_in_use and not replica.is_draining:
@@ -48,11 +49,13 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The one in use; empty until a replica was connected once."""
+        """The fingerprint in use; empty until a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:
-        """Sets the `refusal` of each connected replica; whether the model in use was replaced."""
+        """Sets the `refusal` of each connected replica; returns whether the model
+        in use was replaced.
+        """
         connected = {
             replica: replica.description
             for replica in replicas

@@ -1,4 +1,4 @@
-"""Sequences that have no replica at present, in order of arrival."""
+"""Sequences without a replica, in order of arrival."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,11 +8,11 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class WaitingQueue:
-    """Holds sequences until they are sent to a replica, `timeout_seconds` at most.
+    """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
-    The time begins with the first `add` after the sequence was lost or taken back: a rejection by a
-    replica in between does not make it longer. `on_retry` is called for a sequence whose retry time
-    came, `on_expired` for one whose time is up; both have left the queue by then.
+    The time starts with the first `add` after a sequence was lost or taken back. A refusal by a
+    replica does not restart it. `on_retry` is called at a sequence's retry time, `on_expired` after
+    its timeout. The sequence is removed from the queue first.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class WaitingQueue:
         return len(self._timers)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """A copy, in order of arrival: the queue may change meanwhile."""
+        """A copy in order of arrival, since the queue may change during the iteration."""
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:
-        """Adds a sequence; after `retry_seconds`, where given, it is tried again."""
+        """Adds a sequence. If `retry_seconds` is given, it is retried after that time."""
         self.discard(inflight)
         now = self._clock.time()
         if inflight.wait_until is None:

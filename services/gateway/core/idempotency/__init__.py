@@ -1,5 +1,6 @@
-"""Requests that a client may send again under the same key, and that are computed once.
+"""Idempotent requests: a client may repeat a request under the same key, and it is computed once.
 
-As the IETF draft "The Idempotency-Key HTTP Header Field" describes the key; here a request that is
-sent again while the first one runs is not refused: it gets the same answer, from its beginning.
+The key is described in the IETF draft "The Idempotency-Key HTTP Header Field". In a deviation from
+the draft, a request repeated while the first one runs is not refused: it gets the same answer from
+the beginning.
 """

@@ -8,19 +8,19 @@ class KeyCounts:
     """Counts since the start."""
 
     begun: int = 0
-    """Requests whose answer was begun here."""
+    """Requests for which this gateway started an answer."""
     attached: int = 0
-    """Requests that met an answer, whole or in the making, at this gateway."""
+    """Requests that found an answer at this gateway, complete or in progress."""
     followed: int = 0
-    """Requests that met an answer that another gateway makes or made."""
+    """Requests that found an answer from another gateway, complete or in progress."""
     resumed: int = 0
-    """Answers that went on here after they had stopped, with their gateway or their client."""
+    """Stopped answers that were resumed here, after their gateway or their client had left."""
     refused: int = 0
-    """Requests whose key belongs to another request."""
+    """Requests refused because their key belongs to a different request."""
     suspended: int = 0
-    """Answers that were not made any further, since no client read them."""
+    """Answers stopped because no client read them."""
     evicted: int = 0
-    """Answers that were forgotten before their time, for want of room."""
+    """Answers forgotten early to free memory."""
 
 
 @dataclass(slots=True)
@@ -28,14 +28,16 @@ class SharingCounts:
     """Counts since the start."""
 
     entries: int = 0
-    """Entries that were written."""
+    """Entries that were appended to logs."""
     alone: int = 0
-    """Answers that other gateways could not or cannot find: Redis, or the entry, was not there."""
+    """Answers that are not shared with other gateways, because Redis or their
+    entries were unavailable.
+    """
     fenced: int = 0
-    """Answers that another gateway took over while this one made them."""
+    """Answers taken over by another gateway while this one was generating them."""
     lost: int = 0
-    """Logs that were gone, and were written again."""
+    """Logs that had disappeared, and were written again."""
     damaged: int = 0
-    """Logs that could not be read, and were removed."""
+    """Logs that could not be decoded, and were removed."""
     failures: int = 0
-    """Calls that failed."""
+    """Failed calls of the journal."""

@@ -1,8 +1,8 @@
-"""The entries of a log, and their bytes.
+"""The entries of a log and their encoding.
 
-Each begins with a CRC-32 of what follows, then a version and a kind. Numbers are little-endian.
-The entries with what came of sequences hold token ids and log-probabilities packed in 4 bytes, and
-say where in its sequence each part begins: what a reader has already, it passes over.
+An entry starts with a CRC-32 of the following bytes, then a version and a kind. Numbers are
+little-endian. Entries with output contain token ids and log-probabilities in 4 bytes each, and the
+position of each part in its sequence. So a reader can skip output that it already has.
 """
 
 import json
@@ -40,12 +40,12 @@ Part = tuple[int, Seen, Delta]
 
 
 class DamagedEntry(ValueError):
-    """Bytes that are no entry, or not whole."""
+    """Bytes that are not a valid entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A request begins. Earlier entries of the log are void."""
+    """The start of a request. Earlier entries of the log are void."""
 
     fingerprint: bytes
     num_sequences: int
@@ -54,17 +54,17 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Another gateway goes on with the request."""
+    """Another gateway takes over the request."""
 
     gateway: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """Further output of sequences."""
+    """More output of sequences."""
 
     parts: Sequence[Part]
-    """For each sequence its index, its output before, and the further output."""
+    """For each sequence: its index, the extent of its earlier output, and the new output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ Entry = Begin | Take | Bring | Fail
 
 
 def entry_to_bytes(entry: Entry) -> bytes:
-    """An entry as the log holds it."""
+    """Encodes an entry."""
     match entry:
         case Begin(fingerprint, num_sequences, identity):
             numbers = (num_sequences, identity.seed, identity.arrival_unix_nanos)
@@ -94,7 +94,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from_bytes(value: bytes) -> Entry:
-    """The inverse. Raises DamagedEntry."""
+    """Decodes an entry. Raises DamagedEntry."""
     try:
         (crc,) = _CRC.unpack_from(value)
         whole = value[_CRC.size :]
@@ -144,7 +144,7 @@ def _part_to_bytes(part: Part) -> bytes:
 
 
 class _Parts:
-    """Reads the parts of a body, one after another."""
+    """Reads the parts of a body in order."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body

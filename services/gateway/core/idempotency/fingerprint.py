@@ -1,4 +1,4 @@
-"""Whether two requests under one key are the same."""
+"""Compares requests with the same key."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -8,16 +8,16 @@ from services.common.pool.block_hash import pack_token_ids
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 _NOT_COMPARED = frozenset({"request_id", "tenant", "prompts", "output_form"})
-"""The name of an answer is that of the first request; a key is its tenant's; prompts are compared
-as tokens; how an answer is read changes none of its tokens.
+"""Fields that are not compared. Answers have the id of the first request. Each tenant has its own
+keys. Prompts are compared separately, as tokens. The output format does not affect the tokens.
 """
 
 
 def fingerprint(api: str, request: ClientRequest) -> bytes:
-    """A digest of all that answers depend on, of a request with its defaults: prompts as tokens or
-    embeddings, and every parameter. `api` is the kind of answer, such as a chat completion.
+    """A digest of everything that the answer depends on, with defaults applied: all parameters, and
+    prompts as tokens or embeddings. `api` is the kind of answer, such as a chat completion.
 
-    How the answer is written is not compared: streamed or not, with usage, token ids or echo.
+    The form of the response is not compared: streaming, usage, token ids, echo.
     """
     digest = sha256()
     for part in _parts(api, request):

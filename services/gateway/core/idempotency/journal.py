@@ -1,4 +1,6 @@
-"""The journal in which gateways share answers of requests with a key: a log and a lease each."""
+"""The journal through which gateways share answers with a key: each answer has a
+log and a lease.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -8,9 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A place in a log. Each owner of a log has a fence, above those of all owners before; it
-    numbers its entries from 0. Once an entry with a higher fence is there, none with a lower one
-    can be appended.
+    """A position in a log. Each owner of a log has a fence, which is higher than the fences of all
+    earlier owners. It numbers its entries from 0. Once the log has an entry with a higher fence,
+    entries with a lower fence cannot be appended.
     """
 
     fence: int = 0
@@ -27,15 +29,15 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """An entry to append at a position, which must be above all that are there."""
+    """An entry to append at a position, which must be above all existing ones."""
 
     scope: str
     position: Position
     value: bytes
     begins: bool = False
-    """Whether the log may be missing; it is made then."""
+    """Whether the log is created if it does not exist."""
     keeps_lease: bool = True
-    """Whether the lease is renewed; else it is given back."""
+    """Whether the lease is renewed; otherwise it is released."""
 
 
 class Appended(enum.Enum):
@@ -43,45 +45,45 @@ class Appended(enum.Enum):
 
     DONE = "done"
     FENCED = "fenced"
-    """The log has an entry at that position, or after it, by another owner."""
+    """The log has an entry of another owner at or after that position."""
     LOST = "lost"
-    """There is no log any more."""
+    """The log does not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The entries of a log, or those after a position, and whether the lease is taken."""
+    """Entries of a log, all or those after a position, and whether the lease is taken."""
 
     entries: Sequence[tuple[Position, bytes]]
     is_leased: bool
 
 
 class Journal(Protocol):
-    """Logs by the scope of their key. Each is forgotten some time after its last entry.
+    """Logs by the scope of their key. A log expires some time after its last entry.
 
-    Every call raises Unavailable if it cannot be done in time; whether it was done is not known
-    then. An append that is repeated word for word is done once.
+    Every call raises Unavailable if it cannot be completed in time. The call may still have taken
+    effect. An identical append that is repeated takes effect once.
     """
 
     async def ping(self) -> None:
-        """Returns if calls may succeed."""
+        """Returns if the journal is reachable."""
 
     async def open(self, scope: str) -> tuple[bool, News]:
-        """Takes the lease of a log unless it is taken, and reads the log, which need not be
-        there. Returns whether it was taken, and all entries.
+        """Acquires the lease of a log if it is free, and reads the log, which may not exist.
+        Returns whether the lease was acquired, and all entries.
         """
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
-        """Appends one entry to each of several logs, together with their leases."""
+        """Appends one entry to each of several logs, and renews or releases their leases."""
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
-        """The entries of each log after a position."""
+        """Reads the entries of each log after a position."""
 
     async def release(self, scope: str) -> None:
-        """Gives a lease back."""
+        """Releases a lease."""
 
     async def forget(self, scopes: Sequence[str]) -> None:
         """Removes logs and leases."""
 
     async def close(self) -> None:
-        """Releases the connection. No other call follows."""
+        """Closes the connection. No call may follow."""

@@ -1,4 +1,4 @@
-"""The key by which a client names a request that it may send again."""
+"""The key with which a client identifies a request that it may repeat."""
 
 import re
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from services.common.errors import InvalidArgument
 from services.gateway.core.tenant import Tenant
 
 FIELD = "Idempotency-Key"
-"""The HTTP header; in lower case the key of gRPC's metadata."""
+"""The HTTP header. In lower case it is the key in gRPC's metadata."""
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 
 
 class KeyReused(InvalidArgument):
-    """The key belongs to another request of the same tenant."""
+    """The tenant used this key before for a different request."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
 
@@ -28,15 +28,15 @@ class KeyReused(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class IdempotencyKey:
-    """A client's key. Tenants have keys of their own: two may use the same text."""
+    """A client's key. Keys are per tenant: two tenants may use the same text."""
 
     tenant_id: str
     value: str
 
     def scope(self, model_fingerprint: bytes) -> str:
-        """The name under which the answer is remembered: 128 bits, in hexadecimal.
+        """The id under which the answer is stored: 128 bits in hexadecimal.
 
-        Answers of a model that was replaced are not found any more.
+        It includes the model, so answers of a replaced model are no longer found.
         """
         parts = (model_fingerprint, self.tenant_id.encode(), self.value.encode())
         digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
@@ -44,8 +44,8 @@ class IdempotencyKey:
 
 
 def idempotency_key(value: str | None, tenant: Tenant) -> IdempotencyKey | None:
-    """The key that a header holds, in quotes (a string of structured fields, RFC 8941) or without;
-    None without a header. Raises InvalidArgument.
+    """The key in a header's value, with quotes (a string of structured fields, RFC 8941) or
+    without; None without a header. Raises InvalidArgument.
     """
     if value is None:
         return None

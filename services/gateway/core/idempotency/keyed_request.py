@@ -1,4 +1,4 @@
-"""The answer to all requests under one key."""
+"""The shared answer to all requests with one key."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,67 +18,71 @@ from services.gateway.core.request.request import EngineRequest
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request with a key, as a client sent it."""
+    """A client's request with a key."""
 
     scope: str
-    """The name under which its answer is remembered, see IdempotencyKey."""
+    """The id under which its answer is stored; see IdempotencyKey."""
     fingerprint: bytes
-    """Hash of its content: another request with the same key has another one."""
+    """Hash of the request's content. A different request with the same key has a
+    different fingerprint.
+    """
     num_sequences: int
     identity: Identity
-    """What it gets if it is the first under its key."""
+    """The identity that is used if this request is the first with its key."""
     build: Callable[[Identity], Generation]
-    """Makes the generation of the same request under another identity."""
+    """Builds the generation of the same request with another identity."""
 
 
 class KeyedRequest:
-    """What is remembered under a key, the task that makes it, and its readers. It is the Source of
-    the generations of all clients that ask for it.
+    """The answer stored under a key, the task that generates it, and its readers. It is the Source
+    of the generations of all clients that request it.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
-        """`on_left` is called when a reader has closed."""
+        """`on_left` is called after a reader has closed."""
         self.scope = wanted.scope
         self.fingerprint = wanted.fingerprint
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[Route] = []
-        """Where its sequences were sent from here, in order."""
+        """Routes of its sequences sent from this gateway, in order."""
         self.waits: list[Wait] = []
-        """Waits of its sequences that did not go to a replica at once."""
+        """Waits of its sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
-        """Where its sequences were from here."""
+        """Traces of its sequences sent from this gateway."""
         self.readers: set[Reader] = set()
         self.build: Callable[[Identity], Generation] | None = None
-        """Makes its generation; None once this gateway will not have to make the answer."""
+        """Builds its generation; None once this gateway will no longer generate the answer."""
         self.maker: asyncio.Task[None] | None = None
-        """What makes the answer here; None if it is complete, made elsewhere, or not at all."""
+        """The task that generates the answer here; None if the answer is complete, is generated
+        elsewhere, or is not being generated.
+        """
         self.is_followed = False
-        """Whether the answer is read from the log of another gateway, which makes it."""
+        """Whether the answer is read from the log of another gateway that generates it."""
         self.owns_log = False
-        """Whether this gateway was the last to write the log that others find it by."""
+        """Whether this gateway made the last entry of the answer's log."""
         self.opening = asyncio.Lock()
-        """Held while it is found out which gateway makes the answer."""
+        """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
-        """Stops or forgets the answer unless a client reads it by then."""
+        """Stops or forgets the answer if no client reads it by then."""
         self.num_bytes = 0
-        """The memory that counts for it."""
+        """Bytes of the answer that are included in the total."""
         self._on_left = on_left
         self._on_making_ended: list[Callable[[Made], None]] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether the answer is not complete, and is not being made as far as is known here."""
+        """Whether the answer is incomplete, and not known to be in progress anywhere."""
         return not (self.maker or self.is_followed or self.recording.is_complete)
 
     @property
     def is_unused(self) -> bool:
-        """Whether it can be forgotten without a client noticing now."""
+        """Whether it can be forgotten without affecting a current client."""
         busy = self.readers or self.maker or self.is_followed or self.opening.locked()
         return not busy
 
     def adopt(self, identity: Identity, recording: Recording) -> None:
-        """Replaces what is remembered, which no client reads."""
+        """Replaces the identity and recording. No client may be reading."""
         self.identity, self.recording = identity, recording
 
     def start(self, _requests: Sequence[EngineRequest]) -> Reader:
@@ -94,7 +98,9 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Makes the calls of `when_making_ends`: the answer has ended, or is not made here now."""
+        """Runs the calls of `when_making_ends`, since the answer has ended, or is no longer
+        generated here.
+        """
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())

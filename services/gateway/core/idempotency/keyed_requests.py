@@ -1,4 +1,4 @@
-"""The requests with an idempotency key that a gateway remembers, bounded in number and time."""
+"""A gateway's answers with an idempotency key, bounded in number and time."""
 
 import asyncio
 import logging
@@ -20,37 +20,37 @@ from services.gateway.core.request.identity import Identity
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""How long an answer is made before its first reader comes, which takes no time, unless its client
-went away in that moment.
+"""How long an answer is generated before its first reader connects. The reader normally connects at
+once, except if the client disconnects at that moment.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Bounds of remembered answers. One is `detached` while it is generated without a client."""
+    """Bounds of stored answers. An answer is detached while it is generated without a client."""
 
     linger_seconds: float
-    """How long an answer goes on without a client."""
+    """How long an answer continues without a client."""
     max_detached: int
-    """Answers that do so at once; the one whose client left first is stopped for a further one."""
+    """Most detached answers. Beyond that, the answer whose client left first is stopped."""
     retention_seconds: float
-    """How long an answer is remembered after it ended, or stopped."""
+    """How long an answer is stored after it has ended or stopped."""
     max_answers: int
     max_bytes: int
-    """Bytes of answers that ended or stopped; the least recently used are forgotten first."""
+    """Most bytes of ended or stopped answers. The least recently used ones are forgotten first."""
 
 
 class KeyedRequests:
     """Answers by the scope of their key.
 
-    1. The first request under a key begins the answer. Requests with the same key and content read
-       it from its beginning; others are refused.
-    2. Once its last reader has gone, the answer goes on for `linger_seconds`, and stops then. One
-       that stopped goes on, from where it is, when a request asks for it.
-    3. An answer that ended is remembered, unless it ended with an error: the next request begins it
-       anew.
+    1. The first request with a key starts the answer. Requests with the same key and content read
+       it from its beginning. Requests with other content are refused.
+    2. After its last reader has left, the answer continues for `linger_seconds`, then stops. A
+       stopped answer is resumed when a request asks for it.
+    3. An answer that ended is stored. If it ended with an error, it is not, and the next request
+       starts it again.
 
-    With `sharing` the same holds for all gateways together.
+    With `sharing` the same is true across all gateways.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """Bytes of the answers that ended or stopped."""
+        """Bytes of ended or stopped answers."""
         self._engine = engine
         self._clock = clock
         self._limits = limits
@@ -73,12 +73,12 @@ class KeyedRequests:
             sharing.listener = self
 
     def __len__(self) -> int:
-        """How many answers there are, whole or in the making."""
+        """Number of answers, complete or in progress."""
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:
-        """Whether this gateway has the answer, whole or in the making, so that no engine has to
-        begin one.
+        """Whether this gateway has the answer, complete or in progress. If so, no
+        engine needs to start it.
         """
         request = self._table.get(key.scope(self._engine.model_fingerprint()))
         return request is not None and not request.is_idle
@@ -90,10 +90,9 @@ class KeyedRequests:
         api: str,
         again: Callable[[Generation, Identity], Generation],
     ) -> Generation:
-        """A generation with the answer that belongs to the key: the given one if it is the first.
-        `api` is the kind of answer, and `again` makes the same request under another identity.
-
-        Raises KeyReused.
+        """A generation with the answer of the key; the given generation if it is the first. `api`
+        is the kind of answer. `again` builds the same request with another identity. Raises
+        KeyReused.
         """
         wanted = Wanted(
             key.scope(self._engine.model_fingerprint()),
@@ -110,7 +109,7 @@ class KeyedRequests:
         return generation
 
     async def _claim(self, wanted: Wanted) -> tuple[KeyedRequest, bool]:
-        """The answer under a key, which is being made or is complete, and whether it was before."""
+        """The answer of a key, in progress or complete, and whether it existed before."""
         while True:
             request = self._table.get(wanted.scope) or self._add(wanted)
             if request.fingerprint != wanted.fingerprint:
@@ -118,7 +117,7 @@ class KeyedRequests:
                 raise KeyReused
             async with request.opening:
                 if self._table.get(wanted.scope) is not request:
-                    continue  # it failed, or was forgotten, meanwhile
+                    continue  # the answer failed or was forgotten meanwhile
                 is_replay = True
                 if request.is_idle:
                     is_replay = await self._open(request, wanted)
@@ -135,8 +134,8 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Begins to make an answer, or finds the gateway that does; returns whether there was one
-        that makes it or made it.
+        """Starts an answer, or finds the gateway that generates it; returns whether another gateway
+        generates or generated it.
         """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
@@ -163,7 +162,7 @@ class KeyedRequests:
                 self.counts.followed += 1
         return role in (Role.FOLLOWS, Role.HAS_ALL)
 
-    # How an answer is made.
+    # Generation of answers.
 
     def _make(self, request: KeyedRequest) -> None:
         assert request.build is not None
@@ -180,7 +179,7 @@ class KeyedRequests:
         self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
-        """Stops making the answer, which can go on later, here or at another gateway."""
+        """Stops generating the answer. It can be resumed later, here or at another gateway."""
         task, request.maker = request.maker, None
         if task is not None:
             task.cancel()
@@ -192,7 +191,7 @@ class KeyedRequests:
         self.counts.suspended += 1
         self._stop(request)
 
-    # What other gateways do: this is Sharing's listener.
+    # Events from other gateways: implements Sharing's listener.
 
     def taken_over(self, request: KeyedRequest) -> None:
         request.is_followed = False
@@ -210,7 +209,7 @@ class KeyedRequests:
         request.is_followed = False
         self._end_making(request)
 
-    # Its readers, and how long it is remembered.
+    # Readers and retention.
 
     def _expect_reader(self, request: KeyedRequest) -> None:
         self._detached.pop(request, None)
@@ -218,8 +217,8 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Decides what becomes of an answer whose last reader has gone, or whose first has not
-        come.
+        """Decides what happens to an answer without readers: its last reader has left, or its first
+        did not connect.
         """
         if request.readers:
             return
@@ -235,7 +234,7 @@ class KeyedRequests:
             self._end_making(request)
 
     def _end_making(self, request: KeyedRequest) -> None:
-        """Notes that this gateway does not make the answer now: it has ended, or was stopped."""
+        """Updates an answer that is no longer generated here, since it has ended or was stopped."""
         self._detached.pop(request, None)
         request.making_ended()
         if request.recording.error is not None:
@@ -268,7 +267,7 @@ class KeyedRequests:
                 self.sharing.forget(unused, everywhere=True)
 
     def _touch(self, request: KeyedRequest) -> None:
-        """Puts an answer behind all others in the order in which they are forgotten."""
+        """Marks an answer as most recently used."""
         self._table[request.scope] = self._table.pop(request.scope)
         self._make_room()
 
@@ -284,20 +283,20 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Calls `call` with a request after a time, in place of the call that was set before."""
+        """Schedules `call` with a request after a time. Replaces the call scheduled before."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 
     async def run(self) -> None:
-        """Shares answers with other gateways until cancelled, where that is wanted."""
+        """Shares answers with other gateways until cancelled. Without sharing, only waits."""
         if self.sharing is None:
             await asyncio.Event().wait()
         else:
             await self.sharing.run()
 
     async def close(self, error: StepwellError) -> None:
-        """Ends all readers with an error, and makes nothing any further. Other gateways can go on
-        from where answers are.
+        """Ends all readers with an error, and stops all generation. Other gateways
+        can resume the answers.
         """
         for request in list(self._table.values()):
             request.cut(error)

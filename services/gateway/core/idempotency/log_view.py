@@ -1,4 +1,4 @@
-"""The part of one key's log that a gateway has read."""
+"""A gateway's view of one key's log."""
 
 from collections.abc import Sequence
 
@@ -16,26 +16,28 @@ from services.gateway.core.request.delta import Delta
 
 
 class LogView:
-    """The recording that a log amounts to, up to `position`.
+    """The recording that results from a log's entries up to `position`.
 
-    An entry may repeat what came before, as the next owner's do that computed it again: tokens are
-    counted from the beginning of their sequence.
+    An entry may repeat earlier output, for example if the next owner generated it again. Token
+    positions are counted from the start of the sequence.
     """
 
     def __init__(self) -> None:
         self.position = Position()
         self.begin: Begin | None = None
-        """The request; None while the log is empty."""
+        """The request's start entry; None while the log is empty."""
         self.recording = Recording(0)
-        """Another one once the log begins with another request."""
+        """Replaced by a new object when the log starts another request."""
 
     @property
     def has_answer(self) -> bool:
-        """Whether there is an answer, whole or in the making. Errors are none."""
+        """Whether there is an answer, complete or in progress. Errors do not count as answers."""
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Applies further entries of the log. Raises DamagedEntry; those before it are applied."""
+        """Applies new entries of the log. Raises DamagedEntry; the entries before
+        the damaged one are applied.
+        """
         for position, value in entries:
             if position <= self.position:
                 continue
@@ -66,7 +68,7 @@ class LogView:
 
 
 def _rest(delta: Delta, num_tokens: int, num_rows: int, sequence: SequenceRecord) -> Delta:
-    """A delta without its first tokens and rows, which the sequence has."""
+    """A delta without its first tokens and rows, which the sequence already has."""
     return Delta(
         delta.token_ids[num_tokens:],
         None if delta.logprobs is None else delta.logprobs.part(num_tokens),

@@ -1,4 +1,4 @@
-"""Generates the answer of a request with a key, with or without a client that reads it."""
+"""Generates the answer of a request with a key, independently of its readers."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,11 +16,11 @@ from services.gateway.core.request.request import EngineRequest
 
 
 async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:
-    """Runs the sequences of a generation until all have ended, from where the recording is, and
-    records what comes.
+    """Runs a generation's sequences from the state of the recording until all have ended, and
+    records their output.
 
-    Where the request has stop strings, its text is made here too, so that they end a sequence while
-    no client reads it. The generation is not used for anything else.
+    If the request has stop strings, its text is also decoded here, so that they end a sequence even
+    while no client reads it. The generation is not used for anything else.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -39,7 +39,7 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
 
 
 class Tap:
-    """Records what an engine delivers. It is a Source of the whole recording."""
+    """Records an engine's output. As a Source it returns the whole recording."""
 
     def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
         self.routes, self.waits, self.traces = request.routes, request.waits, request.traces
@@ -59,20 +59,20 @@ class Tap:
         return self
 
     async def pump(self) -> None:
-        """Waits for deltas of the engine, and records them."""
+        """Waits for deltas from the engine, and records them."""
         assert self._source is not None
         self._recording.add(await received(self._source))
 
     def take(self) -> list[tuple[int, Delta]]:
-        """What was recorded since the last call, with what the engine delivered meanwhile; the
-        first call also gives what was recorded before.
+        """The deltas since the last call, including new ones from the engine. The first call also
+        returns everything recorded before.
         """
         assert self._source is not None
         self._recording.add(self._source.take())
         return self._reader.take()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news` whenever the engine delivers something."""
+        """Calls `on_news` when the engine has new deltas."""
         assert self._source is not None
         self._source.listen(on_news, min_tokens)
 
@@ -89,7 +89,7 @@ class Tap:
 
 
 class _NoReader:
-    """A sink for text that is made for its stop strings alone."""
+    """A discarding sink, for text that is decoded only to find stop strings."""
 
     is_ready = True
 

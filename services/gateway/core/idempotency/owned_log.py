@@ -1,4 +1,4 @@
-"""The log of an answer that this gateway makes: what is to be written next."""
+"""The log of an answer that this gateway generates, and its next entry."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from services.gateway.core.idempotency.recording import Cursor
 
 
 class OwnedLog:
-    """Writes a recording to its log, in entries with all that came since the one before.
+    """Writes a recording to its log. Each entry has all output since the previous one.
 
-    An entry that may or may not have been written is kept, and written again word for word.
+    If it is unknown whether an entry was written, the entry is kept and written again unchanged.
     """
 
     def __init__(
@@ -24,9 +24,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the last entry in the log, or fence 0 if there is none.
-        `begins`: a Begin follows it, with the next fence. `has_recording`: what the recording has
-        now is in the log.
+        """`written` is the position of the log's last entry; fence 0 if there is none. `begins`:
+        the next entry is a Begin with the next fence. `has_recording`: the log already has the
+        current recording.
         """
         self.request = request
         self._written = written
@@ -41,35 +41,39 @@ class OwnedLog:
 
     @property
     def is_done(self) -> bool:
-        """Whether all is written, and the lease was given back."""
+        """Whether everything is written and the lease is released."""
         is_over = self._is_leaving or self.request.recording.is_over
         return is_over and self._pending is None and not self._has_lease
 
     def leave(self) -> None:
-        """Writes a last entry, and gives the lease back: this gateway stops making the answer."""
+        """Stops: writes a last entry and releases the lease, since this gateway no
+        longer generates the answer.
+        """
         self._is_leaving = True
         self._on_news()
 
     def stay(self) -> None:
-        """Takes `leave` back: this gateway goes on making the answer."""
+        """Reverts `leave`: this gateway continues to generate the answer."""
         self._is_leaving = False
         self._heartbeat_at = 0.0
         self._on_news()
 
     def restart(self) -> None:
-        """Begins the log anew, since it is gone, with a fence that is above all of the old one."""
+        """Starts the log again after it has disappeared, with a fence above all of
+        the old log's.
+        """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """What to write; None if nothing is new and the lease need not be renewed yet."""
+        """The entry to write; None if there is no new output and the lease needs no renewal yet."""
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending
 
     def done(self, now: float) -> None:
-        """Notes that the entry which `next` returned last was written."""
+        """Confirms that the entry last returned by `next` was written."""
         assert self._pending is not None
         self._has_lease = self._pending.keeps_lease
         self._written = self._pending.position
@@ -77,7 +81,7 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Follows the recording no further. Idempotent."""
+        """Stops reading the recording. Idempotent."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:

@@ -1,4 +1,4 @@
-"""The logs of all answers that this gateway makes, which are written together."""
+"""The logs of all answers that this gateway generates. They are written together."""
 
 import asyncio
 import logging
@@ -18,10 +18,10 @@ _APPENDS_AT_A_TIME = 128
 
 
 class OwnedLogs:
-    """Writes logs to a journal, each until its answer is over or another gateway takes it.
+    """Writes logs to a journal, each until its answer has ended or another gateway takes it over.
 
-    `on_news` is called when there may be something to write, `fenced` with a request whose log
-    another gateway took. A lease is renewed every `heartbeat_seconds`.
+    `on_news` is called when there may be something to write. `fenced` is called with a request
+    whose log another gateway took over. A lease is renewed every `heartbeat_seconds`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OwnedLogs:
         on_news: Callable[[], None],
         fenced: Callable[[KeyedRequest], None],
     ) -> None:
-        """`gateway` is the name of this one, which no other has."""
+        """`gateway` is this gateway's unique name."""
         self._journal = journal
         self._take_entry = entry_to_bytes(Take(gateway))
         self._clock = clock
@@ -52,12 +52,14 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """The log of this request; None also if another request has its key."""
+        """The log of this request; None if there is none, or if another request has
+        the same key.
+        """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
     async def begin(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends the entry with which the log of a request begins; whether that was done."""
+        """Appends the start entry of a request's log; returns whether it was appended."""
         num_sequences = len(request.recording.sequences)
         begin = Begin(request.fingerprint, num_sequences, request.identity)
         position = view.position.next_fence
@@ -69,7 +71,9 @@ class OwnedLogs:
         return True
 
     async def take(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends the entry by which this gateway owns the log; whether that was done."""
+        """Appends an entry that makes this gateway the log's owner; returns whether
+        it was appended.
+        """
         position = view.position.next_fence
         append = Append(request.scope, position, self._take_entry)
         (appended,) = await self._journal.append([append])
@@ -79,17 +83,19 @@ class OwnedLogs:
         return True
 
     def begin_later(self, request: KeyedRequest, written: Position) -> None:
-        """Owns a log whose beginning is not in the journal, and is written with what follows."""
+        """Becomes owner of a log whose start entry is not in the journal. It is
+        written with the next entries.
+        """
         self._add(request, written, begins=True, has_recording=False)
 
     def drop(self, request: KeyedRequest) -> None:
-        """Writes the log of a request no further. Idempotent."""
+        """Stops writing the log of a request. Idempotent."""
         log = self.log_of(request)
         if log is not None:
             self._remove(log)
 
     async def write(self) -> None:
-        """Writes what is due. Raises Unavailable."""
+        """Writes the due entries. Raises Unavailable."""
         async with self._writing:
             now = self._clock.time()
             due = [

@@ -1,4 +1,4 @@
-"""One client's way through a recording."""
+"""Reads a recording on behalf of one client."""
 
 from collections.abc import Callable
 
@@ -11,8 +11,8 @@ from services.gateway.core.request.delta import Delta
 
 
 class Reader:
-    """The deltas of a recording from its beginning on: what came so far at once, the rest as it
-    comes. To a generation it is what an engine's mailbox is.
+    """The deltas of a recording from its beginning: the existing output at once, new output as it
+    is recorded. A generation uses it like an engine's mailbox.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Reader:
         self._is_closed = False
 
     def listen(self, on_news: Callable[[], None], _min_tokens: int = 1) -> None:
-        """Calls `on_news` whenever there may be more to take."""
+        """Calls `on_news` when there may be new deltas."""
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """This reader wants no more of a sequence."""
+        """Stops reading a sequence. The recording continues."""
         self._aborted.add(index)
 
     def cut(self, error: StepwellError) -> None:
-        """Ends the reader with an error; the recording stays as it is."""
+        """Ends the reader with an error. The recording is not changed."""
         self._cut_by = error
         self._wake()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the reader. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._on_news = None
@@ -56,7 +56,7 @@ class Reader:
             self._on_close(self)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The deltas that are there; an error follows those that came before it."""
+        """The deltas so far. An error is returned only after all earlier output."""
         news = [
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]

@@ -1,4 +1,4 @@
-"""Routing by what each replica has cached, and by its load, in seconds."""
+"""Routing by cached prefixes and load, both converted to seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,51 +13,59 @@ from services.gateway.core.fleet.routing.sessions import SessionReplicas
 from services.gateway.core.request.inflight import Inflight
 
 NEARLY_EQUAL = 1.05
-"""Replicas whose cost is at most this many times the lowest are chosen from at random."""
+"""A replica is chosen at random among those whose cost is at most this factor times the lowest."""
 AFFINITY = 0.9
-"""Factor of the cost at the replica that served the session before."""
+"""Factor on the cost of the replica that served the session before."""
 MIN_TRUST = 0.5
-"""Where less of what was predicted was really cached, predictions of the replica are not used."""
+"""Predictions for a replica are ignored if the fraction of predicted tokens really
+cached is below this.
+"""
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
-"""A prefix is hot if this many requests at a replica share it, and the replica has
-SPREAD_LOAD_RATIO times as many requests as the least loaded one: then that one computes it, and has
-it cached from then on, too (Preble's rule). A prefix that fewer requests share, such as that of a
-conversation, stays where it is cached as long as that is cheapest.
+"""A prefix is hot if at least this many requests at a replica share it, and the replica has
+SPREAD_LOAD_RATIO times the requests of the least loaded one.
+
+A sequence with a hot prefix is sent to the least loaded replica, which computes the prefix and has
+it cached from then on (Preble's rule). A prefix that fewer requests share, such as the prefix of a
+conversation, stays at its replica as long as that one is cheapest.
 """
 FEW_TOKENS = 2048
-"""Added to the tokens that were computed at each replica lately, before they are compared: where
-there are few, they evict little.
+"""Added to the recently computed tokens of each replica before they are compared: small numbers of
+tokens evict little.
 """
 
 
 @dataclass(slots=True)
 class _Offer:
-    """The cached part and the cost of a sequence at a replica. Not frozen, since that is slower."""
+    """The cached part and the cost of a sequence at one replica. Not frozen, since frozen
+    dataclasses are slower to create.
+    """
 
     replica: Replica
     known_depth: int
-    """Blocks of the sequence that the directory knows to be cached there."""
+    """Leading blocks of the sequence that the directory knows to be cached at the replica."""
     depth: int
-    """Blocks of the sequence that are expected to be cached there."""
+    """Leading blocks of the sequence that are expected to be cached at the replica."""
     num_cached_tokens: int
     is_cached: bool
-    """Whether the expectation that some tokens are cached counts."""
+    """Whether some tokens are expected to be cached and the prediction is trusted."""
     cost_seconds: float
 
 
 class CacheAware:
-    """The replica where the sequence takes least of the replica's time.
+    """Chooses the replica where the sequence costs the least time.
 
-    1. Replicas with `max_load_delta` more requests than the least loaded one get none, whatever
-       they have cached: a hot prefix would else make a queue that takes longer than computing.
-    2. The cost at each one is the time to compute the tokens that wait there and those of the
-       sequence that are not cached, which count several times, the more of them the replica has
-       computed lately, and the time by which the requests there and the sequence slow one another
-       down while it decodes (see `LoadTracker`).
-    3. What is cached is the deeper of what the directory says and what was sent there lately, so
-       that a burst of requests with one new prefix meets at one replica and computes it once.
-    4. A replica whose predictions proved wrong is judged by its load alone.
+    1. Replicas with at least `max_load_delta` more requests than the least loaded one are excluded,
+       whatever they have cached. Otherwise a hot prefix could cause a queue that takes longer than
+       computing the prefix.
+    2. The cost at a replica has two parts (see `LoadTracker`). The first is the time to compute the
+       waiting tokens there, and the sequence's own uncached tokens. Own tokens count several times,
+       more if the replica has computed many tokens recently. The second is the time by which the
+       sequence and the replica's requests slow each other down while it decodes.
+    3. The cached depth is the larger of the directory's depth and the depth of recently sent
+       sequences. So a burst of requests with one new prefix goes to one replica, which computes the
+       prefix once.
+    4. A replica whose predictions were mostly wrong is judged by its load alone.
     """
 
     def __init__(self, parts: RoutingParts) -> None:
@@ -74,7 +82,7 @@ class CacheAware:
     def choose_for_keys(
         self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
     ) -> Route:
-        """Chooses for a sequence whose full blocks have these keys."""
+        """Chooses a replica for a sequence. `keys` are the keys of its full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
         least = min(replica.load.num_requests for replica in candidates)
@@ -95,8 +103,8 @@ class CacheAware:
     def _choose(
         self, offers: Sequence[_Offer], keys: Sequence[int], least: int, address_before: str | None
     ) -> tuple[_Offer, RoutingReason]:
-        """The best offer. `least` is the number of requests at the least loaded replica, and
-        `address_before` that of the replica that served the session last.
+        """The best offer and its reason. `least` is the number of requests at the least loaded
+        replica. `address_before` is the replica that served the session last.
         """
         best = min(offers, key=lambda offer: offer.cost_seconds)
         if best.is_cached and _is_hot(best, keys, least):
@@ -110,8 +118,8 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> list[int]:
-        """The keys of the sequence's full blocks. Prompts that are embeddings have none, and those
-        that are to be computed in any case need none.
+        """The keys of the sequence's full blocks. Empty for prompts of embeddings, which have no
+        keys, and for requests that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
@@ -134,8 +142,8 @@ class CacheAware:
         most: int,
         now: float,
     ) -> list[_Offer]:
-        """The offers of the replicas with at most `most` requests. One loop with local variables,
-        since most of the time of a decision is spent here.
+        """The offers of replicas with at most `most` requests. A single loop with local variables,
+        since routing spends most of its time here.
         """
         request = inflight.request
         max_output_tokens = request.sampling.max_tokens
@@ -169,8 +177,8 @@ def _cached_key(offer: _Offer, keys: Sequence[int]) -> int | None:
 
 
 def _is_hot(offer: _Offer, keys: Sequence[int], least: int) -> bool:
-    """Whether what is cached of the sequence is shared by many at a replica that has twice the load
-    of the least loaded one.
+    """Whether the offer's cached prefix is shared by many requests at the replica, and the replica
+    has at least twice the load of the least loaded one.
     """
     load, key = offer.replica.load, _cached_key(offer, keys)
     return (

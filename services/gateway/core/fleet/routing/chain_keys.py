@@ -1,4 +1,4 @@
-"""The directory's keys of a prompt's blocks, hashed once for each conversation."""
+"""The directory's keys of a prompt's blocks. Each part of a conversation is hashed once."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class _Segment:
 
 
 class ChainKeys:
-    """Makes the keys of prompts, and remembers those of the segments of 16 blocks that it has seen.
+    """Computes the keys of prompts, with a cache of segments of 16 blocks.
 
-    The turns of a conversation, and prompts with the same beginning, repeat segments: of each only
-    the new tail is hashed. A segment is found by the hash of the block before it and its tokens, so
-    that conversations need no names. 8192 segments of blocks of 16 tokens take some 16 MB.
+    Turns of a conversation, and prompts with a common prefix, repeat segments: only the new tail is
+    hashed. A segment is looked up by the hash of the block before it and its tokens, so
+    conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
@@ -37,8 +37,8 @@ class ChainKeys:
         hash_block_size: int | None = None,
         adapter_digest: bytes = b"",
     ) -> list[int]:
-        """The keys of the full blocks of a prompt, in order: of each the last hash, where hashes
-        stand for fewer tokens than a block. `root` is the model's fingerprint.
+        """The keys of a prompt's full blocks in order. If hashes cover fewer tokens than a block, a
+        block's key is from its last hash. `root` is the model's fingerprint.
         """
         unit = hash_block_size or block_size
         last = block_size // unit - 1

@@ -1,4 +1,4 @@
-"""Routing by a hash of the session or of the prompt's beginning."""
+"""Routing by a hash of the session id, or of the prompt's first tokens."""
 
 from bisect import bisect
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ MAX_OVER_MEAN = 1.25
 
 
 class ConsistentHash:
-    """The first replica on a ring of hashes, from that of the session or, without one, of the first
-    tokens of the prompt, that has at most 1.25 times the mean load.
+    """Chooses the next replica on a hash ring with at most 1.25 times the mean load. The start is
+    the hash of the session id or, without one, of the prompt's first tokens.
 
-    When a replica comes or goes only its own share of the sessions moves. The bound is that of
+    When a replica joins or leaves, only its own part of the sessions moves. The load bound is from
     consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018).
     """
 
@@ -44,7 +44,7 @@ class ConsistentHash:
         return Route(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        """Makes the ring of these replicas."""
+        """Builds the ring of these replicas."""
         if addresses == self._addresses:
             return
         ring = sorted(

@@ -1,4 +1,4 @@
-"""Routing by load alone."""
+"""Routing by load only."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class LeastLoaded:
-    """The replica with the fewest requests, at random among several."""
+    """Chooses the replica with the fewest requests; a random one among equals."""
 
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng
@@ -20,8 +20,9 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """The less loaded one of two random replicas (Mitzenmacher, 2001): nearly as even as the least
-    loaded of all, without every gateway sending to the same one while its view of the load is old.
+    """Chooses the less loaded of two random replicas (Mitzenmacher, 2001). This balances nearly as
+    well as the least loaded of all, and several gateways with outdated loads do not all choose the
+    same replica.
     """
 
     def __init__(self, parts: RoutingParts) -> None:

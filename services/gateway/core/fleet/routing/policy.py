@@ -1,4 +1,4 @@
-"""The rule by which one of several replicas is chosen."""
+"""The interface of routing policies."""
 
 import random
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class RoutingPolicy(Protocol):
-    """The rule by which one of several replicas is chosen."""
+    """A rule that chooses one of several replicas."""
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> Route:
-        """One of `candidates`, which are ready and equal in whether their queues have room; there
-        are at least two. Sequences of the same prompt follow the first one without being asked for.
+        """Chooses one of at least two `candidates`, which are ready. Either all have room in their
+        queues, or none has. For sequences with the same prompt it is called only once.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
-    """The arguments that policies are built with."""
+    """The arguments for building policies."""
 
     rng: random.Random
     clock: Clock
     directory: PrefixDirectory
     max_load_delta: int
-    """A replica that has this many more requests than the least loaded one gets none."""
+    """A replica with at least this many more requests than the least loaded one is not chosen."""
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """The replica with the fewest requests, at random among several."""
+    """The replica with the fewest requests; a random one among equals."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])

@@ -1,4 +1,4 @@
-"""Routing by turn."""
+"""Routing by round robin."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class RoundRobin:
-    """Each replica in turn, in the order of their addresses."""
+    """Chooses each replica in turn, in the order of their addresses."""
 
     def __init__(self, _parts: RoutingParts) -> None:
         self._last = ""

@@ -1,4 +1,4 @@
-"""Which replica served each session last."""
+"""The last replica of each session."""
 
 from collections import OrderedDict
 
@@ -6,14 +6,14 @@ MAX_SESSIONS = 65_536
 
 
 class SessionReplicas:
-    """The replicas of the sessions that were seen last."""
+    """Maps recently used sessions to their last replicas."""
 
     def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
         self._replicas: OrderedDict[str, str] = OrderedDict()
         self._max_sessions = max_sessions
 
     def remember(self, session_id: str, address: str) -> None:
-        """A sequence of the session is sent there. Does nothing for the empty session."""
+        """Stores the replica of a session. Does nothing for an empty session id."""
         if not session_id:
             return
         self._replicas[session_id] = address
@@ -22,5 +22,5 @@ class SessionReplicas:
             self._replicas.popitem(last=False)
 
     def replica_of(self, session_id: str) -> str | None:
-        """The address of the replica that served the session last; None if it is not known."""
+        """The address of the session's last replica; None if it is not known."""
         return self._replicas.get(session_id)
