@@ -19,7 +19,9 @@ WHEELHOUSE = Path("/wheelhouse")
 SERVICES, BUILD = "services", "build"
 _GENERATOR = "grpcio-tools"
 _DOWNLOADED = ("pip", "async-timeout")
-"""What a wheelhouse holds besides: redis needs the second on Python before 3.11.3, Debian's too."""
+"""Additional packages of a wheelhouse. redis needs async-timeout on Python before 3.11.3, which
+includes Debian's.
+"""
 
 
 def main(arguments: list[str]) -> int:
@@ -36,8 +38,8 @@ def main(arguments: list[str]) -> int:
 
 
 def requirements(names: list[str], pyproject: Path = Path("pyproject.toml")) -> list[str]:
-    """Requirements of all names, as pyproject.toml writes them. Raises KeyError for one that is no
-    extra.
+    """The requirements of all names, as written in pyproject.toml. Raises KeyError for a name that
+    is not an extra.
     """
     described = tomllib.loads(pyproject.read_text())
     extras = described["project"]["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""The `stepwell` command: finds the subcommand and turns its errors into one sentence."""
+"""The `stepwell` command: runs the subcommand and reports its errors in one sentence."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ HELP = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status, also if its errors cannot be written."""
+    """Runs one command and returns its exit status, even if its errors cannot be written."""
     try:
         return _main(argv)
     finally:
@@ -67,10 +67,12 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        # In some locales Python reads bytes that are no text, and fails only when they are sent.
+        # In some locales Python reads bytes that are not valid text, and fails only when it writes
+        # them.
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="strict")
-        # Read when grpc is imported. `up` loses connections whenever it restarts a service.
+        # grpc reads these variables at import. Without them it would log each connection that `up`
+        # loses when it restarts a service.
         silence_grpc(os.environ)
         # A command's libraries are loaded only when it runs: --help answers at once.
         status: int = import_module(f"services.cli.{name}").main(arguments)

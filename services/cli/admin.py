@@ -1,4 +1,4 @@
-"""`stepwell admin`: operators' calls to the replicas of a gateway."""
+"""`stepwell admin`: operator calls to the replicas of a gateway."""
 
 import os
 from collections.abc import Sequence

@@ -1,10 +1,10 @@
-"""Amounts as people read them."""
+"""Durations and counts as text for people."""
 
 _MINUTE = 60.0
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration with three digits that count, such as 1.23 s, 45.6 ms or 789 µs."""
+    """A duration with three significant digits, such as 1.23 s, 45.6 ms or 789 µs."""
     if seconds < 5e-10:
         return "0 s"
     if seconds >= _MINUTE:
@@ -25,5 +25,5 @@ def count_text(number: float) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits that count."""
+    """Three significant digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

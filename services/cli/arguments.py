@@ -10,7 +10,7 @@ from services.cli.errors import CommandParser
 from services.cli.processes.tls_files import TlsFiles
 
 _HIGH_TEMPERATURE = 2.0
-"""The highest that OpenAI's API accepts."""
+"""The highest temperature that OpenAI's API accepts."""
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
     ("temperature", float, "0 is greedy, 1 the model's own distribution"),
@@ -25,7 +25,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 
 class ClientParser(CommandParser):
-    """A parser with the flags that say where the server is."""
+    """A parser with the flags for the server's address, key and certificates."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -45,12 +45,12 @@ class ClientParser(CommandParser):
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """A client of the server that the flags name."""
+    """A client of the server named by the flags."""
     return Client(arguments.url, arguments.api_key, TlsFiles.taken_from(vars(arguments)))
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds the model and the flags of sampling, without defaults: the server's apply."""
+    """Adds flags for the model and sampling. They have no defaults: the server's defaults apply."""
     parser.add_argument("--model", help="which model (default: the first that is served)")
     for name, kind, text in _SAMPLING:
         parser.add_argument(
@@ -62,7 +62,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The request's fields for the flags that were given."""
+    """The request fields of the flags that were set."""
     names = (*(name for name, _, _ in _SAMPLING), "stop")
     given = {name: getattr(arguments, name) for name in names}
     temperature = arguments.temperature

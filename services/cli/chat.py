@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The turns so far. A turn that fails or is stopped before its first text is not kept."""
+    """The messages so far. A turn that fails or is interrupted before its first text is dropped."""
 
     def __init__(
         self, client: Client, model: str, sampling: dict[str, Any], system: str | None
@@ -44,15 +44,17 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What the model sees."""
+        """The messages that are sent to the model."""
         return [*self._beginning, *self._turns]
 
     def reset(self) -> None:
-        """Forgets everything but the system message."""
+        """Deletes all messages except the system message."""
         self._turns.clear()
 
     def ask(self, message: str) -> Generator[str, None, None]:
-        """The answer in pieces. What was read of it becomes part of the conversation."""
+        """Yields the answer in pieces. The pieces that were read become part of the
+        conversation.
+        """
         question = {"role": "user", "content": message}
         body = {
             "model": self.model,
@@ -105,7 +107,7 @@ def _print_answer(pieces: Iterable[str]) -> None:
 
 
 def _converse(conversation: Conversation) -> None:
-    with suppress(ImportError):  # Line editing and history for input(), where Python has it.
+    with suppress(ImportError):  # Line editing and history for input(), if this Python has them.
         import_module("readline")
     print(_WELCOME.format(model=conversation.model), _WELCOME_MORE)
     while (message := _read_message()) is not None:

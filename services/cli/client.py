@@ -13,21 +13,23 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 _UNIX = "unix:"
 _ANY_HOST = "http://localhost"
-"""In Host of requests over a Unix socket, where no name leads anywhere."""
+"""The Host header of requests over a Unix socket, which has no host name."""
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
-"""A request may be queued for long, so there is no limit between two tokens."""
+"""The time limits of a stream. A request may be queued for long, so the time between two tokens is
+not limited.
+"""
 
 
 class ServerAway(CommandError):
-    """The server does not answer now; it may later."""
+    """The server does not answer now, but may answer later."""
 
 
 class Client:
-    """One server. Raises CommandError with one sentence. Closing a stream's iterator early aborts
-    the request.
+    """A client of one server. Every failure is raised as CommandError with one sentence. Closing a
+    stream's iterator early aborts the request.
     """
 
     def __init__(
@@ -38,7 +40,9 @@ class Client:
         *,
         served_by: str = "stepwell up",
     ) -> None:
-        """`served_by` is the command that may have to be started where nothing answers."""
+        """`served_by`: the command that starts such a server, named in the error if nothing
+        answers.
+        """
         self._url = url.rstrip("/")
         self._served_by = served_by
         base_url, transport = self._url, None
@@ -53,7 +57,7 @@ class Client:
                 transport=transport,
                 headers=headers,
                 timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
-                # A proxy for the network outside does not lead to a server on this machine.
+                # An HTTP proxy cannot reach a server on this machine.
                 trust_env=False,
                 verify=(tls or TlsFiles()).context(),
             )
@@ -71,11 +75,11 @@ class Client:
         return self._answer("GET", path)
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
-        """The JSON with which a call is answered; its time is the server's to bound."""
+        """Posts a call without a body and returns the JSON answer. The server limits the time."""
         return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The JSON with which the server answers a body."""
+        """Posts `body` as JSON and returns the JSON answer."""
         return self._answer("POST", path, json=body)
 
     def _answer(self, method: str, path: str, **options: Any) -> Any:
@@ -87,7 +91,7 @@ class Client:
         return _parse(response.text)
 
     def default_model(self) -> str:
-        """The first model served."""
+        """The first model that the server lists."""
         models = self.get("/v1/models").get("data", [])
         if not models:
             raise CommandError(f"{self._url} serves no model")
@@ -117,7 +121,7 @@ class Client:
 
 
 def events(lines: Iterable[str]) -> Iterator[str]:
-    """The data of each server-sent event (WHATWG HTML, 9.2): its `data` lines, joined."""
+    """Yields the data of each server-sent event (WHATWG HTML, 9.2): its `data` lines, joined."""
     data: list[str] = []
     for line in lines:
         name, _, value = line.partition(":")
@@ -151,7 +155,7 @@ def _refuse(response: httpx.Response) -> None:
 
 
 def _message_of(body: Any) -> str | None:
-    """The message of an error in OpenAI's shape."""
+    """The message of an error in OpenAI's format."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else None

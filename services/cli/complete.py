@@ -1,4 +1,4 @@
-"""`stepwell complete`: continues a text, and prints it token by token."""
+"""`stepwell complete`: continues a text and prints the continuation token by token."""
 
 import sys
 from collections.abc import Sequence
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def why_it_stopped(reason: str | None, num_tokens: int | None, asked: int | None) -> str | None:
-    """The line below an answer that was cut; None for one that ended by itself. `asked`: the
-    max_tokens of the request, if it had one.
+    """The line printed below an answer that was cut off; None if the answer ended by itself.
+    `asked`: the max_tokens of the request, or None.
     """
     if reason != "length":
         return None

@@ -1,4 +1,4 @@
-"""What `stepwell up` writes while it runs: the services' lines and its own, on standard error."""
+"""The output of `stepwell up` on standard error: lines of the services and its own lines."""
 
 import json
 import sys
@@ -14,12 +14,12 @@ _TAIL_SHOWN = 8
 
 
 class Console:
-    """A supervisor's `Observer` for people. A terminal gets colours, anything else plain text.
+    """A supervisor's `Observer` that writes for people, with colours if `colour` is set.
 
-    `quiet` leaves out lines of the services and of normal progress. With `raw` the services' lines
-    of JSON get their name as a field, `process`, and the command's own are JSON too. Lines that
-    cannot be written are dropped, and counted once there is room again. `name_width`: characters of
-    the longest name of a service.
+    `quiet` drops lines of the services and of normal progress. With `raw` the services' JSON lines
+    get their name as a field, `process`, and the command's own lines are JSON too. Lines that
+    cannot be written are dropped; their number is written once the stream accepts lines again.
+    `name_width`: characters of the longest service name.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class Console:
             self._write(_named(name, text) if self._raw else f"{self._prefix(name)}{text}")
 
     def note(self, text: str) -> None:
-        """Progress of the command itself."""
+        """Writes progress of the command itself, unless `quiet` is set."""
         if not self._quiet:
             self._own(text, "info")
 
     def warn(self, text: str) -> None:
-        """A line that is written even if the command is quiet."""
+        """Writes a line even if `quiet` is set."""
         self._own(text, "warning")
 
     def _own(self, text: str, level: str) -> None:
         self._write(self._own_line(text, level))
 
     def _own_line(self, text: str, level: str) -> str:
-        """A line of the command itself. As text it has no level."""
+        """A line of the command itself. The level appears only in JSON."""
         if not self._raw:
             return f"{self._prefix('up')}{text}"
         clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -80,7 +80,7 @@ class Console:
         self.tail(name, tail)
 
     def tail(self, name: str, lines: Sequence[str]) -> None:
-        """The last lines of a service that ended."""
+        """Writes the last lines of a service that ended."""
         for line in list(lines)[-_TAIL_SHOWN:]:
             self.warn(f"  last lines of {name}: {line}")
 
@@ -97,18 +97,20 @@ class Console:
         return f"\033[{_COLOURS.get(name.partition('-')[0], 0)}m{prefix}\033[0m"
 
     def _write(self, text: str) -> None:
-        with suppress(ValueError):  # of a stream that is closed
+        with suppress(ValueError):  # the stream is closed
             self._stream.write(text + "\n")
 
 
 def _named(name: str, text: str) -> str:
-    """A line of JSON with the name of its service, such as worker-1; another line as it is."""
+    """Adds the service's name, such as worker-1, to a line of JSON. Returns other lines
+    unchanged.
+    """
     is_object = text.startswith('{"')
     return f'{{"process": {json.dumps(name)}, {text[1:]}' if is_object else text
 
 
 def announce(text: str) -> None:
-    """Writes to standard output, for people and for programs that wait for it."""
+    """Writes a line to standard output, for people and for programs that wait for this line."""
     with suppress(OSError, ValueError):
         sys.stdout.write(text + "\n")
         sys.stdout.flush()

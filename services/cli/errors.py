@@ -1,4 +1,4 @@
-"""What ends a command: one sentence for people, and an exit status."""
+"""The error that ends a command: one sentence for people and an exit status."""
 
 from typing import Any, NoReturn
 
@@ -6,7 +6,9 @@ from services.common.process.argument_parser import ArgumentParser
 
 
 class CommandError(Exception):
-    """The sentence goes to standard error as `stepwell <command>: <sentence>`."""
+    """Ends a command. The sentence is written to standard error as `stepwell <command>:
+    <sentence>`.
+    """
 
     def __init__(self, sentence: str, *, exit_status: int = 1) -> None:
         super().__init__(sentence)

@@ -1,4 +1,4 @@
-"""Readiness and liveness of a service, over grpc.health.v1."""
+"""Readiness and liveness checks of a service, over grpc.health.v1."""
 
 import asyncio
 from contextlib import suppress
@@ -16,7 +16,7 @@ _UNIX = "unix:"
 
 
 async def until_ready(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH is ready. Asks without a limit."""
+    """Returns once the server at host:port or unix:PATH is ready. Retries without a limit."""
     request = health_pb2.HealthCheckRequest(service=READINESS)
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -31,7 +31,7 @@ async def until_ready(address: str) -> None:
 
 
 async def until_silent(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH answers no health checks any more."""
+    """Returns once the server at host:port or unix:PATH no longer answers health checks."""
     request = health_pb2.HealthCheckRequest(service=LIVENESS)
     async with open_channel(address) as channel:
         with suppress(grpc.aio.AioRpcError):
@@ -44,8 +44,8 @@ class NoAnswer(Exception):
 
 
 async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
-    """Why the service at the address cannot go on; empty if it can. Waits for the answer without a
-    limit. Raises NoAnswer if there will be none.
+    """The reason why the service at the address is not live; empty if it is live. Waits for the
+    answer without a time limit. Raises NoAnswer if the call fails.
     """
     try:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
@@ -58,7 +58,9 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """Why nothing can connect to the address: its socket was removed. Empty if that is not so."""
+    """The reason why nothing can connect to the address: its socket was removed. Empty if it
+    exists.
+    """
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()
     return f"its socket {socket} was removed" if is_removed else ""

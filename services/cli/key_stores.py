@@ -1,4 +1,4 @@
-"""The places where `stepwell keys` reads and writes records."""
+"""The stores in which `stepwell keys` reads and writes records: a file or Redis."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,14 +15,16 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """Raises CommandError, in one sentence, where it cannot be read or written."""
+    """A store of key records. Raises CommandError with one sentence if it cannot be read or
+    written.
+    """
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: object) -> None: ...
 
     def read(self) -> KeyBook:
-        """All records."""
+        """Returns all records."""
         ...
 
     def write(
@@ -32,14 +34,14 @@ class Store(Protocol):
         tenant: TenantRecord | None,
         version: str,
     ) -> None:
-        """Replaces a key's record, None for a new key, and where given its tenant's. `version` is
-        a text that was not used before.
+        """Replaces the record of a key (`before` is None for a new key) and, if `tenant` is set,
+        the record of its tenant. `version` is a text that was never used before.
         """
         ...
 
 
 class FileStore:
-    """A file, which is made with the first key."""
+    """A store in a file. The first key creates the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +64,7 @@ class FileStore:
         before: KeyRecord | None,
         after: KeyRecord,
         tenant: TenantRecord | None,
-        version: str,  # noqa: ARG002 - files have their own
+        version: str,  # noqa: ARG002 - the file has versions of its own
     ) -> None:
         def change(book: KeyBook) -> KeyBook:
             if book.keys.get(after.key_id) != before:
@@ -80,7 +82,7 @@ class FileStore:
 
 
 class RedisStore:
-    """Redis, one server or a cluster."""
+    """A store in Redis, one server or a cluster."""
 
     def __init__(self, url: str) -> None:
         if (complaint := is_redis_url(url)) is not None:

@@ -1,4 +1,4 @@
-"""`stepwell keys`: makes, lists and revokes API keys, in a file or in Redis."""
+"""`stepwell keys`: creates, lists and revokes API keys, in a file or in Redis."""
 
 import argparse
 import json
@@ -111,7 +111,7 @@ def _create(store: Store, arguments: argparse.Namespace) -> None:
 
 
 def _changed(tenant: TenantRecord, arguments: argparse.Namespace) -> TenantRecord:
-    """The tenant with the limits that were given."""
+    """A copy of the tenant with the limits set by the flags."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (*_LIMITS, "weight", "priority_ceiling")

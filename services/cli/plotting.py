@@ -1,4 +1,4 @@
-"""What the commands' pictures have in common: colours, and how a figure is written."""
+"""Shared parts of the commands' plots: colours, and writing a figure to a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, made for colour-blind readers too.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
 BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 RED, GREY, INK = "#D55E00", "#9A9A9A", "#222222"
 _STYLE: Any = {
@@ -27,12 +27,12 @@ _STYLE: Any = {
     "grid.color": "#E4E4E4",
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "none",  # text stays text
+    "svg.fonttype": "none",  # keep text as text, not as outlines
 }
 
 
 def require_matplotlib() -> None:
-    """Raises CommandError if it cannot be imported."""
+    """Raises CommandError if matplotlib cannot be imported."""
     try:
         import_module("matplotlib")
     except ImportError:
@@ -41,8 +41,8 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
-    """An empty figure with a title and a line of numbers below it; it is written to `path` in the
-    format of its suffix when the block ends. Raises CommandError if that cannot be done.
+    """Yields an empty figure with a title and, below it, a line of numbers. When the block ends,
+    the figure is written to `path` in the format of its suffix. Raises CommandError if that fails.
     """
     require_matplotlib()
     import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to load
@@ -63,7 +63,9 @@ def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
 
 
 def finish(axes: "Axes", title: str, unit: str, top: float) -> None:
-    """Gives a panel its title, its vertical axis its unit and its end, and adds the legend."""
+    """Sets a panel's title, the unit and the upper limit of its vertical axis, and adds
+    the legend.
+    """
     axes.set_title(title)
     axes.set_ylabel(unit)
     axes.set_ylim(0, top)

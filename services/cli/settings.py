@@ -1,4 +1,4 @@
-"""Settings of `stepwell up`: its own, and those that it passes on to services."""
+"""Settings of `stepwell up`: its own, and settings that it forwards to services."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,15 +21,16 @@ def passed_to(
     default: Any = None,
     is_secret: bool = False,
 ) -> Any:
-    """A setting that these services have under the same name, and get if it is given: None leaves
-    the service's own default, or its variable such as STEPWELL_WORKER_BLOCK_SIZE.
+    """Declares a setting that the given services have under the same name. A set value is forwarded
+    to these services. None keeps each service's default or its variable, such as
+    STEPWELL_WORKER_BLOCK_SIZE.
     """
     metadata = {"doc": doc, "check": check, "services": services, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def settings_of(service: str) -> tuple[str, ...]:
-    """The names of the settings that are passed to a service."""
+    """The names of the settings that are forwarded to a service."""
     return tuple(
         field.name
         for field in dataclasses.fields(UpSettings)
@@ -319,5 +320,5 @@ class UpSettings:
 
     @property
     def num_ranks(self) -> int:
-        """The workers of a replica."""
+        """The number of workers of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

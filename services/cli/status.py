@@ -42,8 +42,8 @@ def _sample(client: Client) -> Sample:
 def _samples(
     client: Client, interval_seconds: float
 ) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Each sample with the one before it, without end; in place of a sample the error, if a server
-    that has answered before does not answer now.
+    """Yields samples without end, each with the sample before it. If a server that answered before
+    does not answer now, the error is yielded instead. An error of the first call is raised.
     """
     before = None
     while True:
@@ -71,7 +71,7 @@ def _watch(client: Client, interval_seconds: float) -> None:
     for before, sample in _samples(client, interval_seconds):
         if isinstance(sample, Sample):
             _show(sample, before)
-        elif not is_away:  # logged once
+        elif not is_away:  # written once
             print(_away(sample), flush=True)
         is_away = not isinstance(sample, Sample)
 

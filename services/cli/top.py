@@ -1,4 +1,4 @@
-"""`stepwell top`: what the replicas do, as it changes."""
+"""`stepwell top`: the activity of the replicas, updated continuously."""
 
 import shutil
 import sys
@@ -47,8 +47,8 @@ def _look(client: Client) -> Look:
 
 
 def _write(client: Client, arguments: Namespace) -> None:
-    """Screens as text: one after an interval, over which rates are measured, or one after another
-    without end.
+    """Writes screens as plain text. By default one screen, after an interval over which rates are
+    measured; otherwise screens without end.
     """
     before, size = _look(client), shutil.get_terminal_size((_PIPE_WIDTH, _PIPE_HEIGHT))
     while True:

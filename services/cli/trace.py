@@ -1,4 +1,4 @@
-"""`stepwell trace`: where the time of a request went, or goes, by the gateway that has it."""
+"""`stepwell trace`: where the time of a request was spent, from the traces that a gateway keeps."""
 
 import shutil
 import sys
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
-    """A table of requests; `now` is in Unix seconds. Of one that runs the tokens of the output are
-    left open: the gateway has heard of few, where the answer is not streamed.
+    """A table of requests; `now` is in Unix seconds. The output tokens of a running request are not
+    shown: without streaming the gateway has received few of them.
     """
     if not traces:
         which = "that failed " if order == "failed" else ""
@@ -79,7 +79,7 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
 
 
 def _status(trace: dict[str, Any]) -> str:
-    """How a request ended: a failure of the server, or an error of its client."""
+    """The status of a request: running, ok, or the error of the server or of the client."""
     if trace["is_running"]:
         return "running"
     client_error: str = trace["attributes"].get("stepwell.client_error", "")
@@ -120,5 +120,5 @@ def _width() -> int:
 
 
 def writes_utf8() -> bool:
-    """Whether what is written here may be any character."""
+    """Whether standard output is encoded in UTF-8."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

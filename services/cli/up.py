@@ -34,11 +34,11 @@ from services.worker.models.suitability.check import check_model
 _STILL_STARTING_SECONDS = 5.0
 _PROMPT = "def read_lines(path):"
 _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
-"""Settings of the gateway with any of which clients need a key."""
+"""Settings of the gateway that make API keys mandatory; each of them suffices."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs until a signal. What cannot be written to the log changes nothing."""
+    """Runs until a signal. Log lines that cannot be written do not affect it."""
     try:
         return _up(argv)
     finally:
@@ -90,7 +90,7 @@ def _up(argv: Sequence[str]) -> int:
 
 
 def _check_model(settings: UpSettings) -> None:
-    """Raises CommandError at once for a model that cannot be served, by the worker's own rules."""
+    """Raises CommandError at once if the worker's own checks reject the model."""
     runner = settings.runner or os.environ.get(variable_name("worker", "runner"))
     known = [each for each in RunnerSetting if each.value == runner]
     sizes = settings.tensor_parallel_size, settings.pipeline_parallel_size
@@ -103,7 +103,7 @@ def _check_model(settings: UpSettings) -> None:
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
-    """A port for each replica, beginning with the one that was asked for; none without it."""
+    """One port for each replica, starting with the requested one; empty if none was requested."""
     first = settings.vllm_grpc_port
     if first is None:
         return ()
@@ -124,7 +124,7 @@ async def _supervise(
     supervisor = Supervisor(plan, console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # Under nohup, SIGHUP is ignored.
+        # nohup sets SIGHUP to be ignored.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting {_services(settings)} for {settings.model}")
@@ -144,7 +144,7 @@ async def _supervise(
 
 
 def _check_replicas(settings: UpSettings) -> None:
-    """Raises CommandError for addresses and files that each replica of several would use."""
+    """Raises CommandError for addresses and files that several replicas would share."""
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         if settings.replicas > 1 and getattr(settings, name) is not None:
             flag = f"--{name.replace('_', '-')}"
@@ -193,8 +193,8 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """A setting that is passed on to the gateway, or the gateway's own variable, which may name
-    the file of a secret.
+    """The value of a setting that is forwarded to the gateway, or else of the gateway's own
+    variable, which may name a secret file.
     """
     variable = variable_name("gateway", name)
     return getattr(settings, name) or os.environ.get(variable) or os.environ.get(f"{variable}_FILE")
@@ -208,8 +208,8 @@ def ready_text(
     has_tls: bool = False,
     needs_certificate: bool = False,
 ) -> str:
-    """The line `ready`, and below it a command to try. If the address is not the default one, a
-    further line sets the variable by which the other commands find the server.
+    """The line `ready`, followed by a command to try. If the address is not the default one, one
+    more line sets the variable from which other commands read the server's address.
     """
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
     url = f"{'https' if has_tls else 'http'}://{addresses.http}"
@@ -227,7 +227,7 @@ def ready_text(
 
 
 def _why(failure: StartFailed, console: Console) -> str:
-    """The sentence with which a service ended, or the last lines it wrote."""
+    """The sentence with which a service ended, or the last lines that it wrote."""
     beginning = f"stepwell {failure.name.partition('-')[0]}: "
     for line in reversed(failure.tail):
         if line.startswith(beginning):

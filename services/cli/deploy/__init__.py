@@ -1,4 +1,4 @@
-"""`stepwell deploy`: brings a compose file up, breaks its containers and watches them heal."""
+"""`stepwell deploy`: starts a compose file, breaks its containers and checks their recovery."""
 
 from services.cli.deploy.command import main
 

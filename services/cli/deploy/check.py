@@ -22,8 +22,8 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """`hold_seconds`: how long a fault lasts that is undone; `heal_seconds`: how long containers
-    may take to be healthy.
+    """Time limits. `hold_seconds`: duration of a fault that is undone. `heal_seconds`: longest time
+    until all containers are healthy.
     """
 
     hold_seconds: float
@@ -31,7 +31,7 @@ class Times:
 
 
 class Check:
-    """One check. `say` gets a line for each thing that was seen."""
+    """One check. `say` receives a line for each observation."""
 
     def __init__(
         self, deployment: Deployment, fleet: Fleet, times: Times, say: Callable[[str], None]
@@ -42,8 +42,8 @@ class Check:
         self._num_replicas = 0
 
     def run(self, faults: Sequence[Fault], roles: Sequence[str]) -> int:
-        """Breaks a container of each role in each way; returns how many times something was wrong.
-        Raises CommandError if the deployment does not serve before all faults.
+        """Breaks a container of each role with each fault. Returns the number of failed checks.
+        Raises CommandError if the deployment does not serve before the first fault.
         """
         self._check_undisturbed()
         wrong = [self._break(fault, role) for fault in faults for role in roles]
@@ -64,7 +64,7 @@ class Check:
         )
 
     def _break(self, fault: Fault, role: str) -> bool:
-        """Whether something was wrong."""
+        """Breaks one container; returns whether the check failed."""
         streams = self._fleet.streams()
         streams.begin()
         running = self._fleet.running()
@@ -101,7 +101,9 @@ class Check:
         return wrong
 
     def _until_healed(self, killed: Container | None) -> str:
-        """Waits; returns what is not healthy after the time for that, or nothing."""
+        """Waits until the deployment is healthy. Returns a description of what is unhealthy after
+        the time limit; empty if nothing is.
+        """
         deadline = time.monotonic() + self._times.heal_seconds
         while problem := self._problem(killed):
             if time.monotonic() > deadline:
@@ -125,7 +127,9 @@ class Check:
 
 
 def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]:
-    """Waits for all containers; returns them. Raises CommandError after the time."""
+    """Waits until all containers are healthy and returns them. Raises CommandError after
+    `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while True:
         containers = deployment.containers()
@@ -138,7 +142,9 @@ def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]
 
 
 def _victim(containers: Sequence[Container], role: str, running: dict[str, int]) -> Container:
-    """A container of the role: in the replica where most requests run, if it belongs to one."""
+    """A container of the role. If the role belongs to replicas, it is a container of the replica in
+    which most requests run.
+    """
     candidates = [container for container in containers if container.role == role]
     if not candidates:
         raise CommandError(f"the deployment has no {role}", exit_status=2)

@@ -1,4 +1,4 @@
-"""`stepwell deploy check`: its arguments, and its way from the compose file to the verdict."""
+"""`stepwell deploy check`: its arguments, and the run from the compose file to the result."""
 
 import os
 import time
@@ -18,7 +18,7 @@ DEFAULT_ROLES = ("worker", "kvpool", "scheduler")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 if all streams went on and all containers healed, else 1."""
+    """Returns 0 if all streams continued and all containers recovered, else 1."""
     arguments = _parser().parse_args(argv)
     faults = [_fault(name) for name in arguments.faults.split(",")]
     project = ComposeProject(arguments.project_name)
@@ -55,7 +55,7 @@ def _fault(name: str) -> Fault:
 
 
 def _clock() -> Callable[[str], None]:
-    """Prints lines with the seconds since now."""
+    """Returns a function that prints lines with the seconds since this call."""
     begun = time.monotonic()
 
     def say(line: str) -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 from services.cli.errors import CommandError
 
 PORTS = ("HTTP_PORT", "GRPC_PORT", "JAEGER_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
-"""Variables of the compose files."""
+"""Variables of the compose files that set published ports."""
 _BUILDKIT = {"DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}
 
 
 class Compose:
-    """Runs one project. Its output goes to this process's standard error."""
+    """Runs the compose program for one project. Its output is written to standard error."""
 
     def __init__(self, files: Sequence[Path], project: str) -> None:
-        """Raises CommandError if a file, or the program, does not exist."""
+        """Raises CommandError if a file or the compose program does not exist."""
         for path in files:
             if not path.is_file():
                 raise CommandError(f"--file {path} does not exist", exit_status=2)
@@ -27,14 +27,14 @@ class Compose:
             self._options += ["--file", str(path)]
 
     def up(self, *, build: bool) -> None:
-        """Starts all containers; images that do not exist, or with `build` all, are built before.
-        Ports that no variable sets are free ones.
+        """Starts all containers. Missing images are built first; `build` rebuilds all images. A
+        free port is chosen for each port that no variable sets.
         """
         ports = {name: "0" for name in PORTS if name not in os.environ}
         self._run("up", "--detach", *(["--build"] if build else []), environ=ports)
 
     def down(self) -> None:
-        """Removes the containers, networks and volumes."""
+        """Removes the project's containers, networks and volumes."""
         self._run("down", "--volumes")
 
     def _run(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
@@ -47,7 +47,9 @@ class Compose:
 
 
 def compose_program() -> list[str]:
-    """The words that a command line begins with. Raises CommandError."""
+    """The first words of the command line. Raises CommandError if no compose program is
+    installed.
+    """
     if docker := shutil.which("docker"):
         asked = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
         if asked.returncode == 0:

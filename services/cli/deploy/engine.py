@@ -17,16 +17,17 @@ _HTTP_PORT = "8000/tcp"
 _CONNECT_SECONDS = 10.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 _KILL = "kill -9 $(cat /proc/1/task/1/children)"
-"""An engine does not restart what its own `kill` has ended, so a process in the container does it.
-The first process, which cannot be killed from inside, is the init program; its child the service.
+"""Kills the service from inside its container, as a container engine does not restart a container
+that was ended by the engine's own `kill`. Process 1 is the init program, which cannot be killed
+from inside; the service is its child.
 """
 
 
 class ComposeProject:
-    """The containers of one project. What the engine refuses is raised as CommandError."""
+    """The containers of one project. Errors of the container engine are raised as CommandError."""
 
     def __init__(self, name: str) -> None:
-        """Raises CommandError where no engine answers."""
+        """Raises CommandError if no container engine answers."""
         try:
             import docker  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -45,11 +46,13 @@ class ComposeProject:
         self._name = name
 
     def containers(self) -> Sequence[Container]:
-        """All of them, in the order of their names."""
+        """All containers, sorted by name."""
         return sorted(map(_container, self._list()), key=lambda container: container.name)
 
     def url(self) -> str:
-        """Where the gateway's HTTP is published. Raises CommandError if it is not."""
+        """The published URL of the gateway's HTTP API. Raises CommandError if it is not
+        published.
+        """
         for found in self._list(f"{ROLE_LABEL}=gateway"):
             for binding in found.ports.get(_HTTP_PORT) or ():
                 host = binding["HostIp"]
@@ -58,7 +61,7 @@ class ComposeProject:
 
     @contextmanager
     def broken(self, container: Container, fault: Fault) -> Iterator[None]:
-        """Breaks a container; the end of the context undoes a fault that lasts."""
+        """Breaks a container. Leaving the context undoes a fault that lasts."""
         with ExitStack() as scope:
             try:
                 victim = self._client.containers.get(container.id)
@@ -79,8 +82,8 @@ class ComposeProject:
 
 
 def _require_listener(url: str) -> None:
-    """Raises OSError if nothing listens on the Unix socket of such a URL. Docker's SDK leaves a
-    socket open each time that it cannot connect to one.
+    """Raises OSError if nothing listens on the Unix socket of a URL. Docker's SDK leaks a socket
+    each time that it fails to connect to one.
     """
     scheme, _, path = url.partition("://")
     if scheme != "http+unix":
@@ -94,10 +97,10 @@ def _require_listener(url: str) -> None:
 
 
 def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
-    """Breaks a container of the SDK; returns what undoes it."""
+    """Applies a fault to a container of the SDK; returns the function that undoes it."""
     if fault is Fault.KILL:
         result = victim.exec_run(["sh", "-c", _KILL])
-        # The killer may end together with its container.
+        # The shell that runs `kill` may end together with its container.
         if result.exit_code not in (0, 137, None):
             raise CommandError(
                 f"{victim.name} could not be killed from inside, which takes `init: true` in the "
@@ -133,7 +136,7 @@ def _container(found: Any) -> Container:
 
 
 def _aliases(found: Any, endpoint: dict[str, Any]) -> list[str]:
-    """The names that were given; the engine adds the container's id to them."""
+    """The configured names of a container in a network, without the container's id."""
     return [name for name in endpoint.get("Aliases") or () if not found.id.startswith(name)]
 
 

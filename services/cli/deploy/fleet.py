@@ -1,4 +1,4 @@
-"""Streams of a gateway that are read at once, and the load of its replicas."""
+"""Streams of a gateway that are read concurrently, and the load of its replicas."""
 
 import time
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from services.cli.errors import CommandError
 _STARTS = ("def parse(", "class Queue:", "import os\n", "# The tests of the scheduler.\n")
 _BEGUN_EVENTS = 8
 _PROMPT_TOKENS = 64
-"""More than any of the prompts takes."""
+"""An upper bound of the number of tokens in a prompt."""
 
 
 class GatewayFleet:
-    """The gateway at a URL."""
+    """A client's view of the gateway at a URL."""
 
     def __init__(
         self,
@@ -26,16 +26,16 @@ class GatewayFleet:
         max_tokens: int = 1,
         stream_seconds: float = 60.0,
     ) -> None:
-        """`stream_seconds`: a stream that takes longer has failed."""
+        """`stream_seconds`: the time after which an unfinished stream counts as failed."""
         self._url, self._api_key = url, api_key
         self._num_streams, self._max_tokens = num_streams, max_tokens
         self._stream_seconds = stream_seconds
 
     def streams(self) -> "GatewayStreams":
-        """New streams, of the same prompts each time. Raises CommandError if nothing answers."""
+        """New streams, with the same prompts each time. Raises CommandError if nothing answers."""
         with self._client() as client:
             (card, *_) = client.get("/v1/models")["data"]
-        # A stream that lasts: the end of the text does not end it, and it fits the model.
+        # Each stream runs to its token limit: the end-of-sequence token does not end it.
         body = {
             "model": card["id"],
             "max_tokens": min(self._max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
@@ -50,7 +50,7 @@ class GatewayFleet:
         return GatewayStreams(streams, self._stream_seconds)
 
     def running(self) -> dict[str, int]:
-        """Requests that run at each ready replica, by the host of its scheduler."""
+        """The number of running requests of each ready replica, by the host of its scheduler."""
         with self._client() as client:
             replicas = client.get("/status")["replicas"]
         return {
@@ -64,7 +64,7 @@ class GatewayFleet:
 
 
 class GatewayStreams:
-    """See Streams."""
+    """The `Streams` of a gateway, with one thread for each stream."""
 
     def __init__(self, streams: Sequence["_Stream"], seconds: float) -> None:
         self._streams, self._seconds = streams, seconds
@@ -89,8 +89,8 @@ class GatewayStreams:
 
 
 class _Stream(Thread):
-    """One request. `begun` is set when some text has come, or the stream has ended; `answer` is
-    None until then.
+    """One request, read in a thread. `begun` is set after the first events or at the end of the
+    stream. `answer` is None until the stream has ended.
     """
 
     def __init__(self, client: Client, body: dict[str, object]) -> None:

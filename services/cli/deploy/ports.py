@@ -1,4 +1,4 @@
-"""What a check needs of a deployment and of its clients."""
+"""What a check requires of a deployment and of its clients."""
 
 import enum
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ class Fault(enum.Enum):
     """How a container is broken."""
 
     KILL = "kill"
-    """Its process ends as in a crash; the engine starts it again."""
+    """The process ends as in a crash; the container engine restarts it."""
     PAUSE = "pause"
-    """It is frozen for a while, and keeps its connections."""
+    """The container is frozen for a while. Its connections stay open."""
     DISCONNECT = "disconnect"
-    """It is taken off its networks for a while, and runs on."""
+    """The container is removed from its networks for a while, but continues to run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container of the deployment. `role` is the service that it runs, such as `worker`;
-    `replica` is empty where it belongs to none; `problem` says what keeps it from being healthy,
-    or is empty; `started_at` is the engine's text for when it was started.
+    """A container of the deployment. `role`: the service that it runs, such as `worker`. `replica`:
+    empty for a container outside the replicas. `problem`: why it is not healthy, or empty.
+    `started_at`: its start time as the engine's text.
     """
 
     id: str
@@ -32,23 +32,23 @@ class Container:
     problem: str
     started_at: str
     hosts: frozenset[str]
-    """Names in the networks that lead to it."""
+    """Host names in the container's networks that resolve to it."""
 
 
 class Deployment(Protocol):
     """The containers of a compose project."""
 
     def containers(self) -> Sequence[Container]:
-        """All of them, in the order of their names."""
+        """All containers, sorted by name."""
 
     def broken(self, container: Container, fault: Fault) -> AbstractContextManager[None]:
-        """Breaks a container; the end of the context undoes a fault that lasts."""
+        """Breaks a container. Leaving the context undoes a fault that lasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a stream gave: its text, or the error that it ended with, and the longest time between
-    two of its events.
+    """The result of one stream: its text, its error (or an empty text), and the longest time
+    between two of its events.
     """
 
     text: str
@@ -57,24 +57,24 @@ class Answer:
 
 
 class Streams(Protocol):
-    """Streams that are read at once, one for each prompt."""
+    """Streams that are read concurrently, one for each prompt."""
 
     def begin(self) -> None:
-        """Sends the requests, and returns when each stream has given some text or has ended."""
+        """Sends the requests. Returns when each stream has delivered some text or has ended."""
 
     @property
     def num_running(self) -> int:
-        """How many have not ended."""
+        """The number of streams that have not ended."""
 
     def answers(self) -> Sequence[Answer]:
-        """Waits for their ends; in the order of the prompts."""
+        """Waits until all streams have ended. Returns the answers in the order of the prompts."""
 
 
 class Fleet(Protocol):
     """The gateway, as a client sees it."""
 
     def streams(self) -> Streams:
-        """New streams, of the same prompts each time."""
+        """New streams, with the same prompts each time."""
 
     def running(self) -> dict[str, int]:
-        """Requests that run at each ready replica, by the host of its scheduler."""
+        """The number of running requests of each ready replica, by the host of its scheduler."""

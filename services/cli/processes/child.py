@@ -1,4 +1,4 @@
-"""A child process: one run of one program, its output line by line, its end."""
+"""A child process: starts one program, reads its output line by line, and waits for its end."""
 
 import asyncio
 import os
@@ -20,36 +20,36 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run."""
+    """How to run a program, and when it is ready, live and drained."""
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str]
     until_ready: Callable[[], Awaitable[None]]
-    """Returns once the program serves."""
+    """Returns once the program is ready."""
     team: str | None = None
-    """Children of one team start together, and when one ends the others are ended."""
+    """Children of one team start together. When one ends, the others are ended."""
     liveness_address: str | None = None
-    """Where liveness is checked, host:port or unix:PATH; None: only the end of the process is
-    noticed.
+    """The address of liveness checks, host:port or unix:PATH. None: only the end of the process is
+    detected.
     """
     silence_seconds: float = 2.0
-    """Time without an answer to liveness checks after which a program hangs."""
+    """Time without an answer to liveness checks after which the program counts as hung."""
     niceness: int = 0
-    """The higher, the more other processes go before it where processors are short."""
+    """The niceness added to the supervisor's: a higher value lowers the priority."""
     prepare: Callable[[], object] = lambda: None
     """Called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None
-    """Of a program that goes on for the children of later stages when it is asked to end, and ends
-    when it is asked again: returns once it has no other work left.
+    """For a program that, at the first SIGTERM, finishes its own work but continues to serve
+    children of later stages until the second SIGTERM. Returns once its own work is finished.
     """
 
 
 class Child:
-    """A running child. Standard output and standard error come as one sequence of lines.
+    """A running child. Standard output and standard error are merged into one sequence of lines.
 
-    It leads a session of its own, so that Ctrl-C in a terminal reaches only the supervisor, and the
-    kernel kills it when the supervisor dies. Start it from the main thread.
+    The child leads its own session, so Ctrl-C in a terminal reaches only the supervisor. The kernel
+    kills the child when the supervisor ends. It must be started from the main thread.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, on_line: Callable[[str], None]) -> "Child":
-        """Starts the program; each line of its output goes to `on_line` as it comes."""
+        """Starts the program. `on_line` is called with each line of output as it arrives."""
         spec.prepare()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(spec.niceness)),
@@ -82,18 +82,22 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether the process is known to have ended."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:
-        """Its exit status, or minus the signal that killed it, once its output is read."""
+        """Returns the exit status, or minus the number of the signal that killed the process. Waits
+        until its output is read, at most one second after its end.
+        """
         status = await self._process.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._output), _OUTPUT_GRACE_SECONDS)
         return status
 
     async def wait_drained(self) -> None:
-        """Returns at its end, or once it goes on for others alone."""
+        """Returns once the process has ended or, with `until_drained`, has finished its
+        own work.
+        """
         ended = asyncio.ensure_future(self.wait())
         either: set[asyncio.Future[Any]] = {ended}
         if self.spec.until_drained is not None:
@@ -110,7 +114,7 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills it and the processes that it started."""
+        """Kills the process and its process group."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -135,7 +139,7 @@ class Child:
 
 
 def describe_exit(status: int) -> str:
-    """The end of a process in words: `exit status 1`, `killed by SIGKILL`."""
+    """An exit status in words: `exit status 1`, `killed by SIGKILL`."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _AUTOGROUP = Path("/proc/self/autogroup")
-# The kernel takes ten changes a second of all unprivileged processes together.
+# The kernel accepts ten changes a second from all unprivileged processes together.
 _TRIES, _TRY_AGAIN_SECONDS = 20, 0.1
 _CANNOT_EXECUTE = 127
 

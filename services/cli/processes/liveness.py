@@ -1,4 +1,4 @@
-"""Notices that a child hangs: it answers no health check, or answers that it is not live."""
+"""Detects that a child hangs: it does not answer health checks, or answers that it is not live."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,32 +13,35 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
-    """How long a child may be silent: seconds in which it could answer a health check and does not,
-    as `Silence` counts them. Before its first answer, of liveness or readiness, there is no limit.
+    """How long a child may be silent, in seconds as `Silence` counts them: only time in which the
+    child could have answered. Silence has no limit before the child's first answer to a liveness or
+    readiness check.
     """
 
     factor: float = 2.0
-    """Lengthens the time with each hang in a row after the second, since on a slow machine killing
-    and starting adds load.
+    """Multiplies the limit for each consecutive hang after the second hang. On a slow machine,
+    killing and restarting children adds load.
     """
     longest_seconds: float = 60.0
-    """The longest such time."""
+    """The upper bound of the multiplied limit, unless a child's own limit is higher."""
     loading_seconds: float = 60.0
-    """The time of a child that is not ready yet."""
+    """The lowest limit of a child that is not ready yet."""
     stopped_share: float = 0.5
-    """The share of the time that is enough for a process which the system shows as stopped."""
+    """The share of a child's limit that suffices if the system reports the process as stopped."""
     pause_seconds: float = 0.6
-    """Between an answer and the next check."""
+    """Time between an answer and the next check."""
     period_seconds: float = 0.2
-    """Between two looks at how long it has been silent."""
+    """Time between two measurements of a child's silence."""
 
     @property
     def longest_turn_seconds(self) -> float:
-        """The longest time between two looks that counts."""
+        """The longest counted time between two measurements."""
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
-        """The bound of a child's silence after `num_hangs` in a row; else `usual_seconds`."""
+        """The limit of a child's silence after `num_hangs` consecutive hangs; `usual_seconds` is
+        its limit before.
+        """
         longest = max(self.longest_seconds, usual_seconds)
         return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))
 
@@ -70,7 +73,7 @@ async def until_hung(
 
 
 class _Watch:
-    """The silence of a child since its last answer."""
+    """Measures the silence of a child since its last answer."""
 
     def __init__(
         self, child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
@@ -84,12 +87,14 @@ class _Watch:
         self._has_answered = False
 
     def answered(self) -> None:
-        """Notes an answer."""
+        """Restarts the measurement."""
         self._silence = self._silence_since(self._now())
         self._has_answered = True
 
     def why_too_silent(self) -> str:
-        """Counts the silence until now. Returns why it is too long; empty if it is not."""
+        """Measures the silence until now. Returns the reason if it is too long, or an
+        empty text.
+        """
         reading = self._read(self._now())
         is_stopped = any(process.is_stopped for process in reading.watched)
         self._has_answered = self._has_answered or self._is_ready()

@@ -1,4 +1,4 @@
-"""What `stepwell up` starts: each service's command, environment, readiness and time to stop."""
+"""The processes of `stepwell up`: command, environment, readiness and stop time of each service."""
 
 import sys
 from collections.abc import Mapping
@@ -16,68 +16,71 @@ from services.cli.settings import UpSettings, settings_of
 from services.common.process.settings import as_text, env_prefix, variable_name
 from services.common.rpc.addresses import join_host_port
 
-# The gateway drains first: it refuses new requests and lets running ones end. Together the stages
-# stay below ten seconds, after which most supervisors kill.
+# The gateway drains first: it refuses new requests and finishes running ones. All stages together
+# stop in less than ten seconds, after which most supervisors kill.
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
 _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
-"""Where it keeps traces, it takes spans until the others have stopped."""
+"""How long a gateway that keeps traces accepts spans while the other services stop."""
 
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
 
-# How long the SDK collects spans before it exports them; its own default is five seconds.
+# How long OpenTelemetry's SDK collects spans before it exports them. Its default is five seconds.
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
 _RESTART_SECONDS = 600.0
-"""How long requests wait for a replica: each service that ends is started again, and loading may
-take minutes.
+"""How long requests wait for a replica. Services that end are restarted, and loading may take
+minutes.
 """
 _GATEWAY_PATIENCE = 5
-"""Clients' streams end with the gateway, and go on after the end of any other service."""
+"""Multiplies the gateway's liveness timeout. Killing a gateway breaks its clients' streams; streams
+survive the end of any other service.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the services listen: the gateway on two ports, the others on sockets in a directory,
-    where each answers health checks, too.
+    """Addresses of the services. The gateway listens on two ports, the other services on Unix
+    sockets in one directory. All services also answer health checks on sockets there.
     """
 
     host: str
     http_port: int
     grpc_port: int
     run_directory: Path
-    """Where the sockets are."""
+    """The directory of the sockets."""
     master_ports: tuple[int, ...] = ()
-    """For each replica, where the ranks of its model find each other; none without ranks."""
+    """For each replica, the port where the ranks of its model meet; empty without ranks."""
     vllm_grpc_ports: tuple[int, ...] = ()
-    """For each replica, where its scheduler serves vllm.grpc.engine; none where they do not."""
+    """For each replica, the port where its scheduler serves vllm.grpc.engine; empty if it does not.
+    """
     admin_port: int | None = None
-    """Where operators' calls are served on the loopback address; None: nowhere."""
+    """The loopback port of operator calls; None: not served."""
 
     def socket(self, service: str) -> str:
-        """The internal address of a service, of the gateway for its health alone."""
+        """The internal address of a service. The gateway answers only health checks there."""
         return f"unix:{self.run_directory / service}.sock"
 
     @property
     def http(self) -> str:
-        """Where to reach the HTTP API from this machine, host:port."""
+        """The address of the HTTP API for clients on this machine, host:port."""
         return join_host_port(_reachable(self.host), self.http_port)
 
     @property
     def admin(self) -> str | None:
-        """Where operators' calls are served, host:port; None: nowhere."""
+        """The address of operator calls, host:port; None: not served."""
         return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
 
     @property
     def grpc(self) -> str:
-        """Where to reach the gRPC API from this machine, host:port."""
+        """The address of the gRPC API for clients on this machine, host:port."""
         return join_host_port(_reachable(self.host), self.grpc_port)
 
 
 def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]) -> list[Stage]:
-    """The services, in the order in which they stop."""
+    """The services as stages, in the order in which they stop."""
     replicas = tuple(_Replica.named(index, settings) for index in range(settings.replicas))
     wiring, specs = _Wiring(settings, addresses, environ), _Specs(settings, addresses, environ)
     gateway = specs.of("gateway", "gateway", wiring.gateway(replicas))
@@ -96,7 +99,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
 
 class _Specs:
-    """Makes the processes: each gets the settings that it takes of those of `stepwell up`."""
+    """Builds the child processes. Each service gets its part of the settings of `stepwell up`."""
 
     def __init__(
         self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
@@ -111,7 +114,9 @@ class _Specs:
     def of(
         self, service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
     ) -> ChildSpec:
-        """The process of a service that is called `name`; what `wiring` sets goes before."""
+        """The process of a service, named `name`. `wiring` overrides the settings of
+        `stepwell up`.
+        """
         settings, address = self._settings, self._addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
@@ -135,7 +140,7 @@ class _Specs:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """How the services reach one another, and how long they drain: settings of each."""
+    """Settings of each service for the addresses of the other services and for drain times."""
 
     settings: UpSettings
     addresses: Addresses
@@ -188,8 +193,9 @@ class _Wiring:
 def _kept_traces(
     service: str, given: Mapping[str, Any], addresses: Addresses, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Where a service's spans go besides a collector. Where there is none, and unless ratios are
-    given, a few requests a minute are traced, and their steps.
+    """Settings for exporting spans to the gateway in addition to a collector. Without a collector
+    and without configured ratios, a service samples no trace by itself, and the scheduler traces
+    all steps of traced requests.
     """
     if service == "gateway":
         return {
@@ -214,7 +220,7 @@ def _kept_traces(
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    """The names of a replica's services. The workers of a replica are one team."""
+    """Names of one replica's services. The workers of a replica form one team."""
 
     index: int
     scheduler: str
@@ -224,8 +230,8 @@ class _Replica:
 
     @classmethod
     def named(cls, index: int, settings: UpSettings) -> "_Replica":
-        """Names with the index of the replica if there are several, and of workers then with the
-        rank if there are several.
+        """Names with the replica's index if there are several replicas. Worker names then have the
+        rank if there are several ranks.
         """
         suffix = f"-{index}" if settings.replicas > 1 else ""
         size = settings.num_ranks
@@ -237,8 +243,8 @@ class _Replica:
 def _membership(
     rank: int, replica: int, settings: UpSettings, addresses: Addresses
 ) -> dict[str, Any]:
-    """A worker's rank in its group; a single worker gets sizes of 1, so that WORLD_SIZE and RANK in
-    the environment of the command do not apply.
+    """Settings of a worker's rank in its group. A single worker gets sizes of 1, which override
+    WORLD_SIZE and RANK in the environment of the command.
     """
     sizes = {
         "tensor_parallel_size": settings.tensor_parallel_size,
@@ -255,7 +261,7 @@ def _membership(
 
 
 def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict[str, Any]:
-    """Where a scheduler serves vllm.grpc.engine, and the model that it passes on."""
+    """Settings of a scheduler that serves vllm.grpc.engine: its address and its reported model."""
     if not addresses.vllm_grpc_ports:
         return {}
     return {
@@ -265,15 +271,15 @@ def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict
 
 
 def _reachable(host: str) -> str:
-    """The host by which clients of this machine reach a server on `host`."""
+    """The host under which clients on this machine reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _with_settings(
     environ: Mapping[str, str], service: str, values: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The environment with variables for the settings, in place of files of secrets. Variables,
-    since other users of the machine can read flags.
+    """The environment plus one variable for each setting. The setting's own _FILE variable is
+    removed. Settings are not passed as flags, since other users of the machine can read flags.
     """
     own = {variable_name(service, name): as_text(value) for name, value in values.items()}
     files = {f"{name}_FILE" for name in own}

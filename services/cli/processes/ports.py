@@ -1,4 +1,4 @@
-"""Ports of this machine: whether one is free, or which one is."""
+"""Checks whether ports of this machine are free, and finds free ones."""
 
 import errno
 import random
@@ -10,17 +10,17 @@ from services.cli.errors import CommandError
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_EPHEMERAL = 32_768
-"""Linux's default, where the file cannot be read."""
+"""Linux's default, used if the file cannot be read."""
 _LOWEST = 10_000
 _TRIES = 100
 
 
 def claim_port(host: str, port: int, flag: str) -> int:
-    """The port itself if a server could listen there, or a free one for port 0; closed again before
-    this returns. Raises CommandError, naming `flag`, if a server could not listen there.
+    """Returns `port` if a server can listen there, or a free port for port 0. The port is closed
+    again before this returns. Raises CommandError, naming `flag`, if no server can listen there.
 
-    A free one lies below those that the kernel gives to outgoing connections and to servers that
-    ask it for any: it would else be taken now and then before its server listens.
+    A free port lies below the kernel's ephemeral range. The kernel could otherwise assign it to an
+    outgoing connection, or to a server on port 0, before its server listens.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -39,7 +39,7 @@ def claim_port(host: str, port: int, flag: str) -> int:
 
 
 def _candidates() -> list[int]:
-    """Ports to try, then 0."""
+    """Candidate ports, followed by 0."""
     try:
         end = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -53,7 +53,7 @@ def _listened(family: int, address: tuple[object, ...]) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as claimed:
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claimed.bind(address)
-        # Two sockets may share an address until one of them listens.
+        # The kernel reports a conflict only at listen(): two sockets may be bound to one address.
         claimed.listen(1)
         return int(claimed.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""Asks Redis for an answer before the services are started with it."""
+"""Checks that Redis answers before the services are started with it."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ from services.common.redis.url import NEEDS_REDIS, missing_file, without_secrets
 
 
 def require_redis(url: str) -> None:
-    """Raises CommandError where no Redis answers at a URL, or it refuses the password.
+    """Raises CommandError if no Redis answers at a URL or if Redis refuses the password.
 
-    The services themselves go on without a server that cannot be reached, which may be back later.
+    The services themselves tolerate an unreachable Redis, which may return later.
     """
     try:
         from services.common.redis.connection import (  # noqa: PLC0415 - an extra

@@ -1,6 +1,6 @@
-"""Variables of services in the environment of `stepwell up`, where there are several replicas.
+"""Environment variables of services in a `stepwell up` with several replicas.
 
-Addresses of metrics become one for each replica, and what only one replica can have is refused.
+Each replica gets its own metrics address. Variables that only one replica can use are refused.
 """
 
 from collections.abc import Mapping
@@ -23,23 +23,23 @@ _OF_ONE_REPLICA = {
     "kvpool": ("health_address", "health_file"),
     "worker": ("health_address", "health_file"),
 }
-"""Settings by service that name a file or an address of one process."""
+"""For each service, its settings that name a file or an address of a single process."""
 
 
 def metrics_of(service: str, replica: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Where the scheduler or pool of a replica serves its metrics: the port of the variable is that
-    of replica 0, and each further replica has the next one; port 0 stays 0. Empty without the
-    variable.
+    """The metrics address of a replica's scheduler or pool, as a variable. The port of the
+    configured variable is used for replica 0 and increases by one for each further replica; port 0
+    stays 0. Empty if the variable is not set.
     """
     address = environ.get(_metrics_variable(service), "")
     if not address or is_host_port(address) is not None:
-        return {}  # the service says what is wrong with it
+        return {}  # the service reports the error
     host, port = split_host_port(address)
     return {"metrics_address": join_host_port(host, port + replica if port else 0)}
 
 
 def check_variables(num_replicas: int, environ: Mapping[str, str]) -> None:
-    """Raises CommandError for a variable with which replicas would share a file or an address."""
+    """Raises CommandError for a variable that would make replicas share a file or an address."""
     if num_replicas == 1:
         return
     for service, settings in _OF_ONE_REPLICA.items():

@@ -1,4 +1,4 @@
-"""A private directory for the sockets of one run."""
+"""A private directory for the sockets of one run of `stepwell up`."""
 
 import os
 import shutil
@@ -12,14 +12,14 @@ from services.cli.errors import CommandError
 from services.common.rpc.local_stream import streams_path
 
 _LONGEST_PATH_BYTES = 107
-"""sockaddr_un holds 108 bytes with its final zero; the longest name in the directory is this."""
+"""The longest path of a socket: sockaddr_un has 108 bytes, including a final zero byte."""
 _LONGEST_NAME = streams_path("scheduler-63.sock")
 _PRIVATE = 0o700
 
 
 def ensure_directory(path: Path) -> None:
-    """Makes the directory of a run again if it was removed. Raises CommandError if another user has
-    made something of that name.
+    """Creates the directory of a run again if it was removed. Raises CommandError if another user
+    has created a file or directory of that name.
     """
     try:
         path.mkdir(mode=_PRIVATE)
@@ -33,8 +33,9 @@ def ensure_directory(path: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """A new directory that only this user can enter, removed at the end: among the temporary files,
-    or in /tmp if that path is too long for a socket's address.
+    """Yields a new directory that only this user can enter, and removes it at the end. It is
+    created in the directory for temporary files, or in /tmp if that path is too long for a socket
+    address.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

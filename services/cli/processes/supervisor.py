@@ -1,10 +1,11 @@
-"""Keeps child processes running, and ends them in order.
+"""Keeps child processes running, and stops them in order.
 
-All start at once, so that loading overlaps. A child that ends before it was ever ready ends the
-supervisor too. One that ends later, or hangs and is killed, is started again with its team, at once
-the first time and then with growing delays (as by Erlang's supervisors and systemd, but without a
-limit of restarts). At the end the stages stop one after the other, each within its own time, and
-after the last one the children that have gone on for others; what is left after that is killed.
+All children start at once, so that they load in parallel. If a child ends before its first
+readiness, the supervisor ends too. A child that ends later, or hangs and is killed, is restarted
+with its team: at once the first time, then after growing delays (as by Erlang's supervisors and
+systemd, but without a limit of restarts). At the end the stages stop one after the other, each with
+its own time limit. After the last stage, drained children that still serve others are stopped.
+Remaining children are killed.
 """
 
 import asyncio
@@ -18,12 +19,12 @@ from services.cli.processes.liveness import LivenessPolicy, until_hung
 from services.common.process.watchdog.ended import note_ended
 
 _LAST_STOP_SECONDS = 0.9
-"""How long a child that has drained may take to end."""
+"""How long a drained child may take to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Children that stop together, and how long they may take to do so."""
+    """Children that stop together, and their common time limit for stopping."""
 
     specs: tuple[ChildSpec, ...]
     stop_seconds: float
@@ -31,11 +32,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How long to wait before a child is started again.
+    """Delays before a child is restarted.
 
-    The delay grows with each death, and starts over after a run in which the whole team was ready
-    for `steady_seconds`. When one of a team has ended, the others have `team_end_seconds` to end by
-    themselves.
+    The delay grows with each consecutive death. It is reset by a run in which the whole team was
+    ready for `steady_seconds`. After the end of one child, the others of its team have
+    `team_end_seconds` to end by themselves.
     """
 
     first_delay_seconds: float = 0.1
@@ -45,43 +46,43 @@ class RestartPolicy:
     team_end_seconds: float = 2.0
 
     def delay_seconds(self, num_deaths: int) -> float:
-        """The delay after the given number of deaths in a row."""
+        """The delay after the given number of consecutive deaths."""
         return min(
             self.first_delay_seconds * self.factor ** (num_deaths - 1), self.longest_delay_seconds
         )
 
 
 class Observer(Protocol):
-    """Gets what happens to the children."""
+    """Receives the events of the children."""
 
     def line(self, name: str, text: str) -> None:
         """A child wrote a line."""
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """A child is ready, `seconds` after it was started."""
+        """A child became ready, `seconds` after its start."""
 
     def hung(self, name: str, reason: str) -> None:
-        """A child hangs, and is killed."""
+        """A child hangs and is killed."""
 
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
-        """A child that had been ready ended by itself, and is started again after the delay.
+        """A child that was ready before has ended by itself. It is restarted after the delay.
 
-        `num_deaths`: how often it has ended, without `steady_seconds` of readiness in between.
+        `num_deaths`: consecutive deaths without `steady_seconds` of readiness in between.
         """
 
     def stopping(self, name: str) -> None:
         """A child is asked to end."""
 
     def killed(self, name: str, seconds: float) -> None:
-        """A child did not end when asked, within its time."""
+        """A child did not end within its time limit and is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended, in words, for how long the program had been ready, and whether it was killed
-    because it hung.
+    """The end of a run: the exit in words, how long the program had been ready, and whether it was
+    killed because it hung.
     """
 
     status: str
@@ -90,12 +91,12 @@ class End:
 
 
 class Deaths:
-    """Ends of a team without `steady_seconds` of readiness in between."""
+    """Counts the consecutive ends of a team, without `steady_seconds` of readiness in between."""
 
     def __init__(self, steady_seconds: float) -> None:
         self.num_in_a_row = 0
         self.num_hangs = 0
-        """Deaths in a row of children that hung."""
+        """The number of these ends in which a child hung."""
         self._steady_seconds = steady_seconds
 
     def ended(self, ends: Sequence[End]) -> None:
@@ -107,7 +108,7 @@ class Deaths:
 
 
 class StartFailed(Exception):
-    """A child ended before it was ever ready."""
+    """A child ended before its first readiness."""
 
     def __init__(self, name: str, status: str, tail: Sequence[str]) -> None:
         super().__init__(f"{name} ended with {status} before it was ready")
@@ -117,7 +118,7 @@ class StartFailed(Exception):
 
 
 class Supervisor:
-    """Runs the stages' children until `stop` is set."""
+    """Runs the children of all stages until `stop` is set."""
 
     def __init__(
         self,
@@ -137,17 +138,17 @@ class Supervisor:
         self.kill_now = asyncio.Event()
 
     def pid(self, name: str) -> int:
-        """The process id of a child's present or last run."""
+        """The process id of a child's current or last run."""
         return self._children[name].pid
 
     def not_ready(self) -> list[str]:
-        """Children that have not been ready yet."""
+        """Names of the children that have not been ready yet."""
         return [name for name, event in self._was_ready.items() if not event.is_set()]
 
     async def run(self) -> None:
-        """Returns after `stop` was set and every child has ended. Raises StartFailed. No child is
-        left then. `all_ready` is set once each child has been ready; `kill_now` kills what is left
-        during the stop.
+        """Returns after `stop` was set and every child has ended. Raises StartFailed after all
+        children have ended. Sets `all_ready` once each child has been ready. During the stop,
+        `kill_now` kills the remaining children.
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}
@@ -178,7 +179,7 @@ class Supervisor:
         self.all_ready.set()
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team again and again. Raises StartFailed; otherwise ends by cancellation."""
+        """Runs a team repeatedly until it is cancelled. Raises StartFailed."""
         num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
             children = [await self._start(spec) for spec in team]
@@ -212,7 +213,7 @@ class Supervisor:
         return child
 
     async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> End:
-        """Waits for the end of a run. Raises StartFailed if the program was never ready."""
+        """Waits for the end of a run. Raises StartFailed if the program never became ready."""
         spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
         ready_at: float | None = None
         killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
@@ -234,7 +235,9 @@ class Supervisor:
         return End(status, ready_seconds, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
-        """Returns True once the child was killed; False at once if it is not checked."""
+        """Returns True once a hung child was killed. Returns False at once if liveness is not
+        checked.
+        """
         if child.spec.liveness_address is None:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
@@ -244,7 +247,7 @@ class Supervisor:
         return True
 
     async def _end_team(self, children: Sequence[Child]) -> None:
-        """Waits `team_end_seconds` for the rest of a team to end, then kills it."""
+        """Waits `team_end_seconds` for the other children of a team to end, then kills them."""
         ends = [asyncio.create_task(child.wait()) for child in children]
         _, lasting = await asyncio.wait(ends, timeout=self._restarts.team_end_seconds)
         for child in children if lasting else ():
@@ -288,7 +291,7 @@ class Supervisor:
 
 
 async def _ready_before_its_end(child: Child) -> bool:
-    """Waits until the child is ready (True) or has ended (False)."""
+    """Returns True once the child is ready, or False if it has ended before."""
     ready = asyncio.ensure_future(child.spec.until_ready())
     ended = asyncio.ensure_future(child.wait())
     either: set[asyncio.Future[Any]] = {ready, ended}

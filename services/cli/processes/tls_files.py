@@ -1,4 +1,4 @@
-"""Certificates of the client commands: their flags, and what goes wrong with them."""
+"""TLS certificates of the client commands: flags, and explanations of TLS errors."""
 
 import argparse
 import os
@@ -28,12 +28,12 @@ _TLS_ERRORS = (
     ("CERTIFICATE_REQUIRED", "the server asks for a certificate; --cert-file names it"),
     ("UNKNOWN_CA", "the server does not trust the certificate of --cert-file"),
 )
-"""Parts of OpenSSL's messages, and what they mean."""
+"""Parts of OpenSSL's messages, each with its explanation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files for https: the authorities to trust, and a certificate with its key."""
+    """PEM files for https: the trusted authorities, and a client certificate with its key."""
 
     ca_file: str | None = None
     cert_file: str | None = None
@@ -48,11 +48,11 @@ class TlsFiles:
 
     @classmethod
     def taken_from(cls, arguments: MutableMapping[str, Any]) -> Self:
-        """Those that the flags name, which are removed from `arguments`."""
+        """Builds the files from the flags and removes these flags from `arguments`."""
         return cls(**{name: arguments.pop(name) for name in _FLAGS})
 
     def context(self) -> ssl.SSLContext:
-        """Raises CommandError where a file cannot be used."""
+        """The SSL context with these files. Raises CommandError if a file cannot be used."""
         if (self.cert_file is None) != (self.key_file is None):
             raise CommandError("--cert-file and --key-file need each other", exit_status=2)
         try:
@@ -74,6 +74,6 @@ def _why(error: OSError) -> str:
 
 
 def why_no_tls(error: str) -> str:
-    """What the text of an error means that OpenSSL has reported."""
+    """The explanation of an error text of OpenSSL."""
     meanings = (meaning for words, meaning in _TLS_ERRORS if words in error)
     return next(meanings, error)

@@ -1,4 +1,4 @@
-"""`stepwell replay`: drives the scheduler and the pool again, from a scenario or a step log."""
+"""`stepwell replay`: runs the scheduler and the pool on a scenario or on a step log."""
 
 from services.cli.replay.command import main
 

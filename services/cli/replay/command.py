@@ -1,4 +1,4 @@
-"""The command: its arguments and its output."""
+"""The command line of `stepwell replay`: arguments and output."""
 
 import argparse
 import asyncio
@@ -81,8 +81,8 @@ def _replay_scenario(path: Path) -> int:
 
 
 async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
-    """Replays the log up to its end, or up to damage, which is raised as CommandError after the
-    figures of the steps before it.
+    """Replays the log up to its end or up to damage. Damage is raised as CommandError, after the
+    figures of the steps before it are printed.
     """
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)

@@ -19,7 +19,7 @@ LARGEST = 2**31 - 1
 
 
 class FieldError(ValueError):
-    """A value that cannot be used. `path` leads to it from the top of its document."""
+    """An invalid value. `path` leads to it from the top of its document."""
 
     def __init__(self, path: FieldPath, complaint: str) -> None:
         super().__init__(f"{field_name(path)} {complaint}")
@@ -27,32 +27,34 @@ class FieldError(ValueError):
 
 
 def field_name(path: FieldPath) -> str:
-    """The path as people write it: events[3].add.max_tokens."""
+    """The path as text for people: events[3].add.max_tokens."""
     parts = [f"[{step}]" if isinstance(step, int) else f".{_readable(step)}" for step in path]
     return "".join(parts).removeprefix(".") or "the document"
 
 
 def _readable(name: str) -> str:
-    """The name, quoted and cut if it is long or not printable."""
+    """The name. A long or unprintable name is shortened and written as a JSON string."""
     return name if name.isprintable() and len(name) <= _MAX_SHOWN else json.dumps(name[:_MAX_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value with the path to it. Each method raises FieldError if it is something else."""
+    """A value with its path. Each method raises FieldError if the value has another type
+    or range.
+    """
 
     value: Any
     path: FieldPath = ()
 
     def __getitem__(self, name: str) -> "Field":
-        """A member of an object that must be there."""
+        """A required member of an object."""
         self.members()
         if name not in self.value:
             raise FieldError((*self.path, name), "is missing")
         return Field(self.value[name], (*self.path, name))
 
     def get(self, name: str, default: Any) -> "Field":
-        """A member of an object, or what it is when left out."""
+        """A member of an object, or the default value if it is missing."""
         return Field(self.members().get(name, default), (*self.path, name))
 
     def members(self) -> dict[str, Any]:
@@ -61,7 +63,7 @@ class Field:
         return self.value
 
     def only(self, names: Collection[str]) -> None:
-        """Raises FieldError for the first member that has another name."""
+        """Raises FieldError for the first member whose name is not in `names`."""
         for name in self.members():
             if name not in names:
                 raise FieldError((*self.path, name), "is not known")
@@ -83,7 +85,7 @@ class Field:
             type(value) is int and low <= value <= high for value in values
         ):
             return values
-        # Raises for the one that is wrong.
+        # Raises FieldError for the first wrong item.
         return [item.integer(low, high) for item in self.items()]
 
     def number(self, low: float, high: float) -> float:
@@ -111,7 +113,7 @@ class Field:
         return self.value
 
     def member(self, members: type[E]) -> E:
-        """A member of an enum, by its value, a string."""
+        """A member of an enum. The field is a string with the member's value."""
         return members(self.one_of([member.value for member in members]))
 
     def wrong(self, complaint: str) -> FieldError:
@@ -122,7 +124,9 @@ class Field:
 
 
 def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
-    """The document that begins on a line of a file. Raises CommandError with the line at fault."""
+    """Parses a document that begins on line `line` of a file. Raises CommandError with the line of
+    the error.
+    """
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -139,7 +143,9 @@ def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
 
 
 def line_of(text: str, path: FieldPath) -> int:
-    """The line on which the value at `path` begins; of a missing member, its object's."""
+    """The line on which the value at `path` begins. For a missing member it is the line of the
+    object.
+    """
     position = _skip_space(text, 0)
     for step in path:
         found = _find(text, position, step)
@@ -150,8 +156,8 @@ def line_of(text: str, path: FieldPath) -> int:
 
 
 def _find(text: str, position: int, wanted: str | int) -> int | None:
-    """Where the wanted member or item of the value at `position` begins; of equal names the
-    last.
+    """The position at which the wanted member or item of the value at `position` begins. Of members
+    with equal names, the last one counts.
     """
     decoder = json.JSONDecoder()
     in_object, opened = text[position] == "{", text[position] in "[{"

@@ -1,4 +1,4 @@
-"""What a scenario's record says of several KV-cache groups, and of the order of freeing."""
+"""Records several KV-cache groups, and the order in which blocks are freed."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ _Tables = tuple[tuple[BlockId, ...], ...]
 
 
 class GroupRecord:
-    """Looks at the tables of running requests before and after each plan. Block ids are lists for
-    each group, as in records of scenarios that name their groups.
+    """Compares the block tables of running requests before and after each plan. Block ids are lists
+    for each group, as in records of scenarios that name their groups.
     """
 
     def __init__(self, core: KVPool) -> None:
@@ -23,19 +23,19 @@ class GroupRecord:
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
         self._groups_to_zero: list[int] = []
-        """The group of each block that the next plan clears, in the order of the plan."""
+        """The group of each block that the next plan zeroes, in the plan's order."""
         core.observe_frees(self._freed.extend)
         core.observe_blocks_to_zero(self._note_blocks_to_zero)
 
     def before_plan(self, running: Iterable[Request]) -> None:
-        """A step is about to be planned."""
+        """Must be called before a step is planned."""
         self._before = self._tables(running)
         self._freed.clear()
 
     def record_plan(
         self, plan: SchedulerOutput, running: Iterable[Request], record: dict[str, Any]
     ) -> None:
-        """Adds what the plan of a step changed."""
+        """Adds the changes made by the plan of a step."""
         after = self._tables(running)
         record["nulled"] = {
             request.request_id: nulled
@@ -55,11 +55,11 @@ class GroupRecord:
         record["freed_sched"] = self._take_freed()
 
     def before_update(self) -> None:
-        """The output of a step is about to be taken in."""
+        """Must be called before the output of a step is processed."""
         self._freed.clear()
 
     def record_update(self, record: dict[str, Any]) -> None:
-        """Adds what the output of a step freed."""
+        """Adds the blocks freed by the output of a step."""
         record["freed"] = self._take_freed()
 
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
@@ -70,8 +70,8 @@ class GroupRecord:
             self._groups_to_zero += [group] * len(of_group)
 
     def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """The blocks that a step clears group by group, as vLLM lists them: not transaction by
-        transaction, as the pool tells of them.
+        """The blocks that a step zeroes, sorted by group as in vLLM. The pool reports them by
+        transaction.
         """
         groups, self._groups_to_zero = self._groups_to_zero, []
         pairs = zip(groups, block_ids, strict=True)
@@ -84,7 +84,7 @@ class GroupRecord:
 
 
 def _nulled(before: _Tables, after: _Tables) -> list[list[int]]:
-    """For each group the positions that held a block and hold the null block now."""
+    """For each group, the positions whose block was replaced by the null block."""
     return [
         [
             position

@@ -1,4 +1,4 @@
-"""KV-cache groups in scenarios, in vLLM's names, and in the headers of step logs."""
+"""Reads KV-cache groups from scenarios, in vLLM's names, and from headers of step logs."""
 
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def read_scenario_groups(field: Field, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """The groups of a scenario; none if the field is null. Raises FieldError."""
+    """The groups of a scenario; empty if the field is null. Raises FieldError."""
     if field.value is None:
         return ()
     groups = tuple(_scenario_group(group, block_size) for group in field.items())
@@ -44,7 +44,7 @@ def _scenario_group(group: Field, block_size: int) -> KVCacheGroup:
 
 
 def read_group(group: Field) -> KVCacheGroup:
-    """A group as the header of a step log has it. Raises FieldError."""
+    """A group in the format of a step log's header. Raises FieldError."""
     return KVCacheGroup(
         group["attention_type"].member(AttentionType),
         group["block_size"].integer(1, _MAX_TOKENS),
@@ -57,7 +57,7 @@ def read_group(group: Field) -> KVCacheGroup:
 
 
 def pool_config_of(config: SchedulerConfig) -> PoolConfig:
-    """The pool of a scheduler with this configuration."""
+    """The pool configuration for a scheduler configuration."""
     return PoolConfig(
         num_blocks=config.num_blocks,
         groups=config.all_groups,
@@ -71,7 +71,9 @@ def pool_config_of(config: SchedulerConfig) -> PoolConfig:
 
 
 def require_a_pool(config: SchedulerConfig, field: Field) -> None:
-    """Raises FieldError if there can be no pool for the configuration, whose object `field` is."""
+    """Raises FieldError if no pool is possible for `config`. `field` is the object that `config`
+    was read from.
+    """
     try:
         pool_config_of(config).validate()
     except InvalidArgument as error:

@@ -1,4 +1,4 @@
-"""The events of a step log without the scheduler's decisions: the input of a what-if."""
+"""The events of a step log without the scheduler's decisions: the input of a what-if run."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request that was aborted."""
+    """An aborted request."""
 
     key: RequestKey
     reason: FinishReason
@@ -22,7 +22,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session; None ends it."""
+    """Further input of a session. `chunk` is None if the input ends the session."""
 
     key: RequestKey
     chunk: InputChunk | None
@@ -30,26 +30,30 @@ class NextChunk:
 
 @dataclass(frozen=True, slots=True)
 class GrammarCompiled:
-    """The grammar of a request is compiled, or cannot be."""
+    """The grammar of a request was compiled. A failed compilation has a non-empty `error`."""
 
     key: RequestKey
     error: str
     reason: FinishReason
-    """How the request ends for an error."""
+    """The finish reason of the request if the compilation failed."""
 
 
 Event = Request | NextChunk | Abort | GrammarCompiled | PauseMode | str
-"""A request as it was added, further input of a session, an abort, the end of a compilation, a
-pause, or a scheduler's method that concerns no single request: resume, forget_pool, preempt_all,
-reset_prefix_cache, reset_encoder_cache. COMPLETE is none of them.
+"""An added request, further input of a session, an abort, the end of a grammar compilation, a
+pause, or the name of a scheduler method that concerns no single request: resume, forget_pool,
+preempt_all, reset_prefix_cache, reset_encoder_cache. The name may also be COMPLETE, which is not a
+method.
 """
 COMPLETE = "complete"
-"""The tokens of the oldest step in flight came, though no step had been planned since the last."""
+"""The output of the oldest step in flight arrived, although no step had been planned since the
+previous output.
+"""
 
 
 class History:
     """Events by step (the number of steps planned before), and the tokens of each request. Events
-    between a plan and the next update belong to the plan's own step, after it.
+    between a plan and the next update are stored with the plan's own step, to be applied after the
+    plan.
     """
 
     def __init__(self) -> None:
@@ -57,21 +61,21 @@ class History:
         self.before_plan: dict[int, list[Event]] = defaultdict(list)
         self.before_update: dict[int, list[Event]] = defaultdict(list)
         self.requests: dict[RequestKey, Request] = {}
-        """Their tokens are complete once the log has been read."""
+        """All requests. Their token ids are complete once the whole log has been read."""
         self.accepted: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """Accepted drafts of a request, by how many tokens it had when they were verified; those of
-        a session by how many it had been given.
+        """The number of accepted draft tokens of each request, by its number of tokens before the
+        verifying step. For sessions the key is the number of output tokens before that step.
         """
         self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """How many drafts were proposed of a request that is no session, by how many tokens it had
-        then.
+        """The number of proposed draft tokens of each request, by its number of tokens at that
+        time. What-if runs use it only for requests that are not sessions.
         """
         self.turns: dict[RequestKey, list[list[int]]] = {}
-        """Output of each turn of a session, its last token included."""
+        """The output tokens of each turn of a session, including the last token of the turn."""
         self.throttled: set[int] = set()
-        """Steps whose caller let prompts wait."""
+        """Steps whose caller throttled prefills."""
         self.without_tokens: set[int] = set()
-        """Steps that computed nothing: the time of one passed."""
+        """Steps without scheduled requests. They still count as time."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -89,7 +93,9 @@ class History:
         self._follows_plan = True
 
     def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
-        """The scheduler was updated with the tokens of a step, and drafts for the next one."""
+        """Notes the output of a step that the scheduler processed, and the drafts for the next
+        step.
+        """
         if not self._follows_plan:
             self.add(COMPLETE)
         self._follows_plan = False

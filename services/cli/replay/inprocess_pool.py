@@ -1,4 +1,4 @@
-"""The scheduler's pool port over the pool's core in the same process, without gRPC."""
+"""The scheduler's pool port on a pool in the same process, without gRPC."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,9 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class InProcessPool:
-    """The `KVPool` of a scheduler with this configuration. `core` is the pool, for inspection."""
+    """A `KVPool` port for a scheduler with this configuration. `core` is the pool, for
+    inspection.
+    """
 
     core: KVPool
 
@@ -18,11 +20,11 @@ class InProcessPool:
         self._config = pool_config_of(config)
         self.num_transactions = 0
         self.num_answers_left: int | None = None
-        """Transactions that it answers before it raises PoolLost; None: all."""
+        """The number of transactions before the pool raises PoolLost; None: no limit."""
         self.reopen()
 
     def reopen(self) -> None:
-        """Replaces the pool by an empty one that answers all transactions."""
+        """Replaces the pool by an empty pool without a limit of transactions."""
         self.num_answers_left = None
         self.core = KVPool(self._config)
 

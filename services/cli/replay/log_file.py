@@ -1,4 +1,4 @@
-"""A step log on disk: lines of JSON, the first one a header, compressed or not."""
+"""A step log file: lines of JSON, compressed or not. The first line is a header."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first line: what a replay needs besides the calls."""
+    """The header: the configuration that a replay needs in addition to the calls."""
 
     model_name: str
     config: SchedulerConfig
@@ -35,7 +35,9 @@ class Line:
 
 
 def is_step_log(path: Path) -> bool:
-    """Whether a file is a step log, or was one before it was damaged. Raises CommandError."""
+    """Whether a file is a step log, possibly a damaged one. Raises CommandError if it cannot be
+    read.
+    """
     with open_file(path) as file:
         start = file.read(4096)
     return (
@@ -46,16 +48,19 @@ def is_step_log(path: Path) -> bool:
 
 
 class StepLogFile:
-    """The header, then the entries, each parsed when it is reached.
+    """The header and the entries of a file. Each entry is parsed when it is reached.
 
-    If the file ends within a line or a compressed frame (its writer was killed, still writes it, or
-    its disk was full), the entries end there. Other damage raises CommandError with line and field.
+    The file may end within a line or a compressed frame: its writer was killed, is still writing,
+    or ran out of disk space. The entries then end there. Other damage raises CommandError with line
+    and field.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cut_line: int | None = None
-        """The line within which the file ends, once it was read to there."""
+        """The number of the line within which the file ends; None if it has not been read to the
+        end or ends with a complete line.
+        """
         self._lines = self._parsed_lines()
         first = next(self._lines, None)
         if first is None and self.cut_line is not None:
@@ -71,7 +76,7 @@ class StepLogFile:
 
     @contextmanager
     def naming(self, line: Line) -> Iterator[None]:
-        """Adds the line's number to errors of fields, raised here or by the pool."""
+        """Adds the line's number to field errors, whether they are raised here or by the pool."""
         try:
             yield
         except FieldError as error:
@@ -103,7 +108,7 @@ class StepLogFile:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """The file, to be read. Raises CommandError."""
+    """Opens the file for reading. Raises CommandError."""
     try:
         return path.open("rb")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Replays a step log: makes the same calls, and compares what the scheduler decides."""
+"""Replays a step log: repeats its calls and compares the scheduler's decisions."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ class Difference:
 
 
 class LogReplay(SchedulerRun):
-    """Replays the entries of a log in order, and keeps what a what-if needs."""
+    """Replays the entries of a log in order, and stores the history for a what-if run."""
 
     def __init__(self, header: Header) -> None:
         self._recorded: list[Entry] = []
@@ -69,10 +69,10 @@ class LogReplay(SchedulerRun):
         """Whether the entry `end` was read."""
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
-        """Makes the call of an entry; returns the fields that differ.
+        """Makes the call of an entry; returns the fields whose values differ.
 
         After a difference no further entry can be replayed. Raises FieldError for an entry that is
-        not possible here.
+        impossible at its position.
         """
         if self.is_complete:
             raise entry["call"].wrong("must not follow the end")
@@ -114,7 +114,7 @@ class LogReplay(SchedulerRun):
                 await self._apply(self._read_event(call, entry))
 
     def _read_event(self, call: str, entry: Field) -> Event:
-        """What a call tells of a request, or a call that concerns no single one."""
+        """The event of a call. A call that concerns no single request is returned as its name."""
         match call:
             case "add":
                 return self._read_request(entry)
@@ -182,7 +182,9 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session; None ends it. Its length is bounded as it is planned."""
+        """The next input of a session; None ends the session. Its length is not checked here:
+        planning limits it.
+        """
         if "tokens" not in entry.members():
             return None
         token_ids = entry["tokens"].integers()
@@ -224,13 +226,15 @@ def _read_grammar(entry: Field) -> GrammarStatus | None:
 
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """The first refused token of requests, by their index in the step."""
+    """The position of the first token that a grammar refused, for requests by their index in the
+    step.
+    """
     refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
     return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
 
 
 def _by_index(entry: Field, num_requests: int) -> dict[int, Field]:
-    """What an entry has of requests, by their index in the step."""
+    """The values of requests in an entry, by the request's index in the step."""
     found = {}
     for name in entry.members():
         index = int(name) if name.isdecimal() else num_requests

@@ -1,4 +1,4 @@
-"""A connector that gives the answers in the log of a step."""
+"""A connector that returns the answers recorded in a step log."""
 
 from collections import deque
 
@@ -11,8 +11,8 @@ from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTran
 
 
 class LoggedConnector(StorelessConnector):
-    """Gives the answers of one entry in the order of calls. Raises FieldError for an answer that is
-    missing or belongs to another call.
+    """Returns the answers of one log entry in the order of calls. Raises FieldError for an answer
+    that is missing or belongs to another call.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LoggedConnector(StorelessConnector):
         self._answers: deque[Field] = deque()
 
     def read(self, entry: Field) -> None:
-        """Takes the answers of an entry."""
+        """Reads the answers of a log entry."""
         self._entry = entry
         self._answers = deque(entry.get("connector", []).items())
 
@@ -40,7 +40,7 @@ class LoggedConnector(StorelessConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """Nothing is loaded."""
+        """Does nothing: a replay loads no blocks."""
 
     def request_finished(
         self,
@@ -59,7 +59,9 @@ class LoggedConnector(StorelessConnector):
 
 
 def read_transfers(entry: Field, num_blocks: int) -> KVTransferResults:
-    """What the workers reported of transfers with an output; nothing if it is not there."""
+    """The transfer results that workers reported with an output; empty results if the entry has
+    none.
+    """
     transfers = entry.get("kv_transfers", {})
     transfers.only(("finished_recving", "finished_sending", "failed_recving", "invalid_block_ids"))
 

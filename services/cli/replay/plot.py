@@ -1,4 +1,4 @@
-"""A run as a picture: use of the budget and the pool, waiting requests, preemptions."""
+"""A plot of a run: use of the budget and the pool, waiting requests, preemptions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,10 @@ MAX_COLUMNS = 600
 
 
 class Columns:
-    """Samples of a run, in at most MAX_COLUMNS columns, several steps in one where there are more.
+    """Samples of a run in at most MAX_COLUMNS columns. In a longer run, a column combines several
+    steps.
 
-    `edges` are the first step of each column, and the end of the last.
+    `edges`: the first step of each column, followed by the end of the last column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:
@@ -37,7 +38,7 @@ class Columns:
 
 
 def draw(run: RunStatistics, title: str, path: Path) -> None:
-    """Writes the picture, in the format of the file's suffix.
+    """Draws the plot and writes it to `path`, in the format of the file's suffix.
 
     Raises CommandError if it cannot be drawn or written.
     """
@@ -114,7 +115,7 @@ def _draw_queues(axes: "Axes", run: RunStatistics, columns: Columns) -> None:
 
 
 def _in_short(run: RunStatistics) -> str:
-    """The most important numbers of the run."""
+    """The most important numbers of the run, in one line."""
     wanted = ("requests", "steps", "tokens generated", "preemptions", "recomputed tokens")
     shown = figures(run)
     counts = [f"{shown[name]} {name}" for name in wanted]

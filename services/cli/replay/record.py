@@ -1,4 +1,4 @@
-"""The form of vLLM's recorded decisions, in which runs of scenarios are recorded."""
+"""The format in which runs of scenarios are recorded: the format of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from services.scheduler.core.request import Request
 
 Record = dict[str, Any]
-"""An object of JSON."""
+"""A JSON object."""
 
 
 def request_ids(requests: Iterable[Request]) -> list[str]:
-    """Requests by the names that records have of them."""
+    """The request ids, as records contain them."""
     return [request.request_id for request in requests]

@@ -1,4 +1,4 @@
-"""What happened to one request of a scenario, in the form of vLLM's recorded decisions."""
+"""The record of one request of a scenario, in the format of vLLM's recorded decisions."""
 
 from dataclasses import dataclass, field
 
@@ -9,10 +9,10 @@ from services.scheduler.core.request import Request, TurnEnd
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """A request, the steps of its first plan and of its end, and the tokens that were delivered.
+    """A request, the steps of its first plan and of its end, and its delivered tokens.
 
-    `turn`: how the last turn of a session ended. `stop_token_id`: the last one, which vLLM repeats
-    in later turns of a session.
+    `turn`: the end of a session's last turn. `stop_token_id`: the last stop token, which vLLM
+    repeats in later turns of a session.
     """
 
     request: Request
@@ -24,12 +24,12 @@ class RecordedRequest:
     stop_token_id: int | None = None
 
     def planned(self, step: int) -> None:
-        """The request is in the plan of a step as a new one."""
+        """Notes that the plan of a step contains the request as a new one."""
         if self.first_step is None:
             self.first_step, self.num_cached_tokens = step, self.request.num_cached_tokens
 
     def entry(self) -> Record:
-        """The entry of the request in the record of a scenario."""
+        """The request's entry in the record of a scenario."""
         request = self.request
         end = request.finish_reason or (self.turn and self.turn.finish_reason)
         reason = end and recorded_reason(end)
@@ -48,5 +48,5 @@ _ERRORS = {FinishReason.KV_LOAD_FAILED, *CLIENT_ERRORS}
 
 
 def recorded_reason(reason: FinishReason) -> str:
-    """The word of the record: vLLM has one for all that ends a request without its doing."""
+    """The name of a finish reason in records. vLLM has one name, error, for several reasons."""
     return "error" if reason in _ERRORS else reason.value

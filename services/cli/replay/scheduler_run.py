@@ -1,4 +1,4 @@
-"""A scheduler over a pool in this process, driven by the events of a log."""
+"""A scheduler with a pool in the same process, driven by the events of a log."""
 
 from collections import deque
 from dataclasses import replace
@@ -14,7 +14,7 @@ from services.scheduler.core.request import Request
 
 
 class SchedulerRun:
-    """One run, and its statistics."""
+    """One run of a scheduler, with its statistics."""
 
     def __init__(self, scheduler: Scheduler, pool: InProcessPool) -> None:
         self.scheduler = scheduler
@@ -22,10 +22,10 @@ class SchedulerRun:
         self.statistics = RunStatistics(scheduler)
         self.requests: dict[RequestKey, Request] = {}
         self.in_flight: dict[int, SchedulerOutput] = {}
-        """Plans without the tokens of their step, by its number."""
+        """Plans whose output has not arrived yet, by step number."""
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event, which came when `now` steps had been planned. The abort of a
+        """Makes the call of an event that occurred after `now` steps had been planned. Aborting a
         request that was not added does nothing.
         """
         if isinstance(event, Request):
@@ -61,7 +61,7 @@ class SchedulerRun:
 
 
 def as_added(request: Request) -> Request:
-    """A copy, to be scheduled, of a request that never was."""
+    """A copy of an unscheduled request, to be added to a scheduler."""
     return replace(
         request,
         token_ids=list(request.token_ids),

@@ -1,4 +1,4 @@
-"""The scheduler's configuration in scenarios, logs and `--set`: its types and ranges."""
+"""The scheduler's configuration in scenarios, logs and `--set`: types and ranges."""
 
 import dataclasses
 import typing
@@ -44,8 +44,8 @@ NAMES = tuple(
 
 
 def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
-    """A configuration from an object with the names of `SchedulerConfig`. What has a default may be
-    left out. Raises FieldError.
+    """Reads a configuration from an object with the field names of `SchedulerConfig`. Fields with a
+    default are optional. Raises FieldError.
     """
     field.only(NAMES)
     values: dict[str, Any] = {"fingerprint": fingerprint}
@@ -57,7 +57,7 @@ def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
 
 
 def read_setting(name: str, field: Field) -> Any:
-    """One setting, of the type and in the range that it has. Raises FieldError."""
+    """Reads one setting with its type and range. Raises FieldError."""
     hint = _HINTS[name]
     if field.value is None and without_none(hint) is not hint:
         return None
@@ -73,7 +73,7 @@ def read_setting(name: str, field: Field) -> Any:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """The name and the value of `NAME=VALUE`. Raises ValueError with one sentence."""
+    """Splits `NAME=VALUE` into a setting's name and value. Raises ValueError with one sentence."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--set {text}: say NAME=VALUE")

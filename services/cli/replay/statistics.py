@@ -1,7 +1,9 @@
-"""Statistics of a run: one sample a step, one account a request, times counted in steps.
+"""Statistics of a run: one sample for each step and one account for each request. Times are counted
+in steps.
 
-A token is *prefill* when its position is of what the request arrived with, *decode* when it was
-generated, a *draft* when it is a guess, and *recomputed* when the position was computed before.
+A token is *prefill* if its position belongs to the tokens with which the request arrived, *decode*
+if it was generated, *draft* if it is a draft token, and *recomputed* if its position was computed
+before.
 """
 
 import math
@@ -17,7 +19,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepSample:
-    """One step: the state after planning, and tokens of the budget by what they were for."""
+    """One step: the state after planning, and the scheduled tokens by kind."""
 
     num_running: int
     num_waiting: int
@@ -31,67 +33,71 @@ class StepSample:
 
 @dataclass(slots=True)
 class RequestAccount:
-    """One request. Steps are counted from its arrival; the step that could first serve it is 0."""
+    """One request. Steps are counted from its arrival: step 0 is the first step that could serve
+    it.
+    """
 
     arrived: int
     num_initial_tokens: int
     num_computed_tokens: int = 0
-    """How far it was ever computed, drafts left out."""
+    """The largest number of computed tokens so far, without draft tokens."""
     queued_steps: int | None = None
     first_token_steps: int | None = None
-    """Steps until its first token was sampled, that step included."""
+    """Steps until the first token was sampled, including that step."""
 
 
 class RunStatistics:
-    """Takes notes of a run."""
+    """Collects the statistics of a run."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.config = scheduler.config
         self.samples: list[StepSample] = []
         self.accounts: dict[Request, RequestAccount] = {}
         self.num_refused = 0
-        """Requests too long for the configuration."""
+        """The number of requests that were refused as too long for the configuration."""
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
-        """Tokens of requests when they were first admitted, which hits are a share of."""
+        """Tokens of requests at their first admission: the denominator of the hit rate."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
-        """Steps that requests were passed over in, added up, by what was in their way."""
+        """For each wait reason, the number of waiting requests, summed over the steps with that
+        reason.
+        """
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
         self._num_sampled_preemptions = 0
 
     @property
     def num_preemptions(self) -> int:
-        """How often a request that ran lost its blocks: for another's sake, since pool or workers
-        were lost, or by an operator. The samples hold as many.
+        """The number of preemptions of running requests: for another request, after a lost pool or
+        worker, or by an operator. The sum over all samples is the same.
         """
         return self._scheduler.num_preemptions
 
     @property
     def num_recomputed_tokens(self) -> int:
-        """Tokens computed more than once."""
+        """The number of tokens that were computed more than once."""
         return sum(sample.num_recomputed_tokens for sample in self.samples)
 
     @property
     def hit_rate(self) -> float:
-        """Share of arriving tokens that were found in the cache."""
+        """The share of tokens at first admission that were prefix hits."""
         return self.num_hit_tokens / self.num_query_tokens if self.num_query_tokens else 0.0
 
     @property
     def queued_steps(self) -> list[int]:
-        """Steps in the queue, of each request that was scheduled."""
+        """For each scheduled request, its number of steps in the queue."""
         steps = (account.queued_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 
     @property
     def first_token_steps(self) -> list[int]:
-        """Steps to the first token, of each request that got one."""
+        """For each request with a first token, the number of steps until that token."""
         steps = (account.first_token_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 
     def arrived(self, request: Request, now: int) -> None:
-        """A request came when `now` steps had been planned."""
+        """A request arrived after `now` steps had been planned."""
         self.accounts[request] = RequestAccount(now, request.num_tokens)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
@@ -115,7 +121,7 @@ class RunStatistics:
         self.samples.append(sample)
 
     def preempted(self) -> None:
-        """Requests were preempted outside of planning: that is counted with the step before."""
+        """Requests were preempted outside of planning. They are counted with the previous step."""
         if self.samples:
             self.samples[-1].num_preemptions += self._unsampled_preemptions()
 
@@ -148,12 +154,14 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that `share` of all do not exceed; None of none."""
+    """The smallest value that at least `share` of the values do not exceed; None if there are no
+    values.
+    """
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def middle(values: Sequence[int]) -> float | None:
-    """The median; None of none."""
+    """The median; None if there are no values."""
     return median(values) if values else None

@@ -1,4 +1,4 @@
-"""What a scenario's record says of one step, in the form of vLLM's recorded decisions."""
+"""Records one step of a scenario, in the format of vLLM's recorded decisions."""
 
 import hashlib
 from typing import Any
@@ -15,7 +15,7 @@ from services.scheduler.core.request import Request
 
 
 class StepRecorder:
-    """Records steps of one scheduler and of its pool, `core`."""
+    """Records the steps of one scheduler and of its pool, `core`."""
 
     def __init__(self, scheduler: Scheduler, core: KVPool, config: SchedulerConfig) -> None:
         self._scheduler = scheduler
@@ -31,7 +31,7 @@ class StepRecorder:
         record["running"] = request_ids(scheduler.running)
 
     def before_plan(self, record: Record) -> None:
-        """Adds the computed tokens of running requests."""
+        """Adds the number of computed tokens of each running request."""
         running = self._scheduler.running
         record["computed_before"] = {
             request.request_id: request.num_computed_tokens for request in running
@@ -40,7 +40,7 @@ class StepRecorder:
             self._groups.before_plan(running)
 
     def planned(self, plan: SchedulerOutput, record: Record) -> None:
-        """Adds the plan of a step, and the pool after it."""
+        """Adds the plan of a step, and the pool's state after planning."""
         ids = request_ids(plan.requests)
         start = dict(zip(ids, plan.num_computed_tokens, strict=True))
         record["scheduled"] = [
@@ -68,12 +68,12 @@ class StepRecorder:
         self._record_pool(record, "_sched")
 
     def before_update(self) -> None:
-        """The output of a step is about to be taken in."""
+        """Must be called before the output of a step is processed."""
         if self._groups is not None:
             self._groups.before_update()
 
     def after_step(self, record: Record) -> None:
-        """Adds pool, caches and queues after a step."""
+        """Adds the pool, the caches and the queues after a step."""
         scheduler = self._scheduler
         if self._groups is not None:
             self._groups.record_update(record)

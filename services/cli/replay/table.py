@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""A table that compares two runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Measure = Callable[[RunStatistics], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: what it measures, and in which unit."""
+    """A row of the table: a figure and its unit."""
 
     name: str
     measure: Measure
@@ -25,7 +25,7 @@ class Row:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
     def show_change(self, before: float | None, after: float | None) -> str:
-        """The difference of `after` to `before`, as text."""
+        """The change from `before` to `after`, as text."""
         if before is None or after is None:
             return "-"
         change = after - before
@@ -38,7 +38,7 @@ class Row:
 
 
 def _share(before: float, after: float) -> str:
-    """Small changes in percent, large ones as a multiple."""
+    """Formats a small change in percent and a large one as a factor."""
     times = after / before
     return f"{100 * (times - 1):+.0f} %" if times < 3 else f"{times:,.1f} times"
 
@@ -70,12 +70,12 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
 
 
 def figures(run: RunStatistics) -> dict[str, str]:
-    """One run, by the names of the rows."""
+    """The figures of one run, by row name."""
     return {row.name: row.show(row.measure(run)) for row in ROWS}
 
 
 def summary(run: RunStatistics) -> str:
-    """One run in two lines."""
+    """A summary of one run in two lines."""
     shown = figures(run)
     return (
         f"{shown['requests']} requests, {shown['steps']} steps, "

@@ -1,4 +1,4 @@
-"""What a record tells of a connector, in the form of vLLM's recorded decisions."""
+"""The record of a connector's transfers, in the format of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,9 @@ from services.scheduler.core.transfers.kv_connector import KVTransferResults
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
-    """The loads of a plan: request, tokens, whether between steps, full table."""
+    """The loads that a plan starts: for each the request, the number of tokens, whether it runs
+    between steps, and the full block table.
+    """
     return [
         [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks, config)]
         for load in plan.loads
@@ -22,7 +24,7 @@ def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
 
 
 def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) -> Record:
-    """What is reported with an output."""
+    """The transfer results that are reported with an output."""
     ids = {request.key: request.request_id for request in requests}
     return {
         "finished_recving": [ids[key] for key in results.finished_recving],
@@ -33,8 +35,8 @@ def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) 
 
 
 def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> Record:
-    """The requests that load, and those whose blocks are sent or wait for a step in flight, when a
-    step is over.
+    """The state after a step: requests that load, requests whose blocks are being sent, and blocks
+    whose release waits for a step in flight.
     """
     sends, connector.sent = connector.sent, []
     transfers = scheduler.transfers
@@ -51,5 +53,5 @@ def transfers_after_step(scheduler: Scheduler, connector: StandInConnector) -> R
 
 
 def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:
-    """A table for each group, or the only one where the groups are not named."""
+    """One block table for each group. If the configuration names no groups, the single table."""
     return [list(group) for group in blocks] if config.groups else list(blocks[0])

@@ -1,10 +1,10 @@
-"""What would have happened: the arrivals of a log, scheduled with other settings.
+"""What-if runs: schedules the arrivals of a log with other settings.
 
-Time is counted in steps, those that computed nothing in the log included. A request arrives, or is
-aborted, at its step in the log, and gets the tokens that it got there, one for each step that
-computes its last token; as many drafts are accepted as were when it had as many tokens. A request
-that the log aborts gets arbitrary tokens after the logged ones until then; one that does not end in
-the log is aborted at its last token.
+Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
+aborted at the steps of the log. A request gets the same tokens as in the log, whenever a step
+computes its last known token. The number of accepted draft tokens is the logged number at the same
+number of tokens. If the log aborts a request, it gets arbitrary tokens after its logged tokens
+until the abort. If a request does not end in the log, it is aborted at its last logged token.
 """
 
 from collections import Counter
@@ -29,9 +29,10 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
-    """The configuration with some settings changed; a sequence is never longer than the pool.
+    """The configuration with some settings changed. `max_model_len` is reduced to what the pool can
+    store.
 
-    Raises CommandError if no request could be served with it.
+    Raises CommandError if the configuration could not serve any request.
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(
@@ -48,8 +49,9 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 
 
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
-    """The history under another configuration. Raises CommandError if there is no such pool, and
-    for a scheduler with a connector: the log says what was loaded, not what else could have been.
+    """Runs the history with another configuration. Raises CommandError if the pool is not possible,
+    or if the scheduler has a connector: the log contains only the loads that took place, not the
+    loads that other settings would have allowed.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
@@ -61,7 +63,7 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
 
 
 class WhatIf(SchedulerRun):
-    """One run of a history under a configuration."""
+    """One run of a history with a configuration."""
 
     def __init__(self, history: History, config: SchedulerConfig) -> None:
         pool = InProcessPool(config)
@@ -70,10 +72,10 @@ class WhatIf(SchedulerRun):
         self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
-        """Turns of each session that ended."""
+        """The number of turns that have ended, for each session."""
 
     async def run(self) -> RunStatistics:
-        """Runs to the end of the last request that can go on."""
+        """Runs until no request is left that can continue."""
         num_plans = self._history.num_plans
         while self._now <= num_plans or self.in_flight or self.scheduler.has_requests:
             await self._step(is_last=self._now > num_plans)
@@ -104,7 +106,9 @@ class WhatIf(SchedulerRun):
             )
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event; refuses requests that are too long for the configuration."""
+        """Makes the call of an event. Requests that are too long for the configuration
+        are refused.
+        """
         if event == COMPLETE:
             self._complete()
         elif isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
@@ -113,7 +117,7 @@ class WhatIf(SchedulerRun):
             await super().apply(event, now)
 
     def _complete(self) -> None:
-        """Takes in the tokens of the oldest step in flight, if there is one."""
+        """Processes the output of the oldest step in flight, if there is one."""
         if self.in_flight:
             self._update(self.in_flight.pop(min(self.in_flight)))
 
@@ -138,13 +142,13 @@ class WhatIf(SchedulerRun):
                 self.scheduler.abort(request)
 
     def _is_ahead(self, request: Request) -> bool:
-        """Whether a request goes on after its last token in the log, which does not say how."""
+        """Whether a request needs tokens beyond its last token in the log."""
         if self._is_aborted(request) or request.status is RequestStatus.WAITING_FOR_CHUNK:
             return False
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request: none before all its tokens are computed."""
+        """The tokens that a step samples for a request; empty until all its tokens are computed."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
@@ -157,21 +161,23 @@ class WhatIf(SchedulerRun):
         return [next(token for token in count() if token not in request.ending_token_ids)]
 
     def _next_tokens(self, request: Request) -> list[int]:
-        """The logged tokens after those that a request has, to the end of its turn."""
+        """The logged tokens that follow the request's current tokens, to the end of its turn."""
         if not request.resumable:
             return self._history.requests[request.key].token_ids[request.num_tokens :]
         turns, turn = self._history.turns.get(request.key, []), self._turns[request.key]
         return turns[turn][request.num_output_tokens :] if turn < len(turns) else []
 
     def _num_tokens(self, request: Request) -> int:
-        """The tokens by which the history counts accepted drafts."""
+        """The number of tokens that is the key of accepted drafts in the history."""
         if not request.resumable:
             return request.num_tokens
         turns = self._history.turns.get(request.key, [])[: self._turns[request.key]]
         return sum(map(len, turns)) + request.num_output_tokens
 
     def _drafts(self, request: Request, sampled: list[int]) -> list[int]:
-        """Placeholders for as many drafts as were proposed when the request had these tokens."""
+        """Draft placeholders, as many as were proposed in the log when the request had the same
+        number of tokens.
+        """
         if not sampled:
             return []
         most = self.scheduler.config.num_speculative_tokens
@@ -183,4 +189,4 @@ class WhatIf(SchedulerRun):
 
 
 _ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
-"""Finish reasons that do not follow from the tokens of a request."""
+"""Finish reasons that do not depend on a request's tokens."""

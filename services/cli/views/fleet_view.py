@@ -1,4 +1,4 @@
-"""The gateway's /status as rows for people."""
+"""Formats the gateway's /status answer as rows for people."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _WAITS_FOR = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer of /status, and when it came."""
+    """One answer of /status and its arrival time."""
 
     status: dict[str, Any]
     seconds: float
@@ -33,7 +33,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as labelled rows; `problem` says why it cannot serve, or is empty. `state` is one
+    """A replica as labelled rows. `problem`: the reason why it cannot serve, or empty. `state`: one
     word, such as running or paused, the same as on /ui and in `stepwell top`.
     """
 
@@ -44,14 +44,14 @@ class ReplicaView:
 
 
 def headline(sample: Sample) -> str:
-    """Model and load of the gateway in one line."""
+    """The gateway's model and load in one line."""
     status = sample.status
     draining = ", draining" if status["draining"] else ""
     return f"{status['model']}: {_count(status['requests_in_flight'], 'request')} here{draining}"
 
 
 def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
-    """Every replica; with an earlier sample also rates per second."""
+    """Views of all replicas. Rates per second are included if there is an earlier sample."""
     earlier = {} if before is None else {r["address"]: r for r in before.status["replicas"]}
     return [
         ReplicaView(
@@ -65,7 +65,7 @@ def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
 
 
 def replica_state(replica: Mapping[str, Any]) -> str:
-    """The state of a replica in one word or two, or why it cannot serve."""
+    """The state of a replica in one or two words, or the reason why it cannot serve."""
     stats = replica["stats"]
     if not replica["ready"] or stats is None:
         return replica["reason"] or ("not ready" if not replica["ready"] else "ready")
@@ -80,7 +80,7 @@ def replica_state(replica: Mapping[str, Any]) -> str:
 def _rates(
     replica: dict[str, Any], earlier: dict[str, Any], sample: Sample, before: Sample | None
 ) -> dict[str, float]:
-    """Growth per second of each total. Empty after a restart, since totals begin at 0."""
+    """The growth of each total per second. Empty after a restart, as totals restart at 0."""
     new = replica["stats"]
     old = earlier.get(replica["address"], {}).get("stats")
     if before is None or new is None or old is None or old["incarnation"] != new["incarnation"]:
@@ -113,13 +113,15 @@ def _rows(stats: dict[str, Any] | None, rates: dict[str, float]) -> tuple[tuple[
 
 
 def _why(reason: str) -> str:
-    """What waiting requests wait for; empty if none waits."""
+    """The reasons why requests wait; empty if none waits."""
     name = reason.removeprefix(_WAIT_PREFIX)
     return "" if name == "UNSPECIFIED" else f" for {waits_for(name)}"
 
 
 def waits_for(name: str) -> str:
-    """What a reason to wait means, such as NO_BLOCKS; itself where it is not known here."""
+    """The explanation of a wait reason such as NO_BLOCKS. An unknown reason is returned
+    unchanged.
+    """
     return _WAITS_FOR.get(name.upper(), name.lower().replace("_", " "))
 
 

@@ -1,4 +1,4 @@
-"""The gateway's /activity as a screen of text: queues, budget, pool, steps, hit rate, requests."""
+"""Formats the gateway's /activity as text: queues, budget, pool, steps, hit rate, requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from services.cli.views.fleet_view import replica_state, waits_for
 Document = Mapping[str, Any]
 
 _TWO_COLUMNS = 96
-"""Characters from which on a replica's rows stand beside each other."""
+"""The screen width from which a replica's rows are laid out in two columns."""
 _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 _LEAST_ROWS = 3
-"""Fewest rows of requests that each replica has, at any height."""
+"""The minimum number of request rows of each replica, at any screen height."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """An answer of /activity, and when it came, in monotonic seconds."""
+    """An answer of /activity and its arrival time, in monotonic seconds."""
 
     activity: Document
     seconds: float
@@ -30,7 +30,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A column of the table of requests, and the width of a screen from which on it is shown."""
+    """A column of the request table. It is shown from a minimum screen width."""
 
     title: str
     width: int
@@ -50,8 +50,8 @@ _COLUMNS = (
 
 
 def screen(look: Look, before: Look | None, width: int, height: int) -> list[Text]:
-    """Lines of at most `width` characters. Rates need the look before. Requests are shown as far as
-    they fit into `height` lines, three of each replica at least.
+    """Lines of at most `width` characters. Rates need the look before. Each replica shows as many
+    requests as fit into `height` lines, but at least three.
     """
     activity = look.activity
     lines = [_headline(activity)]
@@ -60,7 +60,7 @@ def screen(look: Look, before: Look | None, width: int, height: int) -> list[Tex
         lines.append(Text(f"  waits here: {name} for {why}", style="yellow"))
     replicas = activity["replicas"]
     rows_of = [_rows_of(replica, look, before, width) for replica in replicas]
-    # Besides, each has an empty line, a title, the head of its table and a line of what is left.
+    # Each replica also has an empty line, a title, a table header and a line for omitted requests.
     taken = len(lines) + sum(len(rows) + 4 for rows in rows_of)
     room = max(_LEAST_ROWS, (height - taken) // max(1, len(replicas)))
     for replica, rows in zip(replicas, rows_of, strict=True):
@@ -109,7 +109,7 @@ def _rows_of(replica: Document, look: Look, before: Look | None, width: int) -> 
 
 
 Row = tuple[str, str, float | None]
-"""A label, a text, and the share of a bar, if it has one."""
+"""A label, a text, and the share of a bar, or None without a bar."""
 
 
 def _row(label: str, text: str, share: float | None, width: int) -> Text:
@@ -140,7 +140,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """What steps used of their tokens on average."""
+    """The average number of tokens that steps used of their budget, and its share of the budget."""
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)
@@ -166,7 +166,7 @@ def _speeds(replica: Document, look: Look, before: Look | None) -> Iterator[Row]
 
 
 def _rates(replica: Document, look: Look, before: Look | None) -> dict[str, float]:
-    """Growth per second of each total. Empty after a restart, since totals begin at 0."""
+    """The growth of each total per second. Empty after a restart, as totals restart at 0."""
     earlier = [] if before is None else before.activity["replicas"]
     old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
     new = replica["stats"]
@@ -186,7 +186,7 @@ def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[T
     first = max(12, columns[0].width + min(spare, 20))
     widths = [first, *(column.width for column in columns[1:])]
     yield _cells([column.title for column in columns], columns, widths, "dim")
-    # Waiting requests get at least half of the room, if there are enough of them.
+    # Waiting requests get at least half of the rows if there are enough waiting requests.
     running = [one for one in requests if one["state"] == "running"]
     waiting = [one for one in requests if one["state"] != "running"]
     num_running = max(room - len(waiting), room - room // 2)
@@ -225,7 +225,7 @@ def _cells(
 
 
 def _fitted(value: str, width: int) -> str:
-    """Ids differ at their ends: of one that is too long the middle is left out."""
+    """Shortens an id in the middle, since ids differ at their ends."""
     if len(value) <= width:
         return value
     end = (width - 1) // 2

@@ -1,4 +1,4 @@
-"""A trace as lines of text: a bar for each span where it lies in time, and what it says."""
+"""A trace as lines of text: for each span a bar at its position in time, and its attributes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
@@ -26,7 +26,9 @@ Document = Mapping[str, Any]
 
 
 def waterfall(trace: Document, width: int, *, every_attribute: bool = False) -> list[Text]:
-    """Lines of at most `width` characters, 40 at least. `trace` is an answer of /traces/{name}."""
+    """Lines of at most `width` characters; the minimum width is 40. `trace` is an answer of
+    /traces/{name}.
+    """
     width = max(width, 40)
     spans: Sequence[Document] = trace["spans"]
     total = max((span["start"] + span["seconds"] for span in spans), default=0.0)
@@ -60,7 +62,7 @@ def _headline(trace: Document, total: float) -> Text:
 
 
 def _wrapped(line: Text, width: int) -> list[Text]:
-    """A line on as many as it needs; further ones are indented two characters more."""
+    """Wraps a line. Continuation lines are indented by two more characters."""
     if len(line) <= width:
         return [line]
     indent = " " * (len(line.plain) - len(line.plain.lstrip()))
@@ -70,7 +72,7 @@ def _wrapped(line: Text, width: int) -> list[Text]:
 
 
 def _time_line(trace: Document, width: int) -> list[Text]:
-    """Where the time went, on as many lines as it needs."""
+    """The summary of where the time was spent, wrapped to `width`."""
     time: Document | None = trace["time"]
     if time is None:
         return []
@@ -78,7 +80,7 @@ def _time_line(trace: Document, width: int) -> list[Text]:
 
 
 def _explanations(trace: Document, width: int) -> list[Text]:
-    """What each part of the time is, and what was waited for."""
+    """Explanations of each part of the time, and of the wait reasons."""
     time: Document | None = trace["time"]
     lines: list[Text] = []
     for part in [] if time is None else time["parts"]:
@@ -105,7 +107,7 @@ def _span(span: Document, total: float, name_width: int, bar_width: int) -> Text
 
 
 def is_wait(span: Document) -> bool:
-    """Whether a request waited while the span lasted: it says for what."""
+    """Whether a request waited during the span; the span then has an attribute with the reason."""
     return any(name.endswith(_WAIT_REASON) for name in span["attributes"])
 
 
@@ -118,7 +120,7 @@ def _bar(start: float, seconds: float, total: float, width: int, fill: str) -> s
 
 
 def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
-    """What a span says of itself, and its events, below its bar."""
+    """The attributes and events of a span, as lines below its bar."""
     indent = " " * (2 * span["depth"] + 2)
     if span["error"] is not None:
         yield Text(f"{indent}{span['error']}", style="red")
@@ -136,8 +138,9 @@ def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
 def _shown_attributes(
     attributes: Mapping[str, Any], known: str, *, every_attribute: bool
 ) -> list[str]:
-    """Attributes without the common part of their names; by default those of ours that are not
-    empty or 0, and that the span's name does not say.
+    """Attributes without the common prefix of their names. By default only Stepwell's own
+    attributes are shown, without empty and zero values and without those that the span's name
+    contains.
     """
     return [
         f"{name if every_attribute else _short(name)} {_value(value)}"
@@ -175,6 +178,8 @@ def _legend(spans: Sequence[Document]) -> Text:
 
 
 def in_ascii(line: Text) -> Text:
-    """The same characters in each place, with the same styles."""
+    """The line with ASCII replacements for its characters, at the same positions, in the same
+    styles.
+    """
     plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return Text(plain, spans=line.spans, style=line.style)

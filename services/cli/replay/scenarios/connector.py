@@ -1,4 +1,4 @@
-"""The connector of a scenario: its settings, and what it knows of each request."""
+"""The connector of a scenario: its settings, and its data about each request."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,18 +11,20 @@ from services.scheduler.core.transfers.kv_role import KVLoadFailurePolicy, KVRol
 
 @dataclass(slots=True)
 class ConnectorScript:
-    """What a run needs to make the connector of a scenario."""
+    """The settings from which the connector of a run is built."""
 
     frees_are_awaited: bool
     sources: dict[RequestKey, ExternalTokens] = field(default_factory=dict)
     send_steps: dict[RequestKey, int] = field(default_factory=dict)
 
     def make(self, block_size: int) -> StandInConnector:
-        """A connector before the first step."""
+        """Builds a connector in its state before the first step."""
         return StandInConnector(block_size, self.sources, self.send_steps, self.frees_are_awaited)
 
     def read_request(self, add: Field, key: RequestKey) -> None:
-        """Notes what an added request has elsewhere, and whether it is sent."""
+        """Reads the externally stored tokens of an added request, and how long its blocks
+        are sent.
+        """
         members = add.members()
         if "external" in members:
             self.sources[key] = _external(add["external"])
@@ -31,7 +33,7 @@ class ConnectorScript:
 
 
 def read_connector(connector: Field) -> tuple[dict[str, Any], ConnectorScript]:
-    """The settings of the scheduler that a connector makes, and the connector."""
+    """The scheduler settings that a connector implies, and the connector's script."""
     connector.only(
         (
             *("role", "load_failure_policy", "requires_kv_delivery", "pending_block_frees"),

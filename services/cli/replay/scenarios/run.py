@@ -1,6 +1,6 @@
 """Runs a scenario through the scheduler and the pool, and records their decisions.
 
-The record has the form of vLLM's recorded decisions, which the conformance tests compare with it.
+The record has the format of vLLM's recorded decisions. The conformance tests compare the two.
 """
 
 from collections import deque
@@ -37,11 +37,13 @@ from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.core.transfers.kv_connector import NO_RESULTS
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
-"""Fields of a step after which a request that waits may no longer have to."""
+"""Fields of a step's record. If one of them is not empty, a waiting request may have become
+schedulable.
+"""
 
 
 async def run_scenario(scenario: Scenario) -> Record:
-    """The record, with the pool in this process."""
+    """Runs a scenario with a pool in this process, and returns the record."""
     config = scenario.config
     pool = InProcessPool(config)
     connector = scenario.make_connector()
@@ -50,8 +52,8 @@ async def run_scenario(scenario: Scenario) -> Record:
 
 
 class ScenarioRun:
-    """One run. The record looks into `core`, the pool of the scheduler, which may be in this
-    process or at the other end of a wire.
+    """One run. `core` is the scheduler's pool, which the record reads. The pool may be in this
+    process or behind a connection.
     """
 
     def __init__(
@@ -125,8 +127,8 @@ class ScenarioRun:
 
     @property
     def _has_transfers(self) -> bool:
-        """Whether steps go on to hear of the end of transfers. In a pause that keeps requests they
-        do not for those that wait for a load.
+        """Whether further steps are needed to report the end of transfers. In a pause with mode
+        KEEP, loads of waiting requests need no further steps.
         """
         transfers = self.scheduler.transfers
         if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:
@@ -134,8 +136,8 @@ class ScenarioRun:
         return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait and nothing is left that could change that: nothing has changed
-        since the steps that were in flight.
+        """Whether requests wait for ever: no step, transfer or end is pending, and nothing has
+        changed in as many steps as can be in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
         transfers = self._connector is not None and self._connector.has_transfers
@@ -147,7 +149,9 @@ class ScenarioRun:
         return self._num_quiet_steps >= self._depth
 
     def _compile(self, step: int, record: Record) -> None:
-        """Tells the scheduler whose grammar is compiled, or cannot be, before a step."""
+        """Reports to the scheduler, before a step, the grammars that are compiled or failed to
+        compile.
+        """
         grammars = self._scenario.grammars
         done = [
             request for request in self._compiling if grammars[request.request_id].ready <= step
@@ -208,7 +212,9 @@ class ScenarioRun:
             own.finish_step = step
 
     def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
-        """The front end drops input of a session that has ended."""
+        """Adds further input of a session. Input is dropped if the session has ended, as vLLM's
+        front end does.
+        """
         session = self._requests[event.request_id].request
         record.setdefault("added", []).append(event.request_id)
         if session.is_finished:
@@ -226,7 +232,7 @@ class ScenarioRun:
             self._note_end(own.request, step)
 
     async def _abort_mid_step(self, step: int, record: Record) -> None:
-        """Aborts that come after the plan of a step, or in a step without one."""
+        """Makes the aborts that occur after the plan of a step, or in a step without a plan."""
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
@@ -252,7 +258,8 @@ class ScenarioRun:
             for request in plan.new:
                 self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
-            # vLLM does not wait for an output while there are batches to fill.
+            # vLLM plans further steps before it waits for an output, while the batch queue has
+            # room.
             may_wait = bool(plan.requests) or self._has_requests
         await self._abort_mid_step(step, record)
         self._recorder.before_update()
@@ -269,8 +276,8 @@ class ScenarioRun:
             record |= transfers_after_step(scheduler, self._connector)
 
     def _sampling_by_grammar(self) -> set[Request]:
-        """Running requests with a grammar for which a step in flight samples. Until its tokens are
-        known, the drafts of the next step cannot be checked.
+        """Running requests with a grammar whose sampled tokens of a step in flight are not known
+        yet. Until they are known, the drafts of the next step cannot be checked.
         """
         return {
             request
@@ -312,7 +319,7 @@ class ScenarioRun:
         record["update_of"], record["outputs"] = planned_in, outputs
 
     def _reading(self, plan: SchedulerOutput, blocks: Collection[BlockId]) -> set[Request]:
-        """Running requests of a step that have one of these blocks."""
+        """Running requests of a step whose block tables contain one of these blocks."""
         transfers = self.scheduler.transfers
         if transfers is None or not blocks:
             return set()

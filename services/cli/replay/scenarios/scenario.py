@@ -1,4 +1,4 @@
-"""A scenario: a configuration in vLLM's names, and what happens at each step."""
+"""A scenario: a configuration in vLLM's names, and the events of each step."""
 
 import hashlib
 from collections import defaultdict
@@ -67,7 +67,7 @@ _MOST_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A request that is aborted, before a step or between its plan and its tokens (`mid`)."""
+    """Aborts a request, before a step or between a step's plan and its output (`mid`)."""
 
     request_id: str
     is_mid_step: bool
@@ -75,7 +75,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session; None ends it."""
+    """Further input of a session; None ends the session."""
 
     request_id: str
     chunk: InputChunk | None
@@ -83,12 +83,12 @@ class NextChunk:
 
 @dataclass(frozen=True, slots=True)
 class ResetEncoderCache:
-    """All embeddings of items are forgotten."""
+    """Clears the encoder cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A pause. Once nothing is left to do in it, the prefix cache is emptied if it `clears`."""
+    """Pauses the scheduler. With `clears`, the prefix cache is reset once the pause is complete."""
 
     mode: PauseMode
     clears: bool
@@ -96,47 +96,47 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Every cached prefix is forgotten; with `preempts`, running requests are preempted first."""
+    """Resets the prefix cache. With `preempts`, running requests are preempted first."""
 
     preempts: bool
 
 
 class Signal(Enum):
-    """What happens without a parameter."""
+    """Events without a parameter."""
 
     RESUME = "resume"
     THROTTLE = "throttle"
-    """The step that is planned next lets prompts wait."""
+    """The next planned step throttles prefills."""
 
 
 Event = Request | NextChunk | Abort | ResetEncoderCache | Pause | ResetPrefixCache | Signal
-"""What happens before or within a step."""
+"""An event before or within a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The input of a run. `num_blocks` of the configuration includes the null block."""
+    """The input of a run. The configuration's `num_blocks` includes the null block."""
 
     name: str
     named_config: dict[str, Any]
     """The whole configuration, in the scenario's own names."""
     config: SchedulerConfig
     grammars: dict[str, StandInGrammar]
-    """By the id of the request."""
+    """Grammars by request id."""
     events: dict[int, list[Event]]
-    """By step, in the order of the file."""
+    """Events by step, in the order of the file."""
     max_steps: int
     connector: ConnectorScript | None = None
 
     def make_connector(self) -> StandInConnector | None:
-        """The connector of a run, if there is one."""
+        """The connector for one run; None if the scenario has no connector."""
         if self.connector is None:
             return None
         return self.connector.make(self.config.block_size)
 
 
 def read_scenario(document: Any) -> Scenario:
-    """A scenario from its JSON. Raises FieldError."""
+    """Reads a scenario from its JSON document. Raises FieldError."""
     top = Field(document)
     top.only(("name", "seed", "note", "config", "events", "max_steps"))
     given = top.get("config", {})
@@ -215,7 +215,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
             *("skip_reading_prefix_cache", "lora", "external", "send", "grammar", "mm"),
         )
     )
-    add.get("min_tokens", 0).integer()  # checked, and not used: it concerns the sampler
+    add.get("min_tokens", 0).integer()  # validated only: min_tokens concerns the sampler
     max_tokens = add["max_tokens"].integer(1)
     salt, prompt = add.get("cache_salt", ""), add["prompt_token_ids"].integers()
     adapter = f"lora{add['lora'].integer(1)}" if "lora" in add.members() else ""
@@ -234,7 +234,7 @@ def _request(add: Field, key: RequestKey, step: int, eos: int, *, pooling: bool)
         cache_salt="" if salt.value is None else salt.text(),
         resumable=add.get("resumable", False).boolean(),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache", False).boolean(),
-        # A scenario has no adapter: the name stands for its content.
+        # A scenario has no adapter weights, so the digest is computed from the name.
         adapter_digest=hashlib.sha256(adapter.encode()).digest() if adapter else b"",
         adapter_name=adapter,
         encoder_inputs=_items(add, len(prompt)),
@@ -253,7 +253,9 @@ def _grammar(field: Field, step: int, eos: int) -> StandInGrammar:
 
 
 def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
-    """Gives a request that comes before a step its grammar, as far as it is compiled."""
+    """Sets the grammar status of a request that arrives before `step`: compiling, ready
+    or failed.
+    """
     request.grammar = GrammarStatus.COMPILING
     if grammar.ready <= step:
         request.grammar = GrammarStatus.READY
@@ -279,7 +281,9 @@ def _items(add: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
 
 
 def _next_chunk(added: Request) -> NextChunk:
-    """What a request is that was added with the id of a session."""
+    """Converts a request that was added with the id of an existing session to the session's next
+    input.
+    """
     if not added.resumable:
         return NextChunk(added.request_id, None)
     chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
@@ -287,7 +291,7 @@ def _next_chunk(added: Request) -> NextChunk:
 
 
 def _control(event: Field) -> Event:
-    """A pause, its end, a reset, or a step that lets prompts wait."""
+    """Reads a pause, the end of a pause, a reset, or a throttled step."""
     members = event.members()
     if "pause" in members:
         event.only(("step", "pause", "clear_cache"))

@@ -1,4 +1,4 @@
-"""What a scenario has in place of a connector and of what is stored elsewhere."""
+"""A simulated KV connector with simulated external storage, for scenarios."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,27 +13,27 @@ from services.scheduler.core.transfers.kv_connector import ExternalMatch, KVTran
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """What is stored elsewhere of one request, and how a load of it goes."""
+    """The externally stored tokens of one request, and the behaviour of loads."""
 
     num_tokens: int
     is_async: bool = False
     num_steps: int = 1
-    """Steps that a load between steps takes."""
+    """The duration of an asynchronous load, in steps."""
     num_undecided: int = 0
-    """Questions to which the answer is not known yet."""
+    """The number of first queries that are answered with "not known yet" (None)."""
     max_loads: int | None = None
-    """Loads after which nothing is left there; None: no limit."""
+    """The number of loads after which no stored tokens are left; None: no limit."""
     failing_blocks: tuple[int, ...] = ()
-    """Blocks of a load, counted from the first that it fills, that are reported as not loaded."""
+    """Blocks that a load reports as not loaded, as indices among the blocks that it fills."""
     fails_whole: bool = False
-    """Whether a load is reported as failed without naming blocks."""
+    """Whether a failed load is reported without naming blocks."""
     num_failing_loads: int = 1
-    """How many of the first loads fail so."""
+    """The number of first loads that fail."""
 
 
 @dataclass(slots=True)
 class _Source:
-    """One request's tokens, and what was made of them."""
+    """The stored tokens of one request, with the number of queries and loads so far."""
 
     tokens: ExternalTokens
     num_questions: int = 0
@@ -43,7 +43,9 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load under way. One within a step ends with that step's output, another at a step."""
+    """A load under way. A synchronous load ends with the output of its step. An asynchronous load
+    ends at `end_step`.
+    """
 
     request: RequestKey
     end_step: int
@@ -54,24 +56,24 @@ class _Load:
 
 @dataclass(slots=True)
 class StandInConnector(StorelessConnector):
-    """Both sides of a connector, by the scenario: `step` is set by its run."""
+    """Scheduler and worker side of a connector, following the scenario. The run sets `step`."""
 
     block_size: int
     sources: Mapping[RequestKey, ExternalTokens]
     send_steps: Mapping[RequestKey, int]
-    """For how many steps the blocks of a request that ended by itself are sent."""
+    """How many steps it takes to send the blocks of a request that ended by itself."""
     frees_are_awaited: bool = False
-    """Whether requests that lack blocks wait while a send is under way."""
+    """Whether requests that lack blocks wait while blocks are being sent."""
     step: int = 0
     sent: list[tuple[Request, BlockTables]] = field(default_factory=list)
-    """Requests whose blocks began to be sent; the run takes them out."""
+    """Requests whose sending has begun since the last step. The run empties this list."""
     _sources: dict[RequestKey, _Source] = field(default_factory=dict)
     _loads: list[_Load] = field(default_factory=list)
     _sends: dict[RequestKey, int] = field(default_factory=dict)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the end of a load or of a send is still to be reported."""
+        """Whether a load or a send has not been reported as finished."""
         return bool(self._loads or self._sends)
 
     def get_num_new_matched_tokens(
@@ -126,7 +128,7 @@ class StandInConnector(StorelessConnector):
         return self.frees_are_awaited and bool(self._sends)
 
     def results(self, planned_in: int) -> KVTransferResults:
-        """What is reported with the output, which comes now, of the step planned then."""
+        """The transfer results that are reported now, with the output of the step `planned_in`."""
         ended = [
             load
             for load in self._loads

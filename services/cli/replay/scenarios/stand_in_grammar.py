@@ -1,5 +1,5 @@
-"""What a scenario holds the output of a request to in place of a grammar: a function of a token and
-its position, as in the recorded decisions.
+"""A simulated grammar for scenarios: whether a token is allowed is a function of the token and its
+position, as in the recorded decisions.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,27 @@ class StandInGrammar:
 
     eos_token_id: int
     ready: int
-    """The step before which its compilation is over."""
+    """The step before which the compilation ends."""
     length: int | None = None
-    """Output tokens after which it allows only the end of the sequence; None: it never ends."""
+    """The number of output tokens after which only the end-of-sequence token is allowed; None: the
+    end of the sequence is never allowed.
+    """
     error: bool = False
-    """Whether it cannot be compiled."""
+    """Whether the compilation fails."""
     break_at: int | None = None
-    """A position of the output at which the sampler takes a token that it refuses."""
+    """An output position at which the sampler returns a token that the grammar refuses; None:
+    never.
+    """
 
     def allows(self, token_id: int, position: int) -> bool:
-        """Whether the output token at this position, counted from 0, may be `token_id`."""
+        """Whether `token_id` is allowed at an output position, counted from 0."""
         if self.length is not None and position >= self.length:
             return token_id == self.eos_token_id
         return token_id != self.eos_token_id and (token_id + position) % 3 != 0
 
     def sample(self, token_id: int, position: int) -> int:
-        """The token that is sampled where the model would like `token_id`: the next higher one that
-        is allowed.
+        """The token that is sampled if the model prefers `token_id`: the first allowed token from
+        `token_id` upwards.
         """
         breaks = position == self.break_at
         if not breaks and self.length is not None and position >= self.length:
@@ -40,7 +44,9 @@ class StandInGrammar:
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int], position: int) -> int:
-        """How many of the tokens from this position on are allowed before the first that is not."""
+        """The number of tokens, starting at this position, that are allowed before the first
+        refused one.
+        """
         for index, token_id in enumerate(token_ids):
             if not self.allows(token_id, position + index):
                 return index

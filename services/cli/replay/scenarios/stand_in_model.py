@@ -1,5 +1,5 @@
-"""What a scenario runs in place of a model: tokens and drafts that are functions of the tokens so
-far, as in the recorded decisions.
+"""A simulated model for scenarios: tokens and drafts are functions of the previous tokens, as in
+the recorded decisions.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,10 +10,11 @@ from services.scheduler.core.request import Request
 
 
 class StandInModel:
-    """The workers of one run: it holds the tokens of each request that was sent to them.
+    """The simulated workers of one run. They store the tokens of each request.
 
-    `num_drafts` are made of each request in a step that samples. With `pooling` prompts are pooled
-    instead. `grammars` are those of requests, by id.
+    `num_drafts`: the number of draft tokens proposed for each request in a step that samples.
+    `pooling`: prompts are pooled and no tokens are sampled. `grammars`: the grammars of requests,
+    by request id.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class StandInModel:
         self._grammars = grammars or {}
         self._tokens: dict[Request, list[int]] = {}
         self._checked: dict[Request, list[int]] = {}
-        """Drafts of the next step, as its grammars cut them."""
+        """Drafts of the next step after the grammar check. Refused drafts are -1."""
 
     def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
-        """The output of a worker that has run all steps before this one. The tokens of requests in
-        `void` will be dropped, and their drafts follow what they held before.
+        """The output of a worker that has run all steps before this one. The sampled tokens of
+        requests in `void` will be dropped, so their drafts are proposed from the tokens before this
+        step.
         """
         if self._pooling:
             return pooled_output(plan)
@@ -57,8 +59,9 @@ class StandInModel:
         )
 
     def check_drafts(self, plan: SchedulerOutput) -> dict[Request, list[int]]:
-        """The drafts of the next step, of which the scheduler knows only the number: from the first
-        that a grammar refuses on, -1. That of a request that ended meanwhile stays -1.
+        """The drafts of the next step, for which the scheduler has only placeholders. The first
+        draft that a grammar refuses and all drafts after it are -1. The drafts of a request that
+        has ended remain placeholders.
         """
         self._checked = {
             request: self._checked_drafts(request, placeholders, plan)
@@ -81,19 +84,21 @@ class StandInModel:
         return drafts[: self._num_allowed(request, held, drafts)]
 
     def _num_allowed(self, request: Request, held: list[int], following: list[int]) -> int:
-        """How many of the tokens that follow those held the grammar of a request allows."""
+        """The number of tokens in `following` that the request's grammar allows after `held`."""
         grammar = self._grammars.get(request.request_id)
         if grammar is None:
             return len(following)
         return grammar.num_allowed(following, len(held) - request.num_prompt_tokens)
 
     def take_back(self, requests: Iterable[Request]) -> None:
-        """The scheduler did not take the last tokens of these."""
+        """Resets the tokens of requests whose last sampled tokens the scheduler dropped."""
         for request in requests:
             self._tokens[request] = list(request.token_ids)
 
     def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
-        """Accepted drafts and one token more; none when the prompt is not computed to its end."""
+        """The accepted drafts and one more token; empty if the step does not reach the end of the
+        prompt.
+        """
         request = plan.requests[index]
         drafts = plan.draft_token_ids.get(request, [])
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - len(drafts)
@@ -121,7 +126,9 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Drafts made when a request holds `tokens`: about seven in ten right, others one off."""
+        """Proposes drafts after `tokens`. About seven in ten are right; the others are
+        off by one.
+        """
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
             for index, token in enumerate(self._continuation(request, tokens, count))
@@ -129,7 +136,7 @@ class StandInModel:
 
 
 def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """The output of a step of a pooling model: no tokens, and no numbers in place of vectors."""
+    """The output of a pooling model for one step: no tokens, and None as each vector."""
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
     ends = (start + count for start, count in zip(starts, counts, strict=True))
     pooled = [
@@ -141,7 +148,7 @@ def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
 
 
 def next_token(tokens: list[int]) -> int:
-    """The token after `tokens`, in place of a model: a function of the tokens so far."""
+    """The simulated model: the next token as a function of the previous tokens."""
     return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
 
 

@@ -1,4 +1,4 @@
-"""The methods of a connector that change nothing where nothing is stored, as in a replay."""
+"""Connector methods that do nothing, for a connector without storage, as in a replay."""
 
 from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
@@ -6,24 +6,24 @@ from services.scheduler.core.transfers.kv_connector import KVTransferResults
 
 
 class StorelessConnector:
-    """A part of KVConnector; subclasses have the methods that answer the scheduler."""
+    """A part of KVConnector. Subclasses add the methods that return answers to the scheduler."""
 
     __slots__ = ()
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Nothing is stored."""
+        """Does nothing: there is no storage."""
 
     def blocks_released(self, request: Request) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: no state is kept for a request."""
 
     def build_connector_meta(self, step: int) -> None:
-        """No workers get a message."""
+        """Returns None: workers get no message."""
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """Nothing depends on it."""
+        """Does nothing."""
 
     def reset_cache(self) -> None:
-        """Nothing is stored."""
+        """Does nothing: there is no storage."""
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no state."""
