@@ -1,4 +1,6 @@
-"""The bodies of requests, field by field. Types are checked here, ranges in the core."""
+"""The bodies of requests, field by field. Types are checked by these classes, ranges by
+the core.
+"""
 
 import re
 from abc import abstractmethod
@@ -39,12 +41,12 @@ _NO_FUNCTIONS = "functions have become tools"
 _NO_SEARCH = "the web is not searched"
 _NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model is to reason."""
+"""The reasoning effort that a client may request."""
 _NO_PREFIX = "an answer is continued with continue_final_message"
 
 
 class StreamOptions(Body):
-    """What a stream carries besides its pieces."""
+    """Options for what a stream contains besides its pieces."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -52,7 +54,7 @@ class StreamOptions(Body):
 
 
 class RepetitionDetectionBody(Body):
-    """What repetition ends an answer, as vLLM's clients write it."""
+    """The repetition that ends an answer, in vLLM's schema."""
 
     max_pattern_size: Int = 0
     min_pattern_size: Int = 0
@@ -60,14 +62,14 @@ class RepetitionDetectionBody(Body):
 
 
 class TruncationFields(Body):
-    """How many tokens of a prompt are kept, and on which side of it others are cut off."""
+    """The number of prompt tokens to keep, and the side on which the prompt is truncated."""
 
     truncate_prompt_tokens: Int | None = None
     truncation_side: Literal["left", "right"] | None = None
 
 
 class SamplingBody(UnservedSamplingFields, TruncationFields):
-    """What completions and chat completions share."""
+    """The fields that completions and chat completions share."""
 
     model: str | None = None
     # OpenAI's.
@@ -105,16 +107,16 @@ class SamplingBody(UnservedSamplingFields, TruncationFields):
     structured_outputs: StructuredOutputsBody | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Of /render alone, as in vLLM.
+    # Only for /render, as in vLLM.
     return_token_offsets: bool | None = None
     include_metrics: bool | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    # The names that vLLM had for what is in structured_outputs.
+    # vLLM's former names of the fields of structured_outputs.
     guided_json: Annotated[Any, Only(why="send structured_outputs.json")] = None
     guided_regex: Annotated[Any, Only(why="send structured_outputs.regex")] = None
     guided_choice: Annotated[Any, Only(why="send structured_outputs.choice")] = None
     guided_grammar: Annotated[Any, Only(why="send structured_outputs.grammar")] = None
-    # What changes nothing here.
+    # Fields without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: Annotated[Any, Only(False, why="nothing is stored")] = None
@@ -138,12 +140,12 @@ class CompletionBody(SamplingBody):
     )
 
     prompt: Prompts | None = None
-    # vLLM's, here each a safetensors file.
+    # vLLM's; each is a safetensors file.
     prompt_embeds: TextOrTexts | None = None
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    # Ours: of which session it is a turn.
+    # Stepwell's: the session of which this request is a turn.
     session: str | None = Field(default=None, min_length=1, max_length=128)
     suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
 
@@ -174,25 +176,26 @@ class ChatMessage(HistoryBody):
     role: ChatRole
     content: TextOrParts | None = None
     name: str | None = None
-    # What the assistant said in place of a content.
+    # The assistant's refusal, which replaces a content.
     refusal: str | None = None
     audio: Annotated[Any, Only(why="audio is not supported")] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
     tool_calls: ToolCalls | None = None
-    # Of a tool's answer: which call it answers.
+    # In a tool's result: the id of the call.
     tool_call_id: str | None = None
     images: Annotated[Any, Only([], why="images are not supported")] = None
     prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
     partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
-    # What the assistant thought, by its names at vLLM, DeepSeek, OpenRouter and Ollama. Whether
-    # the model reads it again depends on its chat template.
+    # The assistant's reasoning, as vLLM, DeepSeek, OpenRouter and Ollama name it. The chat template
+    # decides whether the model reads it again.
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """The turn as chat templates take it: without content, that is an empty text. Raises
-        InvalidArgument, which says `where`, for calls that are not the assistant's.
+        """The turn as chat templates expect it; without content it has an empty text. Raises
+        InvalidArgument if a role other than the assistant has tool calls; `where` locates the
+        message in the error.
         """
         content = self.content
         is_text = isinstance(content, str) and content
@@ -212,7 +215,7 @@ class ChatMessage(HistoryBody):
         if self.role == "assistant":
             named = self.reasoning_content or self.reasoning or self.thinking
             if thoughts := named or thought(content):
-                # transformers gives templates the other names of it, too.
+                # transformers passes the other names of it to templates, too.
                 turn["reasoning_content"] = thoughts
         return turn
 
@@ -225,7 +228,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
 class ChatTemplateBody(UnservedTemplateFields):
-    """How a conversation is rendered."""
+    """The fields that determine how a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -266,7 +269,7 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, UnservedChatFields):
 
 
 class PooledBody(UnservedPoolingFields, TruncationFields):
-    """What embeddings and scores share."""
+    """The fields that embeddings and scores share."""
 
     model: str | None = None
     user: str | None = None
@@ -280,7 +283,7 @@ class PooledBody(UnservedPoolingFields, TruncationFields):
 
     @property
     def stream(self) -> None:
-        """Vectors come whole."""
+        """None: vectors are never streamed."""
         return
 
     @abstractmethod
@@ -289,7 +292,7 @@ class PooledBody(UnservedPoolingFields, TruncationFields):
 
 
 class InputBody(PooledBody):
-    """What embeddings, classify and pooling share: prompts."""
+    """The fields that embeddings, classify and pooling share: the prompts."""
 
     input: Prompts
     add_special_tokens: bool | None = None
@@ -306,13 +309,15 @@ class EmbeddingBody(InputBody):
 
 
 class ScoreBody(PooledBody):
-    """POST /score: one text to many, or as many to as many, pair by pair."""
+    """POST /score: scores of one text with many, or of as many texts with as many, pair by pair."""
 
     text_1: TextOrTexts
     text_2: TextOrTexts
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Prompts are numbered through both texts, so that a number would mislead."""
+        """The error, for `text_2` without an index: prompts of both texts are numbered together, so
+        an index would mislead.
+        """
         if error.field is not None and error.field.startswith("prompt["):
             message = error.message.replace(error.field, "text_2", 1)
             return type(error)(message, field="text_2", reason=error.error_reason)
@@ -320,7 +325,9 @@ class ScoreBody(PooledBody):
 
 
 def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
-    """The error, whose field is called by another of these names; unchanged if it is of none."""
+    """The error with its field renamed by this mapping. The error is unchanged if its field is not
+    in it.
+    """
     own, bracket, number = (error.field or "").partition("[")
     name = names.get(own)
     if name is None:

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: from its body to a request, from answers to its chunks."""
+"""/v1/chat/completions: converts a body to a request, and answers to chunks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 async def chat_request(
     body: ChatCompletionBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument for contradictions."""
     check_stream_options(body)
     use = tool_use(body)
     use.check(inference)
@@ -54,7 +54,7 @@ async def chat_request(
 
 
 def tool_use(body: ChatCompletionBody) -> ToolUse:
-    """What the model may call. Raises InvalidArgument for tools that contradict one another."""
+    """The tools that the model may call."""
     tools = body.tools or []
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:
@@ -68,7 +68,7 @@ def tool_use(body: ChatCompletionBody) -> ToolUse:
 
 
 async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) -> str:
-    """The conversation as the model reads it."""
+    """Renders the prompt. Raises InvalidArgument for contradictory options or invalid tools."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
         raise InvalidArgument(
@@ -92,7 +92,7 @@ async def render(body: ChatCompletionBody | TokenizeBody, inference: Inference) 
 
 
 def effort_variables(effort: Effort | None) -> dict[str, Any]:
-    """What templates read of how much a model is to reason, as vLLM passes it."""
+    """Template variables for the reasoning effort, as vLLM passes them."""
     if effort is None:
         return {}
     return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
@@ -120,7 +120,7 @@ def _num_logprobs(body: ChatCompletionBody) -> int | None:
 
 
 class ChatDialect(Dialect):
-    """How chat completions write answers: a message for each choice, in chunks or whole."""
+    """Writes answers of chat completions, in chunks or whole: one message for each choice."""
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "chatcmpl"

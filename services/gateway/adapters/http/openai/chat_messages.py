@@ -1,4 +1,4 @@
-"""What the assistant says, as chat completions write it, whole and in deltas."""
+"""Writes the assistant's messages as chat completions have them, whole and in deltas."""
 
 from hashlib import sha256
 from typing import Any
@@ -22,8 +22,8 @@ _DIGITS = 32
 def call_id(
     request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
 ) -> str:
-    """The id of a call: the same wherever the same answer is written again, and of the length that
-    the model's chat template takes, else with an API's prefix.
+    """The id of a call. It is deterministic, so that a repeated answer has the same id. Its length
+    is the length that the model's chat template requires; otherwise it has the API's prefix.
     """
     name = f"{request.request_id}/{created}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
@@ -42,7 +42,7 @@ class MessageWriter:
         self._have_called: set[int] = set()
 
     def deltas(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds to its message."""
+        """The deltas that a piece adds to its message."""
         if piece.events is None:
             return [{"content": piece.text}] if piece.text else []
         deltas = (self._delta(piece.index, event) for event in piece.events)
@@ -69,8 +69,8 @@ class MessageWriter:
         return message
 
     def finish_reason(self, last: Piece, num_calls: int = 0) -> str | None:
-        """Why an answer ended, as OpenAI and vLLM say it: for the calls in it, unless the client
-        named the tool.
+        """The finish reason as OpenAI and vLLM write it. It is "tool_calls" for an answer with
+        calls, unless the client named the tool.
         """
         reason = last.finish_reason
         if reason is None:

@@ -1,4 +1,4 @@
-"""The routes that clients use."""
+"""The routes for clients."""
 
 from collections.abc import Sequence
 
@@ -83,7 +83,7 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """All routes of clients; `views` are those of displays, such as `/ui`."""
+    """All routes for clients. `views` are the routes of displays, such as `/ui`."""
     return (
         *_generating(generation),
         _tokens(generation),
@@ -239,7 +239,7 @@ def _tokenizer_info(tokenizer: TokenizerRoutes) -> Sequence[Route]:
 
 
 def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
-    """What probes, monitors and routers ask needs no key."""
+    """The routes about the server. Routes for probes, monitors and routers need no key."""
     return (
         Route(MODELS, server.models, server_answers.ModelList, tag="openai"),
         Route(

@@ -1,4 +1,4 @@
-"""/v1/completions: from its body to a request, from answers to its chunks."""
+"""/v1/completions: converts a body to a request, and answers to chunks."""
 
 import asyncio
 from itertools import chain
@@ -31,7 +31,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completion_request(
     body: CompletionBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument for contradictions."""
     check_stream_options(body)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidArgument(
@@ -70,7 +70,9 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
-    """One prompt or many, as text, as tokens or embedded; an empty list is one without tokens."""
+    """The prompts of a body: one or many, as text, tokens or embeddings. An empty list is one
+    prompt without tokens.
+    """
     if body.prompt_embeds is not None:
         return await _embedded_prompts(body.prompt_embeds, body, inference)
     if body.prompt is None:
@@ -132,14 +134,14 @@ async def _token_prompts(
     if (kept := _kept(body, inference)) is not None:
         prompts = [kept.kept(prompt) for prompt in prompts]
     longest = max(map(len, prompts), default=0)
-    if not body.echo or longest >= inference.limits().capacity:  # which is refused soon
+    if not body.echo or longest >= inference.limits().capacity:  # refused later
         return tuple(map(Prompt, prompts))
     tokenizer = inference.tokenizer
     return tuple([Prompt(ids, *await asyncio.to_thread(echoed, tokenizer, ids)) for ids in prompts])
 
 
 class CompletionDialect(Dialect):
-    """Text completions. An echoed prompt comes with the first tokens of each answer."""
+    """Text completions. An echoed prompt is sent with the first tokens of each answer."""
 
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "cmpl"

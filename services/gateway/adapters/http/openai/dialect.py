@@ -1,4 +1,6 @@
-"""How answers are written: what every API does, and what completions and chat completions share."""
+"""Writers of answers: the interface for every API, and the base of completions and chat
+completions.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,39 +27,39 @@ from services.gateway.core.request.request import ClientRequest
 
 
 class StreamingDialect(ABC):
-    """One API's way to write answers, whole and streamed. One is made for each request."""
+    """Writes the answers of one request in one API's schema, whole or streamed."""
 
     operation: str
-    """The GenAI operation."""
+    """The GenAI operation, for traces and metrics."""
     id_prefix: str
     keep_alive = b": keep-alive\n\n"
-    """An event that says nothing: a comment."""
+    """An event without content: a comment."""
 
     @abstractmethod
     def opening(self, usage: Usage) -> list[dict[str, Any]]:
-        """What comes before any token; `usage` has the counts of the prompt."""
+        """The chunks before the first token. `usage` has the counts of the prompt."""
 
     @abstractmethod
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds, if anything."""
+        """The chunks that a piece adds, if any."""
 
     @abstractmethod
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
-        """Server-sent events of what `opening` and `chunks` gave. `usage` is called if they hold
-        it.
+        """Encodes the results of `opening` and `chunks` as server-sent events. `usage` is called
+        only if the events contain token counts.
         """
 
     def text_event(self, _piece: Piece) -> bytes | None:
-        """The event of a piece whose chunk differs from the one before it in its text alone; None
-        for one whose chunks are to be made.
+        """The event of a piece whose chunk differs from the previous one only in its text and token
+        ids. None if the piece needs `chunks`.
         """
         return None
 
     @abstractmethod
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """The last events of an answer that is complete, with where its time went, if asked for."""
+        """The last events of a complete answer. `metrics` are the request's times, if requested."""
 
     @abstractmethod
     def broken_off(self, error: StepwellError) -> bytes:
@@ -69,7 +71,7 @@ class StreamingDialect(ABC):
 
 
 class Dialect(StreamingDialect):
-    """How completions and chat completions write answers and chunks: choices in a frame."""
+    """Writes answers and chunks of completions and chat completions: choices in a common frame."""
 
     whole_object: str
     chunk_object: str
@@ -82,7 +84,7 @@ class Dialect(StreamingDialect):
         model_name: str,
         tokenizer: Tokenizer,
     ) -> None:
-        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
         self.request = request
         self.tokenizer = tokenizer
         self.return_token_ids = bool(body.return_token_ids)
@@ -96,10 +98,12 @@ class Dialect(StreamingDialect):
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
         self._text_frames: dict[int, TextFrame | None] = {}
-        """By the index of the answer; None after its first text, which may come with more."""
+        """Frames of text events by the answer's index. None after its first text, which may have
+        other fields.
+        """
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
-        """Choices of the chunks that come before any token."""
+        """The choices of the chunks before the first token."""
         return []
 
     @abstractmethod
@@ -110,7 +114,9 @@ class Dialect(StreamingDialect):
         return {}
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed, whose choices are made when it is sent."""
+        """The body of an answer that is not streamed. Its choices are generated while
+        it is sent.
+        """
         choices = (self.choice(index, answer) for index, answer in enumerate(answers))
         return {
             **self._head(self.whole_object),
@@ -120,11 +126,11 @@ class Dialect(StreamingDialect):
         }
 
     def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
-        """vLLM's `prompt_logprobs`; the first token has none."""
+        """vLLM's `prompt_logprobs`. The entry of the first token is None."""
         return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
 
     def text_event(self, piece: Piece) -> bytes | None:
-        """See StreamingDialect."""
+        """The event of a piece, encoded by a TextFrame. None if the piece needs `chunks`."""
         if not piece.is_text or self._usage_in_every_chunk:
             return None
         index = piece.index
@@ -141,9 +147,8 @@ class Dialect(StreamingDialect):
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
-        """Server-sent events, one per choice, all in one piece unless they hold long lists.
-
-        `usage` is called where every chunk holds it.
+        """Encodes one server-sent event per choice, all in one part unless they contain long lists.
+        `usage` is called if every chunk contains token counts.
         """
         head, tail = self._frame(usage)
         events: list[bytes] = []
@@ -157,7 +162,7 @@ class Dialect(StreamingDialect):
         yield b"".join(events)
 
     def closing(self, usage: Usage, metrics: dict[str, Any] | None) -> bytes:
-        """The last events: token counts and times where asked for, and the mark of the end."""
+        """The last events: token counts and times if requested, and the end mark."""
         if not self._include_usage and metrics is None:
             return b"data: [DONE]\n\n"
         body: dict[str, Any] = {**self._head(self.chunk_object), "choices": []}
@@ -190,7 +195,9 @@ def named_event(body: Mapping[str, Any]) -> bytes:
 
 
 def stop_reason(piece: Piece) -> str | int | None:
-    """What ended an answer, as vLLM writes it: a stop string, a stop token, a repetition."""
+    """The cause of an answer's end as vLLM writes it: a stop string, a stop token or a
+    repetition.
+    """
     if piece.finish_reason is FinishReason.REPETITION:
         return "repetition_detected"
     return piece.stop_reason

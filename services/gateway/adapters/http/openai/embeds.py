@@ -1,7 +1,7 @@
-"""Embedded prompts as clients send them: a safetensors file with one matrix, in base64.
+"""Reads embedded prompts: a safetensors file with one matrix, in base64.
 
-The format of safetensors is a length, a JSON header and numbers: nothing in it is executed, unlike
-what pickles hold. https://huggingface.co/docs/safetensors
+A safetensors file is a length, a JSON header and numbers. Unlike a pickle it contains nothing that
+is executed. https://huggingface.co/docs/safetensors
 """
 
 import base64
@@ -17,7 +17,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 
 
 def read_prompt_embeds(encoded: str) -> PromptEmbeds:
-    """The only tensor of the file, [num_tokens, hidden_size]. Raises InvalidArgument."""
+    """The only tensor of the file, with shape [num_tokens, hidden_size]. Raises InvalidArgument."""
     try:
         file = base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What clients demand of the form of an answer: OpenAI's `response_format`, vLLM's
+"""The schemas that clients require of answers: OpenAI's `response_format`, vLLM's
 `structured_outputs`.
 """
 
@@ -44,7 +44,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchema(Body):
-    """A JSON schema and its name. Answers conform to it also where `strict` is false."""
+    """A JSON schema and its name. Answers conform to it even if `strict` is false."""
 
     name: str
     description: str | None = None
@@ -53,14 +53,14 @@ class JsonSchema(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON that a schema accepts."""
+    """JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class StructuralTagFormat(Body):
-    """Text with parts that have forms: `format`, or `structures` and what triggers them."""
+    """Text with constrained parts: `format`, or `structures` and the texts that trigger them."""
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = None
@@ -96,7 +96,7 @@ TextOrObject = Annotated[
 
 
 class StructuredOutputsBody(Body):
-    """Exactly one form that an answer has, as vLLM's clients write it."""
+    """Exactly one constraint on the answer, in vLLM's schema."""
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [given(name) for name in _FORMS]})
 
@@ -106,7 +106,7 @@ class StructuredOutputsBody(Body):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: TextOrObject | None = None
-    # vLLM's, of how JSON is written.
+    # vLLM's, about how JSON is written.
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
     disable_additional_properties: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
     disable_fallback: Annotated[Any, Only(False, why="there is one backend")] = None
@@ -129,7 +129,7 @@ class StructuredOutputsBody(Body):
         return self
 
     async def wanted(self, tokenizer: Tokenizer) -> StructuredOutputs:
-        """The form, not checked. Raises InvalidArgument for a structural tag that is none."""
+        """The constraint, not validated. Raises InvalidArgument for an invalid structural tag."""
         if self.structural_tag is not None:
             return await structural_tag(_tag(self.structural_tag), tokenizer)
         if self.regex is not None:
@@ -150,7 +150,9 @@ async def wanted_form(
     structured_outputs: StructuredOutputsBody | None,
     tokenizer: Tokenizer,
 ) -> StructuredOutputs | None:
-    """What an answer is to conform to; None: it is free. Raises InvalidArgument for two forms."""
+    """The constraint on an answer. None if the answer is unconstrained. Raises InvalidArgument if
+    there are two constraints.
+    """
     of_format = None
     if isinstance(response_format, JsonObjectFormat):
         of_format = StructuredOutputs(StructuredOutputsKind.JSON, ANY_OBJECT)
@@ -170,7 +172,7 @@ async def wanted_form(
 
 
 def _tag(value: dict[str, Any] | str) -> dict[str, Any]:
-    """A structural tag, which vLLM's clients send as a text, too."""
+    """Parses a structural tag, which vLLM's clients may send as text."""
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

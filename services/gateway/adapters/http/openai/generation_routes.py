@@ -1,5 +1,5 @@
-"""The routes that a model computes: completions, chat completions, messages, responses,
-embeddings, scores.
+"""The routes whose answers a model computes: completions, chat completions, messages, responses,
+embeddings and scores.
 """
 
 from collections.abc import Awaitable, Callable
@@ -79,11 +79,11 @@ OPERATIONS = {
     SCORE: ScoreDialect.operation,
     V1_SCORE: ScoreDialect.operation,
 }
-"""The GenAI operation of each."""
+"""The GenAI operation of each path."""
 
 
 class _Api(Protocol[C_contra]):
-    """One API's way to write answers to bodies of its own."""
+    """Makes the dialect that writes one API's answers to its bodies."""
 
     operation: str
     id_prefix: str
@@ -100,7 +100,9 @@ class _Api(Protocol[C_contra]):
 
 
 class GenerationRoutes:
-    """A handler for each route. All read a body of their own kind, and answer in its dialect."""
+    """A handler for each route. Each handler reads its own kind of body, and answers in its API's
+    dialect.
+    """
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class GenerationRoutes:
         sessions: ClientSessions,
         keep_alive: float,
     ) -> None:
-        """`keep_alive` is how long a stream may be silent, in seconds; 0: as long as it takes."""
+        """`keep_alive` is the longest silence of a stream, in seconds; 0 means no limit."""
         self._inference = inference
         self._keyed_requests = keyed_requests
         self._gate = gate
@@ -122,7 +124,7 @@ class GenerationRoutes:
         self._keep_alive = keep_alive
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Text completions; with `session`, a turn of it."""
+        """Text completions. With `session`, the request is a turn of that session."""
         tenant: Tenant = request.state.tenant
 
         async def to_request(
@@ -144,7 +146,7 @@ class GenerationRoutes:
         return self.reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
     async def messages(self, request: Request) -> ASGIApp:
-        """Anthropic's messages; of an agent, requests of one session are kept together."""
+        """Anthropic's messages. Requests of one agent session go to the same replica."""
 
         async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
             asked = await messages_request(body, inference, name)
@@ -153,7 +155,7 @@ class GenerationRoutes:
         return self.reply(request, MessagesBody, to_request, MessagesDialect)
 
     async def responses(self, request: Request) -> ASGIApp:
-        """OpenAI's responses, of which none is kept."""
+        """OpenAI's responses. They are not stored."""
         return self.reply(request, ResponsesBody, responses_request, ResponsesDialect)
 
     async def embeddings(self, request: Request) -> ASGIApp:
@@ -161,11 +163,11 @@ class GenerationRoutes:
         return self.reply(request, EmbeddingBody, embedding_request, EmbeddingDialect)
 
     async def generate_tokens(self, request: Request) -> ASGIApp:
-        """Tokens that follow tokens, without text."""
+        """Generates tokens from tokens, without text."""
         return self.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
 
     async def score(self, request: Request) -> ASGIApp:
-        """How well texts go with texts."""
+        """Scores of pairs of texts."""
         return self.reply(request, ScoreBody, score_request, ScoreDialect)
 
     async def v1_score(self, request: Request) -> ASGIApp:
@@ -179,7 +181,9 @@ class GenerationRoutes:
         to_request: Callable[[B, Inference, str], Awaitable[ClientRequest]],
         dialect: "_Api[B]",
     ) -> ASGIApp:
-        """The answer to a request whose body is of this type; it is read when the answer runs."""
+        """The answer to a request with a body of this type. The body is read when the
+        answer runs.
+        """
 
         async def read(entered: ExitStack) -> Exchange:
             state = request.scope["state"]
@@ -187,7 +191,7 @@ class GenerationRoutes:
             record: RequestRecord = state["record"]
             deadline = deadline_of(record.headers, record.timeline.began)
             key = None
-            if not issubclass(body_type, PooledBody):  # vectors are the same if computed again
+            if not issubclass(body_type, PooledBody):  # vectors can be recomputed
                 key = idempotency_key(record.headers.get(FIELD.lower()), tenant)
             arrival = state.get(ARRIVAL)
             if arrival is None:
@@ -230,7 +234,7 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """The client's name for its request, from body or header, or a new one."""
+    """The request's id: the client's, from body or header, or a new one."""
     if body.request_id is not None:
         check_request_id(body.request_id)
         record.rename(body.request_id)

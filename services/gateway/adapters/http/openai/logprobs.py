@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's and vLLM's answers write them."""
+"""Writes log-probabilities in the schemas of OpenAI's and vLLM's answers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -9,7 +9,7 @@ from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import Prompt
 
 TokenText = Callable[[Tokenizer, int], str]
-"""Writes a token as a text."""
+"""Converts a token to a text."""
 
 # The four parallel lists of a completion's `logprobs`.
 TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
@@ -30,7 +30,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's id as a text, as vLLM writes it for clients that ask for ids."""
+    """The token's id as a text, as vLLM writes it for clients that request ids."""
     return f"token_id:{token_id}"
 
 
@@ -58,8 +58,8 @@ def completion_logprobs(
 ) -> dict[str, Iterable[Any]]:
     """`logprobs` of a completion: four parallel lists.
 
-    `offsets` says where the text of each token starts. The token itself is always among its top
-    log-probabilities, which then are one more than asked for.
+    `offsets` are the positions at which the texts of the tokens start. The token itself is always
+    among its top log-probabilities, which can make them one more than requested.
     """
 
     def top(ids: list[int], probs: list[float]) -> dict[str, float]:
@@ -84,7 +84,7 @@ def echoed_logprobs(
     tokenizer: Tokenizer,
     token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
-    """`logprobs` of an echoed prompt, which has offsets; its first token has none."""
+    """`logprobs` of an echoed prompt that has offsets. Its first token has no log-probability."""
     offsets = prompt.offsets or []
     first: dict[str, list[Any]] = {
         TOKENS: [token_text(tokenizer, prompt.token_ids[0])],

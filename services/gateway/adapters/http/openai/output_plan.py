@@ -1,4 +1,4 @@
-"""What the answer of a conversation is held to and read as: its tools, its form, its reasoning."""
+"""Plans how an answer is constrained and parsed: its tools, its schema, its reasoning."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a client lets, or makes, the model call. `choice` is none, auto or required; `named` is
-    the tool that is to be called in place of these.
+    """Which tools the client lets or makes the model call. `choice` is none, auto or required.
+    `named` is the tool that must be called; it replaces `choice`.
     """
 
     tools: Sequence[CallableTool] = ()
@@ -42,7 +42,9 @@ class ToolUse:
     fields: ToolFields = CHAT_TOOLS
 
     def check(self, inference: Inference) -> None:
-        """Raises InvalidArgument for a choice that these tools, or the server, do not allow."""
+        """Raises InvalidArgument for a choice that contradicts the tools or that the server does
+        not support.
+        """
         if self.named is not None:
             if self.named not in {tool.name for tool in self.tools}:
                 raise InvalidArgument(
@@ -69,7 +71,7 @@ class ToolUse:
 
     @property
     def held_tools(self) -> dict[str, CallableTool]:
-        """The tools whose calls conform to their schemas, by the fields of these."""
+        """The tools whose calls are constrained to their schemas, by the field of the schema."""
         return {
             self.fields.schema.format(number): tool
             for number, tool in enumerate(self.tools)
@@ -82,8 +84,8 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What the request to the engine says, and how its answers are read. `marks`: of their format,
-    which may be special tokens.
+    """The constraint on the answers, and how they are parsed. `marks` are the delimiters of their
+    format, which may be special tokens.
     """
 
     structured_outputs: StructuredOutputs | None
@@ -99,9 +101,9 @@ async def planned(
     last_turn: Mapping[str, Any] | None = None,
     thinking_token_budget: int | None = None,
 ) -> ClientRequest:
-    """The request for an answer to a rendered prompt, with what its answers are held to and read
-    as. `last_turn` is the turn of the assistant that the answer continues, and
-    `thinking_token_budget` bounds the reasoning, if it is not -1. Raises InvalidArgument.
+    """The request for an answer to a rendered prompt, with the constraint on its answers and the
+    format to parse. `last_turn` is the turn of the assistant that the answer continues.
+    `thinking_token_budget` bounds the reasoning; -1 means no bound. Raises InvalidArgument.
     """
     sampling = request.sampling
     reasoning = _reasoning(request, prompt, inference, last_turn)
@@ -122,7 +124,7 @@ async def planned(
 async def _budget(
     num_tokens: int, reasoning: PromptedReasoning | None, inference: Inference
 ) -> ThinkingBudget | None:
-    """The bound of the reasoning; None where it is over."""
+    """The bound on the reasoning's tokens. None if the reasoning is already over."""
     if reasoning is None:
         raise InvalidArgument(
             f"{_BUDGET} is not supported by a server without --reasoning-parser",
@@ -145,8 +147,9 @@ async def _budget(
 def _reasoning(
     request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
 ) -> PromptedReasoning | None:
-    """The reasoning of answers to a prompt. It is over in a turn that was said after thinking,
-    whether or not the template writes what was thought.
+    """The reasoning format and its state after the prompt. None without a reasoning parser. The
+    reasoning is over if the continued turn has reasoning and content, even if the template does not
+    write the reasoning.
     """
     form = inference.output_formats.reasoning
     if form is None:
@@ -166,12 +169,12 @@ async def _plan(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> OutputPlan:
-    """The plan for answers to a rendered prompt, which are to have the form `wanted` where they are
-    content. Raises InvalidArgument.
+    """The plan for answers to a rendered prompt, whose content must conform to `wanted`. Raises
+    InvalidArgument.
 
-    As in vLLM a call that is forced takes the place of that form, and a form is that of what
-    follows the reasoning. Where the model may call tools, calls of formats with an envelope may
-    take its place, too; of others none is made.
+    As in vLLM, a forced call replaces `wanted`, and a constraint applies to the text after the
+    reasoning. If the model may call tools, calls in a format with an envelope may replace `wanted`,
+    too. In formats without an envelope no calls are made then.
     """
     use.check(inference)
     formats = inference.output_formats
@@ -208,8 +211,8 @@ async def _grammar(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> StructuredOutputs | None:
-    """What the whole answer is held to; None: it is free. Raises InvalidArgument, with the field of
-    the tool at fault if it is one.
+    """The constraint on the whole answer. None if it is unconstrained. Raises InvalidArgument, with
+    the field of the tool if a tool is at fault.
     """
     tokenizer, tools = inference.tokenizer, use.held_tools
     check_schemas(tools)
@@ -235,7 +238,7 @@ async def _form(
     reasoning: PromptedReasoning | None,
     inference: Inference,
 ) -> StructuredOutputs:
-    """The form of content that a client demands, or calls in its place."""
+    """The constraint that the client requires of content, or calls that replace the content."""
     formats, tokenizer = inference.output_formats, inference.tokenizer
     envelope = None if formats.tools is None else formats.tools.envelope
     if use.choice == AUTO and envelope is not None:
@@ -255,7 +258,7 @@ async def _form(
 async def _arguments(
     tool: CallableTool, inference: Inference, reasoning: PromptedReasoning | None
 ) -> StructuredOutputs:
-    """The arguments of one tool."""
+    """The constraint to the arguments of one tool."""
     schema = StructuredOutputs(StructuredOutputsKind.JSON, json.dumps(bare(tool.schema)))
     if reasoning is None:
         return schema
@@ -265,7 +268,9 @@ async def _arguments(
 async def _strict(
     use: ToolUse, reasoning: PromptedReasoning | None, inference: Inference
 ) -> StructuredOutputs | None:
-    """What holds strict calls to their schemas; None: calls of this format are not held to any."""
+    """The constraint of strict calls to their schemas. None if the tool format does not
+    support it.
+    """
     formats = inference.output_formats
     if formats.tools is None or formats.tools.envelope is None:
         return None

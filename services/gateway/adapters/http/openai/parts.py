@@ -1,4 +1,4 @@
-"""Parts of messages that are text, and arguments of calls, as clients of any API send them back."""
+"""Text parts of messages and arguments of calls, as clients of all APIs send them back."""
 
 import json
 from collections.abc import Sequence
@@ -18,11 +18,13 @@ TextType = Literal[
     "summary_text",
 ]
 THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
-"""Types of parts that hold what the assistant thought."""
+"""Types of the parts that contain the assistant's thinking."""
 
 
 def _as_text(value: Any) -> Any:
-    """A text; null has none, and Mistral's thoughts are lists of parts of type text."""
+    """Converts a value to a text. Null becomes an empty text. A list of text parts, such as
+    Mistral's thoughts, is joined.
+    """
     if value is None:
         return ""
     if isinstance(value, list):
@@ -36,14 +38,14 @@ PartText = Annotated[str, BeforeValidator(_as_text)]
 
 
 class TextPart(HistoryBody):
-    """A part of a message: text under the name that its type has for it."""
+    """A text part of a message. The key of the text depends on the type."""
 
     type: TextType
     text: PartText = Field(validation_alias=AliasChoices("text", "refusal", "thinking"))
 
 
 def _as_part(value: Any) -> Any:
-    """A part; as at vLLM, a text may stand for one."""
+    """Converts a plain text to a text part, as vLLM does."""
     return {"type": "text", "text": value} if isinstance(value, str) else value
 
 
@@ -68,8 +70,8 @@ def said(content: str | Sequence[TextPart] | None) -> list[str]:
 
 
 def read(content: str | Sequence[TextPart] | None) -> list[str]:
-    """The texts of a content's parts. Only the assistant thinks: of others, what is marked as a
-    thought is text, too.
+    """The texts of a content's parts, with thoughts. For roles other than the assistant, parts that
+    are marked as thoughts count as text, too.
     """
     return _texts(content, without=frozenset())
 
@@ -81,7 +83,7 @@ def _texts(content: str | Sequence[TextPart] | None, without: frozenset[str]) ->
 
 
 def thought(content: str | Sequence[TextPart] | None) -> str:
-    """The text of a content's thoughts."""
+    """The joined text of a content's thoughts."""
     if content is None or isinstance(content, str):
         return ""
     return "".join(part.text for part in content if part.type in THOUGHTS)
@@ -95,12 +97,12 @@ Arguments = Annotated[
         custom_error_message="must be a string or an object",
     ),
 ]
-"""Arguments of a call that was made: the text that the model wrote, or an object."""
+"""Arguments of an earlier call: the text that the model wrote, or an object."""
 
 
 def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] | str:
-    """Arguments as chat templates get them: an object, or a text that is no JSON object as it is.
-    None, an empty text and JSON's null are no arguments.
+    """Arguments as chat templates expect them: an object. A text that is no JSON object is
+    unchanged. None, an empty text and JSON's null mean no arguments.
     """
     if not isinstance(arguments, str):
         return arguments or {}
@@ -114,7 +116,7 @@ def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _can_be_written(text: str, read: dict[str, Any]) -> bool:
-    """Whether an object has no half of a surrogate pair, which is no text."""
+    """Whether an object can be encoded: half of a surrogate pair cannot."""
     if "\\ud" not in text.lower():
         return True
     try:

@@ -1,4 +1,4 @@
-"""/v1/embeddings and /score: from a body to a request, from vectors to an answer."""
+"""/v1/embeddings and /score: converts a body to a request, and vectors to an answer."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ from services.gateway.core.request.vectors import cosine, numbers
 async def embedding_request(
     body: EmbeddingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for. Raises InvalidArgument or OutOfRange, which name `prompt`
-    where the body has `input`.
+    """Converts a body to a request. Raises InvalidArgument or OutOfRange; they name the body's
+    `input` as `prompt`.
     """
     inference.check_pools(PoolingTask.EMBED)
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
@@ -57,7 +57,7 @@ async def prompts_request(
 
 
 async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
-    """The request that a body asks for."""
+    """Converts a body to a request."""
     first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
     return await pair_request(body, inference, request_id, {"text_1": first, "text_2": second})
 
@@ -65,8 +65,8 @@ async def score_request(body: ScoreBody, inference: Inference, request_id: str) 
 async def pair_request(
     body: PooledBody, inference: Inference, request_id: str, texts_of: Mapping[str, list[str]]
 ) -> ClientRequest:
-    """The request for scores of pairs of texts, by the names of their two fields: each text once
-    for a model that embeds, else each pair.
+    """The request for scores of pairs of texts. `texts_of` has the texts by the names of the two
+    fields. A model that embeds computes each text once, another model each pair.
     """
     pooler = inference.check_pools()
     for name, texts in texts_of.items():
@@ -142,7 +142,7 @@ class EmbeddingDialect:
         self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer, whose vectors are written out as it is sent."""
+        """The body of the answer. Its vectors are encoded while it is sent."""
         data = (
             {
                 "object": "embedding",
@@ -155,12 +155,12 @@ class EmbeddingDialect:
 
 
 def vector_body(values: bytes, *, in_base64: bool) -> str | list[float]:
-    """A vector as numbers, or as base64 of them."""
+    """A vector as a list of numbers, or in base64."""
     return base64.b64encode(values).decode() if in_base64 else numbers(values).tolist()
 
 
 class ScoreDialect:
-    """vLLM's scores: of pairs, or cosines of embeddings."""
+    """vLLM's scores: the model's scores of pairs, or cosines of embeddings."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "score"
@@ -186,7 +186,7 @@ class ScoreDialect:
 
 
 def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
-    """The scores of pairs, of which there are `num_second`: each is an answer, or the cosine of two
+    """The scores of `num_second` pairs. Each score is an answer's value, or the cosine of two
     embeddings.
     """
     vectors = [numbers(answer.pooled) for answer in answers]

@@ -1,4 +1,6 @@
-"""Conversations as the model reads them, whatever its template takes for arguments of calls."""
+"""Renders conversations to prompts, for templates that expect arguments of calls as objects or as
+texts.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,16 +12,17 @@ from services.gateway.core.ports import Tokenizer
 
 Turns = Sequence[Mapping[str, Any]]
 _MESSAGES = "messages"
-"""The field of errors that a template raises about the turns."""
+"""The field of errors that a template raises about the conversation."""
 
 
 async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> str:
-    """The prompt; `options` are those of `Tokenizer.render_chat`. Raises InvalidArgument.
+    """Renders the prompt; `options` are the options of `Tokenizer.render_chat`. Raises
+    InvalidArgument.
 
-    Arguments of calls are objects or, where the model wrote no JSON object, texts. A template that
-    raises, or whose prompt lacks such a text, is tried again: with all arguments as texts, then
-    with objects alone, where a text is the only value. If no prompt has all texts the first one
-    counts, and the first error if there is no prompt.
+    Arguments of calls are objects, or texts if the model wrote no JSON object. If the template
+    raises, or its prompt lacks such a text, it is tried again: first with all arguments as texts,
+    then with all as objects, in which a text is the only value. If no prompt contains all texts,
+    the first prompt is returned. If there is no prompt, the first error is raised.
     """
     texts = [arguments for arguments in _arguments(turns) if isinstance(arguments, str)]
     prompts: list[str] = []
@@ -47,7 +50,9 @@ def _arguments(turns: Turns) -> Iterator[dict[str, Any] | str]:
 
 
 def _forms(turns: Turns) -> Iterator[Turns]:
-    """The turns as they are, and where there are calls, in the other forms."""
+    """The turns unchanged; if there are calls, then also with their arguments as texts and as
+    objects.
+    """
     yield turns
     if any("tool_calls" in turn for turn in turns):
         yield [_with_arguments(turn, _as_text) for turn in turns]

@@ -1,4 +1,4 @@
-"""The fields of a body that both APIs have, as the core's request and sampling parameters."""
+"""Converts the fields that both APIs share to the core's request and sampling parameters."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ def client_request(
     sampling: SamplingParams,
     **own: Any,
 ) -> ClientRequest:
-    """The request; `own` are its fields of one API alone."""
+    """The request. `own` are fields that only one API has."""
     return ClientRequest(
         request_id=request_id,
         prompts=prompts,
@@ -55,7 +55,7 @@ async def sampling_from_body(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling parameters of a body; absent ones are the server's defaults."""
+    """The sampling parameters of a body. Absent ones have the server's defaults."""
     logit_bias = _logit_bias(body.logit_bias)
     sampling = replace(
         inference.default_sampling,
@@ -74,7 +74,7 @@ async def sampling_from_body(
 
 
 def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
-    """Sampling parameters that fields of the same names give."""
+    """The sampling parameters that the body sets in fields of the same names."""
     return {
         name: _READERS[name](value) if name in _READERS else value
         for name in names
@@ -83,14 +83,16 @@ def given_parameters(body: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_texts(texts: Sequence[str], field: str) -> None:
-    """Raises InvalidArgument for an empty text, with its number where there are several."""
+    """Raises InvalidArgument for an empty text, with its index if there are several texts."""
     if "" in texts:
         name = field if len(texts) == 1 else f"{field}[{texts.index('')}]"
         raise InvalidArgument(f"{name} must not be empty", field=name)
 
 
 def check_stream_options(body: SamplingBody) -> None:
-    """Raises InvalidArgument for options of a stream where there is none."""
+    """Raises InvalidArgument for stream options without a stream, and for
+    prompt_logprobs with one.
+    """
     options = body.stream_options or StreamOptions()
     if (options.include_usage or options.continuous_usage_stats) and not body.stream:
         raise InvalidArgument(
@@ -134,7 +136,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": tuple,
     "repetition_detection": _repetition,
 }
-"""Reads the parameters that are not numbers, or for which clients send other ones."""
+"""Converters of parameters that are not numbers, or whose values differ in the engine."""
 
 _COMPUTED = {
     "logit_bias_token_ids",
@@ -147,7 +149,7 @@ _COMPUTED = {
     "structured_outputs",
     "thinking_budget",
 }
-"""Parameters that more than one field of a body decides, or none of the same name."""
+"""Parameters that several fields of a body determine, or no field of the same name."""
 
 _SAME_NAMES = tuple(field.name for field in fields(SamplingParams) if field.name not in _COMPUTED)
 

@@ -1,4 +1,4 @@
-"""Sessions of clients: /v1/sessions. Their turns are completions that name them."""
+"""Sessions of clients: /v1/sessions. The turns of a session are completions with its id."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ SESSIONS = "/v1/sessions"
 
 
 class SessionRoutes:
-    """Opens, shows and ends the sessions of a tenant; other tenants' are not found."""
+    """Opens, shows and ends the sessions of a tenant. Sessions of other tenants are not found."""
 
     def __init__(
         self, sessions: ClientSessions, inference: Inference, gate: Gate, bodies: BodyReader
@@ -60,7 +60,7 @@ class SessionRoutes:
             return JSONResponse(self._document(self._sessions.open(tenant)))
 
     async def session(self, request: Request) -> Response:
-        """A session that is open; DELETE ends it. A turn that runs goes on to its end."""
+        """An open session; DELETE ends it. A running turn continues to its end."""
         session = self._sessions.find(request.path_params["session_id"], request.state.tenant)
         if request.method == "DELETE":
             self._sessions.end(session)

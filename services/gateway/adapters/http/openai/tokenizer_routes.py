@@ -21,7 +21,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 
 
 class TokenizerRoutes:
-    """A handler for each route. No replica is asked."""
+    """A handler for each route. The gateway answers without a replica."""
 
     def __init__(
         self, inference: Inference, membership: Membership, gate: Gate, bodies: BodyReader
@@ -32,7 +32,7 @@ class TokenizerRoutes:
         self._bodies = bodies
 
     async def tokenize(self, request: Request) -> Response:
-        """Text or a conversation to token ids."""
+        """Converts text or a conversation to token ids."""
         with self._gate.enter():
             body = await self._bodies.read(request, TokenizeBody)
             self._inference.check_model(body.model, request.state.tenant)
@@ -60,7 +60,7 @@ class TokenizerRoutes:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """Token ids to text."""
+        """Converts token ids to text."""
         with self._gate.enter():
             body = await self._bodies.read(request, DetokenizeBody)
             self._inference.check_model(body.model, request.state.tenant)
@@ -72,7 +72,7 @@ class TokenizerRoutes:
         return JSONResponse(self._inference.tokenizer.description())
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens a conversation of Anthropic's messages has."""
+        """The number of tokens of a conversation in Anthropic's schema."""
         with self._gate.enter():
             body = await self._bodies.read(request, CountTokensBody)
             self._inference.check_model(body.model, request.state.tenant)

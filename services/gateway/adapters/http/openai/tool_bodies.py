@@ -1,4 +1,4 @@
-"""Tools in requests: what a model may call, what it called, and whether it must."""
+"""Tools in requests: the tools, the calls that were made, and the choice of tools."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,18 +23,18 @@ TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
 
 
 DEFERRED = Without("tools.defer_loading", False)
-"""Of a tool that the model is to see when it searches for it: it sees all tools."""
+"""Annotation of tools that the model should find by search. The model sees all tools."""
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The schema of a tool's arguments; without parameters it takes none."""
+    """The schema of a tool's arguments. Without parameters, no arguments are allowed."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **parameters}
 
 
 class FunctionBody(HistoryBody):
-    """A function that the model may call. Without parameters it takes none."""
+    """A function that the model may call. Without parameters it has no arguments."""
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
@@ -49,7 +49,7 @@ class FunctionBody(HistoryBody):
 
 
 class ToolBody(HistoryBody):
-    """A tool, as chat completions write one."""
+    """A tool in the schema of chat completions."""
 
     type: Literal["function"]
     function: FunctionBody
@@ -61,7 +61,7 @@ class ToolBody(HistoryBody):
         return CallableTool(function.name, function.schema_, bool(function.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool as chat templates expect it."""
         shown = {"name", "description", "parameters"}
         function = self.function.model_dump(exclude_none=True, include=shown)
         return {"type": "function", "function": function}
@@ -71,13 +71,13 @@ Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class NamedFunction(Body):
-    """The function that is to be called."""
+    """The function that must be called."""
 
     name: str = Field(max_length=256)
 
 
 class NamedTool(Body):
-    """The tool that is to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -95,7 +95,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(HistoryBody):
-    """What was called, with the arguments that the model wrote."""
+    """The called function, with the arguments that the model wrote."""
 
     name: str
     arguments: Arguments | None = None
@@ -109,7 +109,7 @@ class ToolCallBody(HistoryBody):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates take it, but for arguments that are no object."""
+        """The call as chat templates expect it. Arguments that are no object stay a text."""
         arguments = called_arguments(self.function.arguments)
         call: dict[str, Any] = {
             "type": "function",
@@ -123,7 +123,7 @@ ToolCalls = Annotated[list[ToolCallBody], Field(fail_fast=True)]
 
 @dataclass(frozen=True, slots=True)
 class ToolFields:
-    """How an API calls the parts of its tools, for errors; {} is the number of a tool."""
+    """Names of a tool's fields in one API, for errors; {} is the index of the tool."""
 
     name: str
     schema: str
@@ -136,7 +136,7 @@ CHAT_TOOLS = ToolFields(
 
 
 def check_tools(tools: Sequence[CallableTool], fields: ToolFields) -> None:
-    """Raises InvalidArgument for a tool that is there twice, or whose schema is too large."""
+    """Raises InvalidArgument for a duplicate tool name, or a schema that is too large."""
     names: set[str] = set()
     for number, tool in enumerate(tools):
         if tool.name in names:

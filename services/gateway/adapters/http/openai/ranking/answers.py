@@ -1,4 +1,4 @@
-"""The bodies of answers of these routes, for OpenAPI documents."""
+"""The bodies of answers to rerank, classify and pooling, for OpenAPI documents."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ class RankedText(Answer):
 
 
 class Ranked(Answer):
-    """A document's place in the request, and how well it goes with the query."""
+    """A document's index in the request, and its score with the query."""
 
     index: int
     relevance_score: float
@@ -20,7 +20,7 @@ class Ranked(Answer):
 
 
 class Ranking(Answer):
-    """An answer of /rerank: documents, the best first."""
+    """An answer of /rerank: documents, best first."""
 
     id: str
     model: str
@@ -30,7 +30,7 @@ class Ranking(Answer):
 
 
 class Classified(Answer):
-    """The classes of one input: the numbers of all, and the name of the largest."""
+    """The classes of one input: the probability of each, and the name of the most probable."""
 
     index: int
     label: str | None

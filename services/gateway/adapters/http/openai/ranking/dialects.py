@@ -1,4 +1,4 @@
-"""Rerank, classify and pooling: from bodies to requests, from vectors to answers."""
+"""Rerank, classify and pooling: converts bodies to requests, and vectors to answers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +55,7 @@ async def pooling_request(
 
 
 class RerankDialect:
-    """Documents by their scores, the best first, and equal ones in the order in which they came."""
+    """Writes documents by their scores, best first. Equal scores keep the order of the request."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"
@@ -88,7 +88,7 @@ class RerankDialect:
 
 
 class ClassifyDialect:
-    """The numbers of the classes, and the name of the largest."""
+    """Writes the probabilities of the classes, and the name of the most probable."""
 
     def __init__(self, head: dict[str, Any], labels: Sequence[str]) -> None:
         self._head = head
@@ -111,7 +111,7 @@ class ClassifyDialect:
 
 
 class ClassifyApi:
-    """Makes dialects of answers to /classify with the names of the classes."""
+    """Makes dialects for answers to /classify, with the names of the classes."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "classify"
@@ -132,7 +132,7 @@ class ClassifyApi:
 
 
 class PoolingDialect:
-    """Vectors as the model gives them."""
+    """Writes vectors as the model computes them."""
 
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
@@ -149,7 +149,7 @@ class PoolingDialect:
         self._head = answer_head(request, created, model_name)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of the answer, whose vectors are written out as it is sent."""
+        """The body of the answer. Its vectors are encoded while it is sent."""
         data = (
             {
                 "index": index,

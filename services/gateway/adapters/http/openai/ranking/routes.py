@@ -33,11 +33,11 @@ OPERATIONS = {
     CLASSIFY: ClassifyApi.operation,
     POOLING: PoolingDialect.operation,
 }
-"""The GenAI operation of each."""
+"""The GenAI operation of each path."""
 
 
 class RankingRoutes:
-    """A handler for each."""
+    """A handler for each route."""
 
     def __init__(self, generation: GenerationRoutes, labels: Sequence[str]) -> None:
         """`labels` are the names of the model's classes, in order."""
@@ -45,7 +45,7 @@ class RankingRoutes:
         self._classify_api = ClassifyApi(labels)
 
     async def rerank(self, request: Request) -> ASGIApp:
-        """Documents by how well they go with a query."""
+        """Documents, ranked by their scores with a query."""
         return self._generation.reply(request, RerankBody, rerank_request, RerankDialect)
 
     async def v1_rerank(self, request: Request) -> ASGIApp:
@@ -61,11 +61,11 @@ class RankingRoutes:
         return self._generation.reply(request, ClassifyBody, classify_request, self._classify_api)
 
     async def pooling(self, request: Request) -> ASGIApp:
-        """The vectors of texts, of any model that gives some."""
+        """The vectors of texts, from any model that pools."""
         return self._generation.reply(request, PoolingBody, pooling_request, PoolingDialect)
 
     def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
-        """The routes, which read these headers."""
+        """The routes. `headers` are the headers that they read."""
         table = (
             (RERANK, self.rerank, answers.Ranking, RerankBody),
             (V1_RERANK, self.v1_rerank, answers.Ranking, RerankBody),

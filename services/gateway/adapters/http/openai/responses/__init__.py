@@ -1,1 +1,1 @@
-"""OpenAI's responses: bodies, the requests that they ask for, answers and their events."""
+"""OpenAI's responses API: bodies, conversion to requests, answers and their events."""

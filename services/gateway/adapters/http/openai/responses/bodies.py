@@ -39,14 +39,16 @@ _NO_CACHE = "prompts are cached in memory, and those used least recently are dro
 
 
 def _includable(names: list[str]) -> list[str]:
-    """What a response is to include: reasoning is in it, and other names are of OpenAI's tools."""
+    """Validates `include`. Log-probabilities are refused. Reasoning is always included, and other
+    names concern OpenAI's tools.
+    """
     if _LOGPROBS in names:
         raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})
     return names
 
 
 class ResponsesTool(HistoryBody):
-    """A function of the client's own. Tools that OpenAI runs are not known here."""
+    """A function that the client runs. Tools that OpenAI runs are not supported."""
 
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
@@ -63,7 +65,7 @@ class ResponsesTool(HistoryBody):
         return CallableTool(self.name, arguments_schema(self.parameters), bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """The tool as chat templates expect it."""
         shown = {"name", "description", "parameters"}
         return {
             "type": "function",
@@ -72,7 +74,7 @@ class ResponsesTool(HistoryBody):
 
 
 class ResponsesNamedTool(Body):
-    """The function that is to be called."""
+    """The function that must be called."""
 
     type: Literal["function"]
     name: str = Field(max_length=256)
@@ -90,13 +92,13 @@ ResponsesToolChoice = Annotated[
 
 
 class ResponsesJsonSchema(JsonSchema):
-    """JSON that a schema accepts."""
+    """JSON that conforms to a schema."""
 
     type: Literal["json_schema"]
 
 
 class ResponsesText(Body):
-    """Which form an answer has."""
+    """The format of the answer."""
 
     format: (
         Annotated[
@@ -116,7 +118,7 @@ class ResponsesText(Body):
 
 
 class ResponsesReasoning(Body):
-    """How much the model is to reason. What it reasons is in the answer; it is not summarized."""
+    """The reasoning effort. The answer contains the reasoning, not a summary."""
 
     effort: Effort | None = None
     summary: Ignored = None
@@ -124,7 +126,7 @@ class ResponsesReasoning(Body):
 
 
 class ResponsesStreamOptions(Body):
-    """What a stream carries besides its events."""
+    """Options for what a stream contains besides its events."""
 
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
@@ -163,7 +165,7 @@ class ResponsesBody(UnservedResponsesFields):
     seed: Int | None = None
     skip_reading_prefix_cache: bool | None = None
     top_k: Int | None = None
-    # What changes nothing here.
+    # Fields without effect.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     user: str | None = None
@@ -185,7 +187,7 @@ class ResponsesBody(UnservedResponsesFields):
     truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error with its field named as in this body."""
+        """The error, with its field renamed to this body's field."""
         names = {
             "prompt": "input",
             "messages": "input",
@@ -198,6 +200,6 @@ class ResponsesBody(UnservedResponsesFields):
 
     @property
     def form(self) -> JsonObjectFormat | ResponsesJsonSchema | None:
-        """The form that an answer has; None: any text."""
+        """The format that the answer must conform to; None for any text."""
         form = None if self.text is None else self.text.format
         return None if isinstance(form, TextFormat) else form

@@ -1,4 +1,4 @@
-"""/v1/responses: from answers to its responses and events."""
+"""/v1/responses: converts answers to responses and events."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from services.gateway.core.request.generation import Answer, Usage
 from services.gateway.core.request.request import ClientRequest
 
 _CUT = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORT: None}
-"""Why an answer is incomplete; OpenAI has no word for one that an operator ended."""
+"""The reasons of incomplete answers. OpenAI defines none for an answer that an operator ended."""
 
 
 class ResponsesDialect(StreamingDialect):
-    """How OpenAI's responses API writes one answer: a response of items."""
+    """Writes one answer in the schema of OpenAI's responses API: a response of items."""
 
     operation = names.GENAI_OPERATION_CHAT
     id_prefix = "resp"
@@ -33,7 +33,7 @@ class ResponsesDialect(StreamingDialect):
         model_name: str,
         _tokenizer: Tokenizer,
     ) -> None:
-        """`request` is what `body` asks for. It arrived at `created`, in seconds since 1970."""
+        """`request` was derived from `body`. It arrived at `created`, in seconds since 1970."""
         self._writer = ItemWriter(request, created)
         self._frame = _frame(body, request, created, model_name)
         self._last = Piece(0)
@@ -93,7 +93,7 @@ class ResponsesDialect(StreamingDialect):
 def _frame(
     body: ResponsesBody, request: ClientRequest, created: int, model_name: str
 ) -> dict[str, Any]:
-    """A response that has no output yet; what is said of the request is as it came."""
+    """A response without output. It repeats the request's parameters as they were sent."""
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     effort = None if body.reasoning is None else body.reasoning.effort
@@ -124,12 +124,12 @@ def _frame(
 
 
 def _given(part: Body) -> dict[str, Any]:
-    """A part of a body as it came."""
+    """A part of a body as it was sent."""
     return part.model_dump(exclude_none=True, by_alias=True)
 
 
 def _error_code(error: StepwellError) -> str:
-    """OpenAI's nearest word: it has none for other parameters than the prompt."""
+    """OpenAI's nearest error code. It has none for invalid parameters other than the prompt."""
     return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
 
 

@@ -1,4 +1,4 @@
-"""What the assistant says, as items: whole, and as events while it comes."""
+"""Writes the assistant's output as items, complete or as events."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ _DIGITS = 32
 _MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
 _PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_"}
 _TEXT_OF = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
-"""The type of an item's part, by which its events are named."""
+"""The part type of each kind of item, after which its events are named."""
 
 
 @dataclass(slots=True)
 class _Item:
-    """An item that has begun: what does not change of it, and the pieces of its text so far."""
+    """An item that has begun: its constant fields, and the pieces of its text so far."""
 
     kind: str
     head: dict[str, Any]
@@ -55,7 +55,7 @@ class _Item:
 
 
 class ItemWriter:
-    """Writes the items of one request's answer, each of which ends before the next begins."""
+    """Writes the items of one request's answer. Each item ends before the next begins."""
 
     def __init__(self, request: ClientRequest, created: int) -> None:
         self.items: list[dict[str, Any]] = []
@@ -63,17 +63,17 @@ class ItemWriter:
         self._request = request
         self._created = created
         self._item: _Item | None = None
-        """The one that has begun and not ended."""
+        """The item that has begun and not ended."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds to the items. The last of them is ended by `end`."""
+        """The events that a piece adds. `end` ends the last item."""
         added: list[OutputEvent] | None = piece.events
         if added is None:
             added = [ContentDelta(piece.text)] if piece.text else []
         return [written for event in added for written in self._write(event)]
 
     def whole(self, answer: Answer, status: str) -> list[dict[str, Any]]:
-        """The items of the answer; the last of them has the status."""
+        """The items of the answer. The last item has this status."""
         events = _events_of(answer)
         if self._request.output_form is None:
             events = [ContentDelta(answer.text)] if answer.text else []
@@ -143,13 +143,15 @@ class ItemWriter:
         return {"item_id": self._item.head["id"], "output_index": len(self.items)}
 
     def _id(self, kind: str) -> str:
-        """The same wherever the same answer is written again."""
+        """The id of the next item. It is deterministic, so that a repeated answer has
+        the same ids.
+        """
         name = f"{self._request.request_id}/{self._created}/{len(self.items)}"
         return _PREFIXES[kind] + sha256(name.encode()).hexdigest()[:_DIGITS]
 
 
 def _logprobs(item: _Item) -> dict[str, Any]:
-    """What events of a message's text have besides."""
+    """Additional fields of the text events of a message."""
     return {"logprobs": []} if item.kind == _MESSAGE else {}
 
 

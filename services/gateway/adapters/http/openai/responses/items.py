@@ -1,4 +1,4 @@
-"""The items of a conversation, as OpenAI's responses API writes them."""
+"""The items of a conversation, in the schema of OpenAI's responses API."""
 
 from typing import Annotated, Any, Literal
 
@@ -23,7 +23,9 @@ class MessageItem(HistoryBody):
     content: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """A turn. What is marked as a thought is the assistant's, and of others text, too."""
+        """The item as a turn. Parts that are marked as thoughts are reasoning if the assistant
+        wrote them, and text in other roles.
+        """
         if self.role != "assistant":
             return {"role": self.role, "content": read(self.content)}
         turn: dict[str, Any] = {"role": self.role, "content": said(self.content)}
@@ -41,27 +43,27 @@ class FunctionCallItem(HistoryBody):
     arguments: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """A turn of the assistant."""
+        """The item as a turn of the assistant."""
         function = {"name": self.name, "arguments": called_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         return {"role": "assistant", "content": [], "tool_calls": [call]}
 
 
 class FunctionCallOutputItem(HistoryBody):
-    """What a tool gave."""
+    """The result of a tool."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """A turn of the tool."""
+        """The item as a turn of the tool."""
         return {"role": "tool", "tool_call_id": self.call_id, "content": read(self.output)}
 
 
 class ReasoningItem(HistoryBody):
-    """What the assistant thought, or a summary of it. Whether the model reads it again depends on
-    its chat template. What is encrypted cannot be read here.
+    """The assistant's reasoning, or a summary of it. The chat template decides whether the model
+    reads it again. Encrypted reasoning cannot be read by this server.
     """
 
     type: Literal["reasoning"]
@@ -69,7 +71,7 @@ class ReasoningItem(HistoryBody):
     summary: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """A turn of the assistant that says nothing."""
+        """The item as a turn of the assistant without content."""
         parts = self.content or self.summary
         return {"role": "assistant", "content": [], "reasoning_content": "".join(read(parts))}
 
@@ -96,8 +98,8 @@ AnyItem = Annotated[
 
 
 def turns_of(items: list[Item]) -> list[dict[str, Any]]:
-    """The items as turns of chat templates: what the assistant thought, then said, then called is
-    one turn.
+    """The items as turns for chat templates. Consecutive reasoning, message and calls of the
+    assistant become one turn.
     """
     turns: list[dict[str, Any]] = []
     for item in items:
@@ -116,7 +118,7 @@ def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
 
 
 def _stage(turn: dict[str, Any]) -> int:
-    """How far a turn of the assistant is: it thinks, speaks, calls."""
+    """The stage of a turn of the assistant: 0 reasoning, 1 content, 2 calls."""
     return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
 
 

@@ -1,4 +1,4 @@
-"""/v1/responses: from its body to a request."""
+"""/v1/responses: converts a body to a request."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ _SAMPLED = ("temperature", "top_k", "top_p", "seed")
 async def responses_request(
     body: ResponsesBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for. Raises InvalidArgument for contradictions."""
+    """Converts a body to a request. Raises InvalidArgument for contradictions."""
     use = _tool_use(body)
     use.check(inference)
     text = await _render(body, inference)
@@ -45,7 +45,7 @@ async def responses_request(
 
 
 async def _render(body: ResponsesBody, inference: Inference) -> str:
-    """The conversation as the model reads it."""
+    """Renders the prompt."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [{"role": "user", "content": body.input}]
@@ -65,7 +65,7 @@ async def _render(body: ResponsesBody, inference: Inference) -> str:
 
 
 def _tool_use(body: ResponsesBody) -> ToolUse:
-    """What the model may call."""
+    """The tools that the model may call."""
     tools = body.tools or []
     choice = body.tool_choice or AUTO
     if choice == AUTO and not tools:
@@ -80,7 +80,7 @@ def _tool_use(body: ResponsesBody) -> ToolUse:
 
 
 def _form(body: ResponsesBody) -> StructuredOutputs | None:
-    """What an answer is to conform to."""
+    """The schema that the answer must conform to, if any."""
     if body.form is None:
         return None
     if isinstance(body.form, JsonObjectFormat):

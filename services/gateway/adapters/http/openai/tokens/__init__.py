@@ -1,1 +1,1 @@
-"""vLLM's route of tokens in and tokens out."""
+"""vLLM's routes with tokens as input and output."""

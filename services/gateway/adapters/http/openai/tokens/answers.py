@@ -1,4 +1,4 @@
-"""The bodies of its answers, for OpenAPI documents."""
+"""The bodies of answers in tokens, for OpenAPI documents."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from services.gateway.adapters.http.openapi.answers import (
 
 
 class RankedToken(Answer):
-    """A token and its log-probability; its rank in the vocabulary where it is known."""
+    """A token and its log-probability, and its rank in the vocabulary if known."""
 
     token_id: int
     logprob: float
@@ -21,7 +21,7 @@ class RankedToken(Answer):
 
 
 class GeneratedToken(RankedToken):
-    """A token of the answer, and the most probable ones in its place."""
+    """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: list[RankedToken]
 
@@ -33,7 +33,7 @@ class TokenLogprobs(Answer):
 
 
 class TokensChoice(Answer):
-    """An answer, or a piece of one."""
+    """A choice of an answer, or a part of one."""
 
     index: int
     token_ids: list[int]
@@ -65,8 +65,8 @@ class GeneratedTokensChunk(Answer):
 
 
 class RenderedPrompt(Answer):
-    """What /inference/v1/generate takes. `token_offsets` says where in the text each token begins
-    and ends.
+    """A body for /inference/v1/generate. `token_offsets` has the begin and end of each token in the
+    text.
     """
 
     request_id: str
@@ -82,4 +82,4 @@ class RenderedPrompt(Answer):
 
 
 class Rendered(RootModel[list[RenderedPrompt]]):
-    """One for each prompt of a completion."""
+    """A rendered prompt for each prompt of a completion."""

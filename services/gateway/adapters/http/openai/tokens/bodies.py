@@ -1,4 +1,4 @@
-"""The body of requests of tokens in and tokens out."""
+"""The body of requests with tokens as input and output."""
 
 from typing import Annotated, Any
 
@@ -50,7 +50,7 @@ class TokenSamplingBody(Body):
     bad_words: Texts | None = None
     repetition_detection: RepetitionDetectionBody | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    # Of texts, which answers do not have.
+    # These concern texts, which answers do not have.
     detokenize: Ignored = None
     skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
@@ -78,6 +78,6 @@ class GenerateTokensBody(Body):
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """The error with its field named as in this body."""
+        """The error, with its field renamed to this body's field."""
         inner = {name: f"sampling_params.{name}" for name in TokenSamplingBody.model_fields}
         return renamed(error, {"prompt": "token_ids", **inner})

@@ -1,4 +1,4 @@
-"""/derender: answers of /inference/v1/generate, as completions or chats write them."""
+"""/derender: converts answers of /inference/v1/generate to completions or chat completions."""
 
 import asyncio
 import time
@@ -32,14 +32,16 @@ from services.gateway.core.text.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The answers that tokens are, and their counts."""
+    """Answers read from tokens, and their token counts."""
 
     answers: Sequence[Answer]
     usage: Usage
 
 
 async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[str, Any]:
-    """The chat completion of tokens, read as its request says. Raises InvalidArgument."""
+    """The chat completion of generated tokens, parsed as the body's chat request requires. Raises
+    InvalidArgument.
+    """
     given = body.generate_response
     choices = given.choices
     _check_size([given], inference)
@@ -64,7 +66,7 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
 async def derendered_completion(
     body: DerenderCompletionBody, inference: Inference
 ) -> dict[str, Any]:
-    """The completion of tokens, prompt by prompt. Raises InvalidArgument."""
+    """The completion of generated tokens, prompt by prompt. Raises InvalidArgument."""
     given = body.generate_responses
     _check_size(given, inference)
     asked = body.completion_request or CompletionBody.model_construct()
@@ -100,7 +102,7 @@ async def derendered_completion(
 def _plain(
     asked: ChatCompletionBody | CompletionBody, name: str, prompts: Sequence[Prompt]
 ) -> ClientRequest:
-    """The request of answers that are text and nothing else."""
+    """A request whose answers are plain text."""
     return client_request(asked, name, tuple(prompts), SamplingParams())
 
 
@@ -111,7 +113,7 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """The error of a request that is a field of another."""
+    """The error of a request that is nested in a field of another body."""
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)
 
@@ -122,7 +124,7 @@ async def _read(
     num_prompt_tokens: int,
     inference: Inference,
 ) -> _Read:
-    """Reads choice i as answer i of the request, in a thread."""
+    """Reads choice i as answer i of the request. Runs in a thread."""
     has_rows = any(choice.rows for choice in choices)
     request = replace(request, sampling=replace(request.sampling, logprobs=0 if has_rows else None))
     sequences = to_engine_requests(request, inference.limits(), seed=0, arrival_unix_nanos=0)

@@ -1,4 +1,4 @@
-"""The bodies of /derender: tokens that were generated, and the request that they answer."""
+"""The bodies of /derender: generated tokens, and the request that they answer."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -28,7 +28,7 @@ class RankedTokenBody(Body):
 
 
 class GeneratedTokenBody(RankedTokenBody):
-    """A token of the answer, and the most probable ones in its place."""
+    """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: Annotated[list[RankedTokenBody], Field(fail_fast=True, default_factory=list)]
 
@@ -59,7 +59,7 @@ class TokensChoiceBody(Body):
 
     @property
     def rows(self) -> list[GeneratedTokenBody]:
-        """The log-probabilities; empty if there are none."""
+        """The log-probabilities, one entry per token; empty if there are none."""
         return (self.logprobs and self.logprobs.content) or []
 
 
@@ -97,7 +97,7 @@ class DerenderChatBody(Body):
 
 
 class DerenderCompletionBody(Body):
-    """POST /v1/completions/derender: an answer to each prompt of the request."""
+    """POST /v1/completions/derender: one answer for each prompt of the request."""
 
     generate_responses: Annotated[list[GeneratedTokensBody], Field(min_length=1, fail_fast=True)]
     model: str | None = None

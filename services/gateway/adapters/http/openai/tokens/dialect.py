@@ -1,4 +1,4 @@
-"""/inference/v1/generate: from its body to a request, from answers to its chunks."""
+"""/inference/v1/generate: converts a body to a request, and answers to chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -40,7 +40,7 @@ _SHARED = ("stream", "stream_options", "priority", "cache_salt", "skip_reading_p
 async def tokens_request(
     body: GenerateTokensBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """The request that a body asks for: that of a completion of these tokens."""
+    """Converts a body to the request of a completion with these tokens as its prompt."""
     given = {name: getattr(body, name) for name in _SHARED}
     sampled = {name: value for name, value in body.sampling_params if value is not None}
     as_completion = CompletionBody.model_construct(prompt=body.token_ids, **given, **sampled)
@@ -56,7 +56,7 @@ async def tokens_request(
 
 
 class TokensDialect(StreamingDialect):
-    """How answers are written: token ids, and log-probabilities by token ids."""
+    """Writes answers as token ids, with log-probabilities by token id."""
 
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "gen"

@@ -1,4 +1,4 @@
-"""/render: what a completion or a chat sends to /inference/v1/generate."""
+"""/render: converts completions and chats to bodies for /inference/v1/generate."""
 
 import json
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ Offsets = Sequence[Sequence[tuple[int, int]]]
 
 
 def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
-    """Raises InvalidArgument for a field that asks for what tokens in and out do not have."""
+    """Raises InvalidArgument for a field that /inference/v1/generate does not support."""
     for name in _NOT_RENDERED:
         value = getattr(body, name, None)
         if value is None or value is False or (name == _NOT_RENDERED[-1] and value == _NO_BUDGET):
@@ -49,7 +49,7 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
-    """The request of tokens that a chat is. Raises InvalidArgument."""
+    """The body for /inference/v1/generate of a chat. Raises InvalidArgument."""
     check_renders(body)
     request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
@@ -63,7 +63,9 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
-    """The request of tokens for each prompt of a completion. Raises InvalidArgument."""
+    """The bodies for /inference/v1/generate, one per prompt of a completion. Raises
+    InvalidArgument.
+    """
     check_renders(body)
     request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
@@ -86,7 +88,7 @@ async def _rendered(
     offsets: Offsets | None,
     inference: Inference,
 ) -> list[dict[str, Any]]:
-    """One request of tokens for each prompt, checked as if it were to run here."""
+    """One body per prompt, validated as if it were to run on this server."""
     generation = await inference.prepare(request)
     firsts = generation.sequences[:: request.num_candidates]
     options = body.stream_options if body.stream else None
@@ -123,7 +125,7 @@ def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """vLLM's sampling parameters, of which those that ask for nothing are left out."""
+    """vLLM's sampling parameters. Parameters without effect are omitted."""
     written: dict[str, Any] = {name: getattr(sampling, name) for name in _NUMBERS}
     bias = dict(zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True))
     repetition = sampling.repetition_detection

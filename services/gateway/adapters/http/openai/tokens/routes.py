@@ -1,4 +1,4 @@
-"""The routes /render and /derender of completions and chat completions. No replica is asked."""
+"""The routes /render and /derender of completions and chat completions. They need no replica."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderC
 
 
 class RenderRoutes:
-    """A handler for each."""
+    """A handler for each route."""
 
     def __init__(self, inference: Inference, gate: Gate, bodies: BodyReader) -> None:
         self._inference = inference
@@ -38,11 +38,11 @@ class RenderRoutes:
         self._bodies = bodies
 
     async def render_completion(self, request: Request) -> Response:
-        """A completion's prompts as tokens, each with what /inference/v1/generate takes."""
+        """A completion's prompts as tokens, each as a body for /inference/v1/generate."""
         return await self._answer(request, CompletionBody, rendered_completion)
 
     async def render_chat(self, request: Request) -> Response:
-        """A conversation as tokens, with what /inference/v1/generate takes."""
+        """A conversation as tokens, as a body for /inference/v1/generate."""
         return await self._answer(request, ChatCompletionBody, rendered_chat)
 
     async def derender_completion(self, request: Request) -> Response:
