@@ -1,9 +1,8 @@
-"""Metrics in Prometheus' text format 0.0.4 or in OpenMetrics, of one process or put together from
-several.
+"""Metrics of one or several processes in Prometheus' text format 0.0.4 or in OpenMetrics.
 
-Both are written here: in OpenMetrics, and in version 1.0.0 of the text format, client libraries
-write `vllm_` for `vllm:` unless names may be UTF-8. Between processes texts have format 0.0.4, with
-exemplars where they are wanted; `open_metrics` makes OpenMetrics of one.
+This module writes both formats itself. Client libraries write `vllm_` for `vllm:` in OpenMetrics
+and in version 1.0.0 of the text format, except if names may be UTF-8. Texts between processes have
+format 0.0.4, with exemplars if requested. `open_metrics` converts such a text to OpenMetrics.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,10 +18,10 @@ _HEADER = b"# HELP "
 
 
 class Exposition:
-    """The metrics of one process, read at each call of `render`, from any thread.
+    """The metrics of one process. `render` reads them and may be called from any thread.
 
-    `own` are metrics of the service; `shared` are those that every service has, which get the label
-    `service`. The metrics of the process itself are added to them.
+    `own` are metrics of the service. `shared` are metrics that every service has, and get the label
+    `service`. Metrics of the process itself are added to the shared ones.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Exposition:
         shared: Iterable[Collector] = (),
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """All series get `labels`."""
+        """Adds `labels` to all series."""
         self._own = tuple(own)
         self._shared = (ProcessCollector(registry=CollectorRegistry()), *shared)
         self._labels = dict(labels or {})
@@ -45,8 +44,10 @@ class Exposition:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """The text. All series get `labels`. Series that have one of them with another value, or
-        have any of `hidden_labels`, are left out. Buckets have their exemplars if these are wanted.
+        """Returns the text, with `labels` added to all series.
+
+        A series is omitted if it has one of these labels with another value, or any of
+        `hidden_labels`. Buckets have exemplars if `exemplars` is set.
         """
         added = {**self._labels, **(labels or {})}
         text = [
@@ -57,13 +58,13 @@ class Exposition:
 
 
 def number_text(value: float) -> str:
-    """A number as the format has it."""
+    """Formats a number for the text format."""
     text = repr(float(value))
     return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(text, text)
 
 
 def wants_open_metrics(accept: str) -> bool:
-    """Whether a scraper's header `Accept` prefers OpenMetrics to text, or has both alike."""
+    """Whether a scraper's header `Accept` ranks OpenMetrics at least as high as text."""
     weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for offer in accept.split(","):
         kind, *parameters = (part.strip() for part in offer.split(";"))
@@ -74,7 +75,7 @@ def wants_open_metrics(accept: str) -> bool:
 
 
 def open_metrics(text: bytes) -> bytes:
-    """A text in format 0.0.4, with exemplars, as OpenMetrics has it."""
+    """Converts a text in format 0.0.4 with exemplars to OpenMetrics."""
     written = []
     for family in (b"\n" + text).split(b"\n" + _HEADER)[1:]:
         header, kind, samples = _parts(family)
@@ -88,7 +89,7 @@ def open_metrics(text: bytes) -> bytes:
 
 
 def is_exposition(text: bytes) -> bool:
-    """Whether a text may be of this format: lines in UTF-8, the first one with a metric's help."""
+    """Whether a text may be in this format: UTF-8 lines that begin with a metric's help."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -97,8 +98,9 @@ def is_exposition(text: bytes) -> bool:
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """The metrics of several texts as one text. A metric that an earlier one has with another type
-    is left out.
+    """Merges the metrics of several texts into one text.
+
+    A metric is omitted from a text if an earlier text has it with another type.
     """
     families: dict[bytes, tuple[bytes, list[bytes]]] = {}
     for text in texts:
@@ -112,7 +114,7 @@ def merged(texts: Iterable[bytes]) -> bytes:
 
 
 def _parts(family: bytes) -> tuple[bytes, bytes, bytes]:
-    """What follows `# HELP ` in the first line, the line of the type, and the samples."""
+    """Returns the text after `# HELP ` in the first line, the type line, and the samples."""
     header, _, rest = family.partition(b"\n")
     kind, _, samples = rest.partition(b"\n")
     return header, kind, samples if not samples or samples.endswith(b"\n") else samples + b"\n"
@@ -146,7 +148,7 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """A sample with the added labels; None if it has one of them with another value."""
+    """Formats a sample with the added labels. None if one of them has another value already."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

@@ -1,4 +1,4 @@
-"""A histogram that costs a bisection for each observation."""
+"""A histogram in which an observation costs one bisection."""
 
 import time
 from bisect import bisect_left
@@ -13,14 +13,15 @@ from services.common.telemetry.metric_specs import SPECS
 
 
 class Histogram:
-    """Counts observations by size, for one set of label values. One thread observes; another may
-    read meanwhile.
+    """Counts observations by size, for one set of label values.
+
+    One thread may observe while another reads.
     """
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
     def __init__(self, name: str) -> None:
-        """`name` is that of a metric, which has the buckets."""
+        """`name` is the name of a metric, whose specification has the buckets."""
         self._bounds = SPECS[name].buckets
         self._counts = [0] * (len(self._bounds) + 1)
         self._exemplars: dict[int, Exemplar] = {}
@@ -29,7 +30,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """How many observations there were."""
+        """The number of observations."""
         return sum(self._counts)
 
     def observe(self, value: float, count: int = 1) -> None:
@@ -38,14 +39,14 @@ class Histogram:
         self.sum += value * count
 
     def observe_traced(self, value: float, trace_id: str) -> None:
-        """Adds an observation, which becomes the exemplar of its bucket if it has a trace."""
+        """Adds an observation. If it has a trace, it becomes the exemplar of its bucket."""
         self.observe(value)
         if trace_id:
             exemplar = Exemplar({"trace_id": trace_id}, value, time.time())
             self._exemplars[bisect_left(self._bounds, value)] = exemplar
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """Adds the buckets to a family, with these values of its labels."""
+        """Adds the buckets to a family, with these label values."""
         total, exemplars = 0, dict(self._exemplars)
         buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for number, (bound, count) in enumerate(

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 _CONNECTION_SECONDS = 10.0
 
 Render = Callable[[bool], bytes]
-"""The metrics as text of format 0.0.4, with exemplars or without."""
+"""Returns the metrics as text of format 0.0.4. The argument selects exemplars."""
 
 
 @contextmanager
 def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]:
-    """Serves the text that `render` returns over HTTP on host:port, from threads, and yields the
-    bound address; not at all for None. Raises Unavailable if the address cannot be bound.
+    """Serves the text of `render` over HTTP on host:port in threads, and yields the bound address.
+
+    Serves nothing if `address` is None. Raises Unavailable if the address cannot be bound.
     """
     if address is None:
         yield None
@@ -62,12 +63,12 @@ class _MetricsServer(ThreadingHTTPServer):
         super().__init__((host, port), _MetricsHandler)
 
     def server_bind(self) -> None:
-        # HTTPServer looks up the host's name, which may take seconds; nothing here needs it.
+        # HTTPServer looks up the host's name, which may take seconds and is not needed here.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def handle_error(self, _request: object, _client_address: object) -> None:
-        """Logs why an answer failed, unless its client closed the connection first."""
+        """Logs why an answer failed, except if the client closed the connection first."""
         if not isinstance(sys.exception(), ConnectionError):
             logger.exception("metrics cannot be served")
 
@@ -87,4 +88,4 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Logs nothing for a scrape."""
+        """Does not log scrapes."""

@@ -1,4 +1,4 @@
-"""The metrics of a process over gRPC, and those of other processes put together."""
+"""Serves the metrics of a process over gRPC, and collects metrics of other processes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,16 +11,16 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
-"""A process that takes longer is left out: a scrape must not wait for one that hangs."""
+"""A process that takes longer is omitted, so that a scrape does not wait for a hung process."""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
-"""The metrics as text, with these labels added to each series, and with exemplars or without."""
+"""Returns the metrics as text, with these labels added to each series, and optional exemplars."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
-    """Converts: message, metrics, message."""
+    """Implements the Metrics contract with a `Collect` function."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
@@ -28,13 +28,13 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     async def Collect(
         self, request: metrics_pb2.CollectRequest, context: _Context
     ) -> metrics_pb2.CollectResponse:
-        """See the contract."""
+        """Returns the metrics of this process, with the request's labels added."""
         text = await self._collect(dict(request.labels), request.exemplars)
         return metrics_pb2.CollectResponse(text=text)
 
 
 def serve_collect(server: GrpcServer, collect: Collect) -> None:
-    """Adds the contract to a server."""
+    """Adds the Metrics contract to a server."""
     server.add(
         metrics_pb2_grpc.add_MetricsServicer_to_server,
         MetricsServicer(collect),
@@ -45,8 +45,9 @@ def serve_collect(server: GrpcServer, collect: Collect) -> None:
 async def collect_from(
     channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
 ) -> bytes | None:
-    """The metrics of the process behind a channel, with these labels added to each series, and with
-    exemplars if they are wanted; None if it does not send them in time, or sends no such text.
+    """Returns the metrics of another process, with these labels added to each series.
+
+    Returns None if the process does not answer in time or its answer is not in the text format.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
     try:
@@ -61,7 +62,7 @@ async def collect_from(
 
 
 def collect_in_thread(exposition: Exposition) -> Collect:
-    """Renders in a thread, so that the event loop goes on."""
+    """Renders in a thread, so that the event loop is not blocked."""
     return lambda labels, exemplars: asyncio.to_thread(
         exposition.render, labels, exemplars=exemplars
     )

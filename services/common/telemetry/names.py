@@ -1,10 +1,12 @@
-"""Names of spans (the OpenTelemetry GenAI conventions at the edge), attributes and metrics (vLLM's
-names where the meaning is vLLM's, `stepwell_` elsewhere), so that dashboards and queries hold.
+"""Stable names of spans, attributes and metrics, on which dashboards and queries depend.
+
+Spans of the gateway follow the OpenTelemetry GenAI conventions. Metrics have vLLM's names where
+their meaning is vLLM's, and the prefix `stepwell_` elsewhere.
 """
 
-# Spans. A request's trace: gateway server span and its parts, then for each replica that it was
-# sent to `scheduler.request`, its phases and their parts, and `kvpool.admit`. A step's trace: step,
-# transact, execute. A wait in a phase is a span `wait.REASON`.
+# Spans. A request's trace has the gateway's server span and its parts. For each replica that the
+# request was sent to, it has `scheduler.request`, its phases and their parts, and `kvpool.admit`. A
+# step's trace has the spans step, transact and execute. A wait in a phase is a span `wait.REASON`.
 SPAN_GATEWAY_ADMIT = "gateway.admit"
 SPAN_GATEWAY_READ = "gateway.read"
 SPAN_GATEWAY_PARSE = "gateway.parse"
@@ -34,13 +36,13 @@ SPAN_STEP_EXECUTE = "scheduler.execute"
 SPAN_POOL_TRANSACT = "kvpool.transact"
 SPAN_WORKER_EXECUTE = "worker.execute"
 
-# Reasons of waits beside those of `WaitReason`.
+# Wait reasons that are not members of `WaitReason`.
 WAIT_NEXT_STEP = "next_step"
 WAIT_STEP_AHEAD = "step_ahead"
 WAIT_LOST_STEP = "lost_step"
 WAIT_HASHING = "hashing"
 
-# The span event of a step in a worker, which computes from then on.
+# The span event at which a worker starts to compute a step.
 EVENT_STARTED = "started"
 
 # Attributes.
@@ -85,8 +87,8 @@ ATTR_WAITED_FOR = "stepwell.waited_for"
 ATTR_SESSION_WAIT_SECONDS = "stepwell.session_wait_seconds"
 ATTR_WAIT_SECONDS = "stepwell.wait_seconds"
 ATTR_TIME = "stepwell.time"
-"""The parts of a request's time in a line; with `.NAME` the seconds of a part, and with
-`.NAME.request_id` and `.NAME.step` what was waited for.
+"""The parts of a request's time in one line. With `.NAME` added it is the seconds of one part.
+`.NAME.request_id` and `.NAME.step` identify what was waited for.
 """
 ATTR_NUM_AHEAD = "stepwell.num_ahead"
 ATTR_PREEMPTED_FOR = "stepwell.preempted_for"
@@ -116,13 +118,13 @@ ATTR_ROUTING_NUM_CACHED_TOKENS = "stepwell.routing.num_cached_tokens"
 ATTR_ROUTING_COST_SECONDS = "stepwell.routing.cost_seconds"
 ATTR_ROUTING_NUM_SENT = "stepwell.routing.num_sent"
 
-# The server span at the edge, by the OpenTelemetry GenAI conventions. The latencies are vLLM's
-# own, which its dashboards read.
+# The gateway's server span, by the OpenTelemetry GenAI conventions. The latencies have vLLM's
+# names, which vLLM's dashboards read.
 GENAI_OPERATION_CHAT = "chat"
 GENAI_OPERATION_TEXT_COMPLETION = "text_completion"
 GENAI_OPERATION_EMBEDDINGS = "embeddings"
 GENAI_OPERATION_SCORE = "score"
-"""The conventions have no name for it."""
+"""The conventions have no name for scoring."""
 GENAI_PROVIDER = "stepwell"
 GENAI_OPERATION_NAME = "gen_ai.operation.name"
 GENAI_PROVIDER_NAME = "gen_ai.provider.name"
@@ -190,7 +192,7 @@ METRIC_REQUEST_PREFILL_KV_COMPUTED_TOKENS = "vllm:request_prefill_kv_computed_to
 METRIC_REQUEST_PARAMS_N = "vllm:request_params_n"
 METRIC_REQUEST_PARAMS_MAX_TOKENS = "vllm:request_params_max_tokens"
 
-# Further ones of a replica: its scheduler, its pool, its workers.
+# Other metrics of a replica: its scheduler, its pool, its workers.
 METRIC_WAITING_BY_REASON = "stepwell_num_requests_waiting_by_reason"
 METRIC_WAIT_STEPS = "stepwell_wait_steps"
 METRIC_WAIT_SECONDS = "stepwell_wait_seconds"
@@ -219,24 +221,24 @@ METRIC_WORKER_TOKENS = "stepwell_worker_tokens"
 METRIC_WORKER_KV_CACHE_BYTES = "stepwell_worker_kv_cache_bytes"
 METRIC_WORKER_STREAMS = "stepwell_worker_streams"
 
-# Ages of cached blocks: vLLM's kv_block_lifetime, idle_before_evict and reuse_gap, of every block
-# instead of a sample, and in transactions, about one an engine step, instead of seconds.
+# Ages of cached blocks: vLLM's kv_block_lifetime, idle_before_evict and reuse_gap. They cover every
+# block instead of a sample, and count transactions (about one per engine step) instead of seconds.
 METRIC_POOL_BLOCK_LIFETIME = "stepwell_kvpool_block_lifetime_transactions"
 METRIC_POOL_BLOCK_IDLE_BEFORE_EVICT = "stepwell_kvpool_block_idle_before_evict_transactions"
 METRIC_POOL_BLOCK_REUSE_GAP = "stepwell_kvpool_block_reuse_gap_transactions"
 
-# Spans of any service on their way to the collector.
+# Spans that a service sends to the collector.
 METRIC_SPANS_SENT = "stepwell_trace_spans_sent"
 METRIC_TRACES_KEPT = "stepwell_traces_kept"
 METRIC_TRACE_SPANS_CUT = "stepwell_trace_spans_cut"
 METRIC_SPANS_DROPPED = "stepwell_trace_spans_dropped"
 
-# Certificates of any service.
+# Certificates of a service.
 METRIC_TLS_SECONDS_LEFT = "stepwell_tls_certificate_seconds_left"
 METRIC_TLS_RELOADS = "stepwell_tls_reloads"
 METRIC_TLS_RELOAD_FAILURES = "stepwell_tls_reload_failures"
 
-# Metrics of the directory in Redis: what pools write, and what gateways have of it.
+# The directory in Redis: the writes of pools, and the index of gateways.
 METRIC_DIRECTORY_ENTRIES = "stepwell_directory_entries"
 METRIC_DIRECTORY_KEYS = "stepwell_directory_keys"
 METRIC_DIRECTORY_SNAPSHOTS = "stepwell_directory_snapshots"
@@ -255,7 +257,7 @@ METRIC_INDEX_DRIFTS = "stepwell_prefix_index_drifts"
 METRIC_INDEX_LOADS = "stepwell_prefix_index_loads"
 METRIC_INDEX_FAILURES = "stepwell_prefix_index_failures"
 
-# How schedulers register themselves, and where gateways find them.
+# Registration of schedulers, and their discovery by gateways.
 METRIC_REGISTRATION_UP = "stepwell_registration_up"
 METRIC_REGISTRATION_FAILURES = "stepwell_registration_failures"
 METRIC_DISCOVERY_UP = "stepwell_discovery_up"
@@ -276,7 +278,7 @@ METRIC_KEYED_LOST = "stepwell_idempotent_logs_lost"
 METRIC_KEYED_DAMAGED = "stepwell_idempotent_logs_damaged"
 METRIC_KEYED_FAILURES = "stepwell_idempotent_sharing_failures"
 
-# Metrics at the edge. `http_*` are those of vLLM's HTTP server.
+# Metrics of the gateway. The `http_*` metrics are those of vLLM's HTTP server.
 METRIC_HTTP_REQUESTS = "http_requests"
 METRIC_HTTP_REQUEST_SECONDS = "http_request_duration_seconds"
 METRIC_HTTP_RESPONSES = "stepwell_gateway_http_responses"
@@ -303,7 +305,7 @@ METRIC_TENANT_REFUSALS = "stepwell_tenant_refusals"
 METRIC_TENANT_NUM_WAITING = "stepwell_tenant_num_waiting"
 METRIC_TENANT_NUM_RUNNING = "stepwell_tenant_num_running"
 
-# Of every process: what Prometheus' client libraries call so.
+# Metrics of every process, named as in Prometheus' client libraries.
 METRIC_PROCESS_CPU_SECONDS = "process_cpu_seconds"
 METRIC_PROCESS_VIRTUAL_MEMORY = "process_virtual_memory_bytes"
 METRIC_PROCESS_RESIDENT_MEMORY = "process_resident_memory_bytes"

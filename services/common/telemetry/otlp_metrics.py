@@ -1,4 +1,4 @@
-"""Metrics over OTLP, if an endpoint is set; Prometheus reads its own elsewhere."""
+"""Sends metrics over OTLP if an endpoint is set. Prometheus metrics are served separately."""
 
 import logging
 import os
@@ -21,9 +21,11 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
-    """A meter whose instruments are sent to the endpoint of the settings, each minute or as
-    OTEL_METRIC_EXPORT_INTERVAL says, in milliseconds; without an endpoint, or where
-    OTEL_METRICS_EXPORTER is "none", they do nothing. At the end, what is left is sent.
+    """Yields a meter whose instruments are sent to the endpoint of the settings.
+
+    The interval is one minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. The instruments do
+    nothing without an endpoint, or if OTEL_METRICS_EXPORTER is "none". Remaining values are sent at
+    the end.
     """
     if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")
@@ -36,7 +38,7 @@ def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
 
 
 def _shut_down(provider: "MeterProvider") -> None:
-    """Sends what is left, within LAST_EXPORT_SECONDS."""
+    """Sends the remaining values within LAST_EXPORT_SECONDS."""
     sending = threading.Thread(target=provider.shutdown, name="last metrics", daemon=True)
     sending.start()
     sending.join(LAST_EXPORT_SECONDS)
@@ -47,7 +49,7 @@ def _shut_down(provider: "MeterProvider") -> None:
 
 
 def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
-    # Imported here: without an endpoint no process pays for loading them.
+    # Imported here, so that processes without an endpoint do not load them.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
         OTLPMetricExporter,
     )

@@ -1,4 +1,4 @@
-"""Spans that are made to be looked at, and exported to nowhere."""
+"""Collects spans in memory, for display, instead of exporting them."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from services.common.telemetry.tracing import configure_tracing
 
 
 class SpanCollector(SpanExporter):
-    """Has a tracing of its own, and keeps its spans until they are taken."""
+    """Has its own Tracing object, and stores the ended spans until `take`."""
 
     def __init__(self, service: str) -> None:
         self.tracing = configure_tracing(service, "", 1.0, exporter=self)
@@ -20,6 +20,6 @@ class SpanCollector(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def take(self) -> list[ReadableSpan]:
-        """The spans that ended since the last call, in order of their ends."""
+        """Returns the spans that ended since the last call, in order of their end."""
         taken, self._spans = self._spans, []
         return taken

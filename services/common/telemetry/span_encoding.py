@@ -1,7 +1,7 @@
-"""Spans as messages of OTLP, for a third of the processor time that the SDK's own encoder takes.
+"""Encodes spans as OTLP messages in a third of the processor time of the SDK's own encoder.
 
-Links and most attributes come again and again: a request is linked from each of its steps, and a
-step from each of its requests. Their messages are kept and copied.
+Links and most attributes repeat: each of a request's steps has a link to the request, and each of a
+step's requests has a link to the step. Their encoded messages are cached and copied.
 """
 
 from collections import defaultdict
@@ -26,17 +26,17 @@ _MANY = 4096
 _SMALL = 4096
 
 Attributes = Mapping[str, Any]
-"""As OpenTelemetry allows: text, truth values, numbers, and sequences of these."""
+"""Attributes as in OpenTelemetry: strings, booleans, numbers, and sequences of these."""
 
 
 def encoded_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
-    """The same message as the SDK's `encode_spans`."""
+    """Returns the same message as the SDK's `encode_spans`."""
     groups: dict[tuple[int, int], list[ReadableSpan]] = defaultdict(list)
     for span in spans:
         groups[id(span.resource), id(span.instrumentation_scope)].append(span)
     request = ExportTraceServiceRequest()
     for group in groups.values():
-        # The SDK encodes what all of them share, from a span without anything else.
+        # The SDK encodes the shared parts of the group from an otherwise empty span.
         first = group[0]
         shared = ReadableSpan(
             "",
@@ -104,7 +104,7 @@ def _event(event: Event) -> trace_pb2.Span.Event:
 
 @lru_cache(_MANY)
 def _link(link: Link) -> bytes:
-    """A span with nothing but this link; links are equal only to themselves."""
+    """The encoded message of a span with only this link. Links compare equal by identity."""
     context = link.context
     message = trace_pb2.Span.Link(
         trace_id=context.trace_id.to_bytes(16),

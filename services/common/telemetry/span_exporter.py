@@ -1,5 +1,7 @@
-"""Spans over OTLP. Loading the SDK's exporter takes a tenth of a scheduler's start, so that only
-what sends spans imports this.
+"""Exports spans over OTLP.
+
+Loading the SDK's exporter takes a tenth of a scheduler's start time, so only processes that send
+spans import this module.
 """
 
 from collections.abc import Sequence
@@ -17,8 +19,9 @@ from services.common.telemetry.span_sender import NotTaken
 
 
 class OtlpExporter(OTLPSpanExporter):
-    """The SDK's exporter with another encoder, which says why a collector took no spans: the SDK's
-    only logs it.
+    """The SDK's exporter with a faster encoder. A failed export raises an error with the reason.
+
+    The SDK's exporter only logs the reason.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -28,7 +31,7 @@ class OtlpExporter(OTLPSpanExporter):
         super().__init__(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Raises NotTaken."""
+        """Sends spans. Raises NotTaken if the collector does not accept them."""
         if super().export(spans) is SpanExportResult.SUCCESS:
             return SpanExportResult.SUCCESS
         error = self._error

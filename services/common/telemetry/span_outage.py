@@ -1,4 +1,4 @@
-"""Log lines about dropped spans: one when an outage begins, and one when it is over."""
+"""Logs dropped spans: one line when an outage begins, and one line when it ends."""
 
 import logging
 from collections import Counter
@@ -13,30 +13,33 @@ class DropReason(Enum):
     """Why a span was not sent."""
 
     QUEUE_FULL = "queue_full"
-    """Spans ended faster than the collector took them."""
+    """Spans ended faster than the collector accepted them."""
     NOT_TAKEN = "not_taken"
-    """The collector refused them, or has not been there, or not answered, for a minute."""
+    """The collector rejected the spans, or was unreachable or silent for a minute."""
     SHUTDOWN = "shutdown"
-    """The service ended before the collector had taken them."""
+    """The service ended before the collector had accepted the spans."""
 
 
 class SpanOutage:
-    """Compares how many spans were dropped before and after each export. Of an outage, however many
-    exports it spans, the log has the cause at its first drop, and the number of drops at its end.
+    """Compares the number of dropped spans before and after each export.
+
+    An outage may span many exports. The log has its cause at the first drop and the number of drops
+    at its end.
     """
 
     def __init__(self) -> None:
         self._num_dropped: Counter[DropReason] = Counter()
         """Drops as of the last export."""
         self._before: Counter[DropReason] | None = None
-        """Drops as of the last export before the outage; None if there is no outage."""
+        """Drops as of the last export before the outage. None if there is no outage."""
 
     def exported(
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool
     ) -> None:
-        """To be called after each export: with all drops so far, why this batch was not taken, and
-        whether it was and less than a batch waits. An outage is over when that is so, and nothing
-        was dropped since the batch before.
+        """Must be called after each export with the total drops and the batch's failure, if any.
+
+        `is_caught_up` means that the batch was accepted and less than one batch waits. An outage
+        ends when this is so and no span was dropped since the previous batch.
         """
         before, self._num_dropped = self._num_dropped, num_dropped.copy()
         if self._num_dropped != before:
@@ -48,8 +51,9 @@ class SpanOutage:
             self._before = None
 
     def stopped(self, num_dropped: Counter[DropReason]) -> None:
-        """The service ends: says what was dropped since the outage began, or, where the collector
-        has not answered the export that goes on, since that one began.
+        """Must be called when the service ends. Logs the drops since the outage began.
+
+        If the collector has not answered the current export, drops since its start are logged.
         """
         if self._before is None:
             self._before = self._num_dropped
@@ -58,7 +62,7 @@ class SpanOutage:
             logger.warning("the service ends while spans are dropped: %s", self._counts())
 
     def _counts(self) -> str:
-        """What was dropped in it, such as "12 were dropped (10 queue_full, 2 not_taken)"."""
+        """The drops of the outage, such as "12 were dropped (10 queue_full, 2 not_taken)"."""
         counts = self._num_dropped - (self._before or Counter())
         parts = ", ".join(
             f"{counts[reason]} {reason.value}" for reason in DropReason if reason in counts

@@ -1,8 +1,8 @@
-"""Sends spans to a collector from a thread of its own, and counts those that do not arrive.
+"""Sends spans to a collector from a separate thread, and counts the spans that are lost.
 
-A collector that is down, slow or full costs its own spans and nothing else: the queue is bounded,
-and what does not fit is dropped at once. What it could not take is sent again until it has
-been away for a minute. In that time no span is lost unless the queue is full.
+A collector that is down, slow or full costs only spans: the queue is bounded, and spans that do not
+fit are dropped at once. Spans that the collector could not accept are sent again until it has been
+unavailable for a minute. During this minute spans are lost only if the queue is full.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from services.common.telemetry.span_outage import DropReason, SpanOutage
 
 LAST_EXPORT_SECONDS = 0.5
 KEPT_SECONDS = 60.0
-"""Time without a collector after which spans that it could not take are not sent again."""
+"""Seconds of unavailability after which spans that could not be sent are dropped."""
 
 logger = logging.getLogger(__name__)
 
 
 class NotTaken(Exception):
-    """An exporter's spans were not taken. The message says why, as a part of a sentence."""
+    """The collector did not accept an exporter's spans. The message is a part of a sentence."""
 
     def __init__(self, message: str, *, may_retry: bool) -> None:
-        """`may_retry`: whether they may be taken later."""
+        """`may_retry`: whether the collector may accept the same spans later."""
         super().__init__(message)
         self.may_retry = may_retry
 
 
 class SpanSender(SpanProcessor):
-    """Queues spans that ended, and exports them in batches.
+    """Queues ended spans and exports them in batches.
 
-    How many wait, how many are sent at once and how often is set as everywhere: by
-    OTEL_BSP_MAX_QUEUE_SIZE, OTEL_BSP_MAX_EXPORT_BATCH_SIZE and OTEL_BSP_SCHEDULE_DELAY in
-    milliseconds.
+    The standard variables set the queue size (OTEL_BSP_MAX_QUEUE_SIZE), the batch size
+    (OTEL_BSP_MAX_EXPORT_BATCH_SIZE) and the interval in milliseconds (OTEL_BSP_SCHEDULE_DELAY).
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """An exporter raises NotTaken. Raises SettingError for a variable that is no whole number
-        above 0.
+        """`exporter` must raise NotTaken for spans that are not accepted.
+
+        Raises SettingError for a variable that is not a whole number above 0.
         """
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()
@@ -59,15 +59,15 @@ class SpanSender(SpanProcessor):
         self._is_stopped = False
         self._is_given_up = False
         self._away_since: float | None = None
-        """When the collector first could not take a batch, on the monotonic clock; None if it took
-        the last one, or refused it.
+        """The monotonic time at which the collector became unavailable. None if it accepted or
+        rejected the last batch.
         """
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queues a sampled span, or drops it. Never waits."""
+        """Queues a sampled span, or drops it if the queue is full. Never waits."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         num_waiting = len(self._queue)
@@ -80,12 +80,12 @@ class SpanSender(SpanProcessor):
             self._wake.set()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
-        """Sends what waits; the exporter bounds the time."""
+        """Sends the queued spans. The exporter limits the time."""
         self._send(1)
         return not self._queue
 
     def shutdown(self) -> None:
-        """Sends what waits, within LAST_EXPORT_SECONDS; the rest is dropped."""
+        """Sends the queued spans within LAST_EXPORT_SECONDS and drops the rest."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -99,7 +99,7 @@ class SpanSender(SpanProcessor):
                 "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
             )
         self._outage.stopped(self.num_dropped)
-        # It may wait for a call that is going on.
+        # A thread, since the exporter's shutdown may wait for a running call.
         threading.Thread(target=self._exporter.shutdown, name="last export", daemon=True).start()
 
     def _run(self) -> None:
@@ -110,7 +110,7 @@ class SpanSender(SpanProcessor):
         self._send(1)
 
     def _send(self, at_least: int) -> None:
-        """Exports while `at_least` spans wait, unless the collector is away."""
+        """Exports while `at_least` spans are queued. Stops if the collector is unavailable."""
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())
@@ -118,7 +118,7 @@ class SpanSender(SpanProcessor):
                     return
 
     def _take(self) -> list[ReadableSpan]:
-        """The spans that wait, a batch at most."""
+        """Removes and returns the queued spans, at most one batch."""
         batch: list[ReadableSpan] = []
         with contextlib.suppress(IndexError):  # what ends with the service takes from it, too
             while len(batch) < self._max_batch:
@@ -145,7 +145,7 @@ class SpanSender(SpanProcessor):
             self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
 
     def _keep_or_drop(self, batch: list[ReadableSpan]) -> None:
-        """Puts spans back that were not taken, if they may yet be; else drops them."""
+        """Queues rejected spans again if they may be accepted later, or else drops them."""
         since = self._away_since
         if self._is_stopped:
             self._drop(len(batch), DropReason.SHUTDOWN)

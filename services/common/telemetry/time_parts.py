@@ -1,6 +1,4 @@
-"""Where the time of a request went, in parts that add up to all of it: their names, their
-explanations, and the line in which they are shown.
-"""
+"""The parts of a request's time, which add up to the whole: names, explanations, and formatting."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ EXPLANATIONS: Mapping[str, str] = {
     CLIENT: "The client sent its body, or read the rest of its answer.",
     GATEWAY: "The gateway tokenized, checked, routed and sent.",
 }
-"""By the name of the part, in the order in which parts are shown."""
+"""Explanations by the part's name, in the order of display."""
 
 _OF_REASONS: Mapping[str, str] = {
     "max_seqs": "slots",
@@ -60,7 +58,7 @@ _OF_REASONS: Mapping[str, str] = {
     "idempotency_key": "retry",
     "body_budget": GATEWAY,
 }
-"""Wait reasons whose part has another name."""
+"""The part of each wait reason whose name differs from the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +68,28 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
-    """The request that held what this one waited for, in the longest wait; empty if none did."""
+    """The request that blocked this one in the longest wait. Empty if there is none."""
     step: int | None = None
-    """The step in which that wait began."""
+    """The step in which the longest wait began."""
 
     @property
     def seconds(self) -> float:
         return self.nanos / 1e9
 
     def plus(self, other: "TimePart") -> "TimePart":
-        """Both together; what was waited for is of the longer one."""
+        """The sum of both parts. `request_id` and `step` are those of the longer part."""
         longer = self if self.nanos >= other.nanos else other
         return TimePart(self.name, self.nanos + other.nanos, longer.request_id, longer.step)
 
 
 def part_of_reason(reason: str) -> str:
-    """The name of the part to which a wait with this reason belongs."""
+    """The name of the part for waits with this reason."""
     name = _OF_REASONS.get(reason, reason)
     return name if name in EXPLANATIONS else OTHER
 
 
 def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
-    """One part of each name, in the order of EXPLANATIONS, without empty ones."""
+    """Sums parts by name, in the order of EXPLANATIONS, and omits empty ones."""
     sums: dict[str, TimePart] = {}
     for part in parts:
         before = sums.get(part.name)
@@ -100,9 +98,10 @@ def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
 
 
 def time_line(parts: Sequence[TimePart]) -> str:
-    """One line, such as "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8". The numbers
-    shown add up: each is rounded so that their sum is the rounded whole. Parts that round to
-    nothing are left out.
+    """Formats parts as a line like "12.6 s = slots 4.9 · prefill 0.9 · decode 6.0 · gateway 0.8".
+
+    The numbers add up: each is rounded so that their sum is the rounded total. Parts that round to
+    zero are omitted.
     """
     whole = sum(part.nanos for part in parts)
     unit, name, digits = _unit(whole)
@@ -116,7 +115,7 @@ def time_line(parts: Sequence[TimePart]) -> str:
 
 
 def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
-    """The attributes of a span by which its parts are known."""
+    """The span attributes that represent these parts."""
     attributes: dict[str, str | int | float] = {names.ATTR_TIME: time_line(parts)}
     for part in parts:
         name = f"{names.ATTR_TIME}.{part.name}"
@@ -129,7 +128,7 @@ def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
 
 
 def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
-    """The parts that `time_attributes` wrote; none where it wrote nothing."""
+    """The inverse of `time_attributes`. Empty without such attributes."""
     parts = []
     for name in EXPLANATIONS:
         key = f"{names.ATTR_TIME}.{name}"
@@ -141,7 +140,7 @@ def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
 
 
 def _unit(nanos: int) -> tuple[int, str, int]:
-    """Nanoseconds of the last digit shown, the unit's name, and the digits after the point."""
+    """Returns the nanoseconds per last digit, the unit's name, and the number of decimals."""
     if nanos >= 950_000_000:
         return 100_000_000, "s", 1
     if nanos >= 9_500_000:

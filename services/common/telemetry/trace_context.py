@@ -1,6 +1,4 @@
-"""The trace context of the W3C, in which services tell each other the span above a message: its
-text `traceparent`, and the ids of new spans.
-"""
+"""The W3C trace context that services send with messages: `traceparent`, and ids of new spans."""
 
 import random
 import re
@@ -11,35 +9,36 @@ _TRACEPARENT = re.compile(
     "(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})"
     "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
 )
-"""Versions after 00 may append more."""
+"""Versions after 00 may have additional fields at the end."""
 _MAX_TRACESTATE_CHARACTERS = 512
-"""More is not passed on; W3C asks for no more."""
+"""A longer `tracestate` is dropped. W3C requires no more than this."""
 
 
 def new_trace_id() -> int:
-    """A trace id of 128 random bits, not 0."""
+    """A random trace id of 128 bits, not 0."""
     return random.getrandbits(128) or 1
 
 
 def new_span_id() -> int:
-    """A span id of 64 random bits, not 0."""
+    """A random span id of 64 bits, not 0."""
     return random.getrandbits(64) or 1
 
 
 def traceparent_text(trace_id: int, span_id: int) -> str:
-    """The W3C trace context of a sampled span."""
+    """The `traceparent` of a sampled span."""
     return f"00-{trace_id:032x}-{span_id:016x}-01"
 
 
 def numbered_span_id(span_id: int, number: int) -> int:
-    """The id of one of the spans below a span that are numbered from 1 on: both of its sides know
-    it without having to tell each other.
+    """The id of child span `number`, counted from 1, of a span.
+
+    Sender and receiver compute the same id, so it need not be sent.
     """
     return (span_id + number) % 2**64 or 1
 
 
 def numbered_traceparent(traceparent: str, number: int) -> str:
-    """The context of such a span, from that of the span above it; empty for the empty string."""
+    """The `traceparent` of child span `number`. Empty if the parent's is empty."""
     if not traceparent:
         return ""
     head, trace_id, span_id, flags = traceparent.split("-")
@@ -47,21 +46,22 @@ def numbered_traceparent(traceparent: str, number: int) -> str:
 
 
 def child_of(parent: SpanContext) -> SpanContext:
-    """The context of a new span under a sampled one, for `telemetry.Tracing.record`."""
+    """Creates the context of a new span under a sampled one, for `Tracing.record`."""
     return SpanContext(
         parent.trace_id, new_span_id(), False, parent.trace_flags, parent.trace_state
     )
 
 
 def sampled_parent(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The remote span that a `traceparent` names; None if it names none, or is not sampled."""
+    """Parses a `traceparent`. Returns None if it is empty, malformed, or not sampled."""
     parent = parse_traceparent(traceparent, tracestate)
     return parent if parent is not None and parent.trace_flags.sampled else None
 
 
 def parse_traceparent(traceparent: str, tracestate: str = "") -> SpanContext | None:
-    """The remote span that a `traceparent` names, with its `tracestate`; None when the first is
-    empty or malformed.
+    """Parses a `traceparent` and its `tracestate` into the context of a remote span.
+
+    Returns None if `traceparent` is empty or malformed.
     """
     if not traceparent:
         return None

@@ -1,16 +1,16 @@
-"""What W3C has go along with a request besides its `traceparent`, and what spans show of it."""
+"""The W3C headers besides `traceparent` that services forward, and their display in spans."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 MAX_BAGGAGE_CHARACTERS = 8192
-"""More is not passed on, as W3C allows."""
+"""A longer baggage header is dropped, as W3C allows."""
 _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """`traceparent` is empty where the request is not sampled; the others where there is none."""
+    """A request's headers. `traceparent` is empty without sampling, the others if absent."""
 
     traceparent: str = ""
     tracestate: str = ""
@@ -21,13 +21,14 @@ UNTRACED = TraceHeaders()
 
 
 def passed_on(baggage: str) -> str:
-    """The header as it goes on to other services: empty if it is too long."""
+    """The baggage header for other services. Empty if it is too long."""
     return baggage if len(baggage) <= MAX_BAGGAGE_CHARACTERS else ""
 
 
 def baggage_attributes(baggage: str) -> dict[str, str]:
-    """Entries of the header as attributes of a span, `baggage.KEY`; entries that are none are left
-    out, and so is what is beyond 16 of them, or beyond 256 characters of one.
+    """The entries of the baggage header as span attributes `baggage.KEY`.
+
+    Invalid entries are omitted. At most 16 entries with 256 characters each are kept.
     """
     attributes: dict[str, str] = {}
     for entry in baggage.split(",") if baggage else ():

@@ -1,8 +1,8 @@
-"""Tracing: over OTLP if an endpoint is set, else none.
+"""Tracing over OTLP if an endpoint is set, or else no tracing.
 
-Sampling is parent-based: the service where a trace begins decides by ratio, and the services below
-follow the flag in the W3C `traceparent` that travels in messages. An unsampled trace context is
-sent as the empty string, so that a service below spends one comparison on it.
+Sampling is parent-based: the service where a trace begins decides by ratio, and later services
+follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
+empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -44,7 +44,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""Links of a span. A span with more leaves some out, and says how many."""
+"""The most links of a span. A span with more omits some and has their number as an attribute."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,
@@ -57,9 +57,7 @@ _LIMITS = SpanLimits(
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """Where the spans of a request belong: its trace, the caller's span, and whether they are
-    sampled from the beginning.
-    """
+    """The trace of a request, the caller's span, and whether the request was sampled initially."""
 
     trace_id: int
     parent: SpanContext | None
@@ -67,11 +65,11 @@ class TraceOrigin:
 
     @property
     def tracestate(self) -> str:
-        """The caller's, as it goes on to other services."""
+        """The caller's `tracestate`, for other services."""
         return "" if self.parent is None else self.parent.trace_state.to_header()
 
     def context(self, span_id: int) -> SpanContext:
-        """Of a span that is kept."""
+        """The context of a sampled span of this trace."""
         state = None if self.parent is None else self.parent.trace_state
         return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 
@@ -83,22 +81,22 @@ class Tracing:
     tracer: trace.Tracer
     provider: TracerProvider | None
     processor: SynchronousMultiSpanProcessor | None = None
-    """Gets every span that ends; more processors may be added to it."""
+    """Receives every ended span. More processors may be added to it."""
     sample_ratio: float = 0.0
     root_sampler: Sampler | None = None
-    """Decides in place of the ratio."""
+    """If set, decides about new traces instead of `sample_ratio`."""
     senders: tuple[SpanSender, ...] = ()
-    """Each sends them to a collector."""
+    """Span senders, one for each collector."""
     resource: Resource | None = None
-    """What the spans of `record` are made by, in place of the provider's."""
+    """If set, the resource of spans made by `record`, instead of the provider's resource."""
 
     @property
     def enabled(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether spans are recorded at all."""
         return self.provider is not None
 
     def of(self, service: str) -> "Tracing":
-        """The same, whose recorded spans are those of another service."""
+        """Returns a copy whose recorded spans belong to another service."""
         return replace(self, resource=_resource(service))
 
     def start(
@@ -110,8 +108,9 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span under `traceparent`, or a new trace if that names no span. The caller ends
-        it.
+        """Starts a span, which the caller must end.
+
+        Its parent is the span of `traceparent`. Without a valid one it begins a new trace.
         """
         if self.provider is None:
             return INVALID_SPAN
@@ -136,7 +135,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span under `traceparent`; INVALID_SPAN if that names no span."""
+        """Starts a span under `traceparent`. Returns INVALID_SPAN without a valid parent."""
         if not traceparent or parse_traceparent(traceparent) is None:
             return INVALID_SPAN
         return self.start(
@@ -144,8 +143,9 @@ class Tracing:
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
-        """The context of the first span of a new trace; None if the ratio leaves it out, unless it
-        is to be sampled in any case.
+        """Returns the context of the first span of a new trace, or None if it is not sampled.
+
+        `is_sampled` forces sampling.
         """
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
@@ -160,9 +160,11 @@ class Tracing:
     def origin(
         self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
     ) -> TraceOrigin:
-        """The trace of a request that comes with these headers, or a new one. The caller's flag
-        decides whether it is sampled. Where there is no caller, the sampler does; if it may not be
-        drawn, the request is not sampled, and the sampler does not count it.
+        """Returns the trace of a request with these headers, or a new trace.
+
+        The caller's flag decides whether the trace is sampled. Without a caller, the sampler
+        decides. If `may_be_drawn` is False, a new trace is not sampled, and the sampler does not
+        count it.
         """
         parent = parse_traceparent(traceparent, tracestate)
         if parent is not None:
@@ -188,7 +190,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Makes a span of what is over. Its context says whether it is sampled."""
+        """Records a span that has already ended. Its context says whether it is sampled."""
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(
@@ -208,7 +210,7 @@ class Tracing:
         self.processor.on_end(span)
 
     def shutdown(self) -> None:
-        """Sends what is left, within half a second. Spans not taken by then are lost."""
+        """Sends remaining spans within half a second. Spans not accepted by then are lost."""
         if self.provider is not None:
             self.provider.shutdown()
 
@@ -221,12 +223,13 @@ def configure_tracing(
     exporter: SpanExporter | None = None,
     root_sampler: Sampler | None = None,
 ) -> Tracing:
-    """Tracing of a service. `endpoint` is an OTLP/gRPC URL such as http://host:4317, or several
-    with commas, each of which gets every span, or empty.
+    """Creates the tracing of a service.
 
-    An `exporter` gets every span as it ends. A `root_sampler` takes the place of the ratio.
+    `endpoint` is an OTLP/gRPC URL such as http://host:4317, a comma-separated list of URLs that all
+    receive every span, or empty. An `exporter` receives every span when it ends. A `root_sampler`
+    replaces the ratio.
     """
-    # It would log what any client sends as `tracestate`.
+    # This logger would log every invalid `tracestate` of a client.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     if not endpoint and exporter is None:
         return Tracing(trace.NoOpTracer(), None)
@@ -253,7 +256,7 @@ def _resource(service: str) -> Resource:
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Tracing as the settings ask for it. At the end, what is left is sent."""
+    """Yields tracing according to the settings. Sends remaining spans at the end."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing
@@ -263,7 +266,7 @@ def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing
 
 @contextmanager
 def ended(span: Span) -> Iterator[None]:
-    """Ends a span with the block, noting what was raised."""
+    """Ends a span at the end of the block, and records an exception of the block."""
     try:
         yield
     except Exception as error:
@@ -274,9 +277,9 @@ def ended(span: Span) -> Iterator[None]:
 
 
 def _otlp_exporter(endpoint: str) -> SpanExporter:
-    # Imported here: without tracing no process pays for loading the exporter.
+    # Imported here, so that processes without tracing do not load the exporter.
     from services.common.telemetry.span_exporter import OtlpExporter  # noqa: PLC0415
 
-    # It would log every call that fails; SpanSender says once that they do.
+    # This logger would log every failed call. SpanSender logs an outage once.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     return OtlpExporter(endpoint)

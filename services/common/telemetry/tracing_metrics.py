@@ -1,4 +1,4 @@
-"""Prometheus metrics of the spans that a service sends to its collector."""
+"""Prometheus metrics of the spans that a service sends to its collectors."""
 
 from collections.abc import Iterator
 
@@ -12,13 +12,13 @@ from services.common.telemetry.tracing import Tracing
 
 
 class TracingCollector(Collector):
-    """Spans that were sent, and those that were dropped, by reason; 0 without a collector."""
+    """Counts sent spans, and dropped spans by reason. Both are 0 without a collector."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._senders = tracing.senders
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one family for each metric."""
         sent = value_family(names.METRIC_SPANS_SENT)
         dropped = value_family(names.METRIC_SPANS_DROPPED)
         sent.add_metric([], sum(sender.num_sent for sender in self._senders))

@@ -1,4 +1,4 @@
-"""Follows the files of a certificate: what replaces them is used without a restart."""
+"""Watches the files of a certificate, so that a replacement is used without a restart."""
 
 import contextlib
 import logging
@@ -11,24 +11,24 @@ from services.common.tls.certificates import Certificate, CertificateError, Cert
 logger = logging.getLogger(__name__)
 
 PERIOD_SECONDS = 1.0
-"""How often the files are read. Their contents are compared, since the time of change tells little
-where directories are swapped, as Kubernetes does.
+"""Seconds between two readings of the files. The contents are compared, since modification times
+are unreliable if directories are swapped, as in Kubernetes.
 """
 _LAST_SHARE = 0.1
-"""A certificate that has less than this share of its time left should have been replaced."""
+"""A warning is logged if less than this fraction of a certificate's lifetime is left."""
 
 
 class CertificateWatch:
-    """The certificate that its files held when they last fitted together.
+    """The certificate in its files, as of the last time at which they were valid.
 
-    `current` may be read by any thread; a new certificate is a new object. Files that are damaged,
-    half-written or expired change nothing, and are logged once.
+    Any thread may read `current`. A new certificate is a new object. Damaged, half-written or
+    expired files change nothing and are logged once.
     """
 
     def __init__(
         self, purpose: str, files: CertificateFiles, unix_seconds: Callable[[], float] = time.time
     ) -> None:
-        """`purpose` says in logs and metrics what it is for. Raises CertificateError."""
+        """`purpose` names the certificate in logs and metrics. Raises CertificateError."""
         self.purpose = purpose
         self.files = files
         self.current: Certificate = files.check(files.read())
@@ -41,12 +41,12 @@ class CertificateWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Until the certificate expires; negative after that."""
+        """Seconds until the certificate expires; negative afterwards."""
         return self.current.not_after - self._unix_seconds()
 
     @contextlib.contextmanager
     def running(self, period_seconds: float = PERIOD_SECONDS) -> Iterator[None]:
-        """Looks at the files again and again, from a thread."""
+        """Reads the files periodically in a thread, while the context is open."""
         thread = threading.Thread(
             target=self._run,
             args=(period_seconds,),
@@ -61,7 +61,7 @@ class CertificateWatch:
             thread.join()
 
     def look(self) -> None:
-        """Reads the files, and takes what they hold if it is new and good."""
+        """Reads the files, and uses their certificate if it is new and valid."""
         try:
             contents = self.files.read()
             if contents != self.current.pem:

@@ -1,6 +1,6 @@
-"""A certificate with its key and the authorities to trust, as PEM files hold them (RFC 7468).
+"""A certificate, its key and the trusted authorities, read from PEM files (RFC 7468).
 
-`cryptography` is an extra: this module is imported only where a certificate is set.
+`cryptography` is an optional dependency: this module is imported only if a certificate is set.
 """
 
 import datetime
@@ -15,7 +15,7 @@ from services.common.process.settings import SettingError, flag_name
 
 
 class CertificateError(SettingError):
-    """Files that cannot be used; the message names the setting and the file, and says why."""
+    """A file is unusable. The message names the setting and the file, and has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +26,22 @@ class PemFile:
     path: Path
 
     def read(self) -> bytes:
-        """What it holds. Raises CertificateError."""
+        """Reads the file. Raises CertificateError."""
         try:
             return self.path.read_bytes()
         except OSError as error:
             raise self.error(f"cannot be read: {error.strerror}") from error
 
     def error(self, complaint: str) -> CertificateError:
-        """The error that says what is wrong with it."""
+        """Creates the error for a problem of this file."""
         return CertificateError(f"{flag_name(self.setting)} {self.path} {complaint}")
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """Where a certificate is: its chain, its key, and the authorities (CA) that peers'
-    certificates must come from; without authorities no peer is asked for one.
+    """The files of a certificate chain, its key, and the authorities (CA) for peers' certificates.
+
+    Without authorities no peer is asked for a certificate.
     """
 
     cert: PemFile
@@ -48,14 +49,15 @@ class CertificateFiles:
     ca: PemFile | None = None
 
     def read(self) -> "PemContents":
-        """What the files hold now. Raises CertificateError if one cannot be read."""
+        """Reads all files. Raises CertificateError if one cannot be read."""
         return PemContents(
             self.cert.read(), self.key.read(), None if self.ca is None else self.ca.read()
         )
 
     def check(self, contents: "PemContents") -> "Certificate":
-        """The certificate that was read. Raises CertificateError where it is damaged, its key is
-        another one's, or it has expired.
+        """Parses the certificate in the files.
+
+        Raises CertificateError if it is damaged or expired, or if the key does not match.
         """
         own = self._first_certificate(self.cert, contents.chain)
         self._check_key(own, contents.key)
@@ -97,7 +99,7 @@ class PemContents:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate whose files fit together, and when it is valid, in Unix seconds."""
+    """A certificate with matching files, and its validity period in Unix seconds."""
 
     pem: PemContents
     not_before: float

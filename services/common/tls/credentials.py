@@ -1,6 +1,6 @@
-"""TLS as servers and channels use it: grpc's credentials, made of the certificate of the moment.
+"""grpc credentials for servers and channels, made from the current certificate.
 
-A connection keeps the certificates that it began with; each new one is made with the current ones.
+A connection keeps the certificates with which it began. New connections use the current ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +21,11 @@ _NAME_OF_SERVER = "grpc.ssl_target_name_override"
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """A service's certificate, and whom it deals with.
+    """A service's certificate, and the names that peers' certificates must have.
 
-    `allowed_names`: a caller's certificate must carry one of these subject alternative names (DNS
-    name, address or URI); if there are none, any certificate of the authority will do.
-    `server_name`: the name that certificates of servers must carry; None: the host of the address.
+    `allowed_names`: a caller's certificate must have one of these subject alternative names (DNS
+    name, address or URI). Empty allows any certificate of the authority. `server_name`: the name
+    that servers' certificates must have. None means the host of the server's address.
     """
 
     watch: CertificateWatch
@@ -33,11 +33,11 @@ class Tls:
     server_name: str | None = None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Clients must show a certificate where there is an authority for them."""
+        """Credentials that require client certificates if an authority for them is set."""
         served = [self.watch.current]
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Called by grpc before each handshake; None changes nothing."""
+            """Called by grpc before each handshake. None means that nothing has changed."""
             if self.watch.current is served[0]:
                 return None
             served[0] = self.watch.current
@@ -50,7 +50,7 @@ class Tls:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> RenewingChannel:
-        """A channel whose calls show the certificate of the moment in which they begin."""
+        """A channel in which each call uses the certificate that is current when it starts."""
         if self.server_name is not None:
             options = (*options, (_NAME_OF_SERVER, self.server_name))
         watch = self.watch
@@ -62,8 +62,9 @@ class Tls:
         )
 
     def check_caller(self, context: "grpc.aio.ServicerContext[object, object]") -> None:
-        """Raises PermissionDenied for a caller whose certificate carries none of the names. Callers
-        over a socket of this machine have no certificate.
+        """Raises PermissionDenied for a caller whose certificate has no allowed name.
+
+        Callers over a Unix socket have no certificate and are not checked.
         """
         if self.allowed_names and not is_unix_address(context.peer()):
             names = _subject_names(context.auth_context())
@@ -74,7 +75,7 @@ class Tls:
 
 
 def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
-    """Those of a client that shows this certificate, and trusts servers of its authority."""
+    """Client credentials with this certificate, which trust servers of its authority."""
     pem = certificate.pem
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.chain)
 

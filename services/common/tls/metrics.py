@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 class TlsCollector(Collector):
-    """The certificates of a service, read at each scrape; those that it does not have, as None,
-    have no metrics.
+    """Exports the certificates of a service, read at each scrape.
+
+    An argument that is None, for an unused certificate, adds no metrics.
     """
 
     def __init__(self, *each: "Tls | None") -> None:
         self._watches = [tls.watch for tls in each if tls is not None]
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Returns one family for each metric."""
         left = value_family(names.METRIC_TLS_SECONDS_LEFT)
         reloads = value_family(names.METRIC_TLS_RELOADS)
         failures = value_family(names.METRIC_TLS_RELOAD_FAILURES)

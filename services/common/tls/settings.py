@@ -1,4 +1,4 @@
-"""From the settings of a service to its TLS. Without certificates nothing of it is imported."""
+"""Creates a service's TLS from its settings. Without certificates no TLS module is imported."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFields:
-    """The settings that one use of TLS is made of, by their names.
+    """The names of the settings for one use of TLS.
 
-    `purpose` says in logs and metrics what the certificate is for. Without `ca` peers need no
-    certificate, which a service may allow by `is_ca_needed`.
+    `purpose` names the certificate in logs and metrics. If `is_ca_needed` is False, the setting
+    `ca` is optional. Without it peers need no certificate.
     """
 
     purpose: str
@@ -38,13 +38,14 @@ INTERNAL = TlsFields(
     allowed_names="internal_tls_allowed_names",
     server_name="internal_tls_server_name",
 )
-"""TLS between the services. A service has only those of the last two that it can use."""
+"""TLS between the services. A service has the last two settings only if it can use them."""
 
 
 @contextmanager
 def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
-    """TLS as the settings of a service ask for it, with a certificate that is kept up to date
-    meanwhile; None where they do not. Raises SettingError.
+    """Yields TLS according to the settings, with a certificate that is kept up to date.
+
+    Yields None if no setting is given. Raises SettingError.
     """
     values = {
         name: getattr(settings, name, None) or None

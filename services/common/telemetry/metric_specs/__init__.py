@@ -1,5 +1,6 @@
-"""The registry of all metrics. What a service serves is made with `family`, by its name here;
-`docs/metrics.md` lists the same.
+"""The registry of all metrics. Services create their metric families from it by name.
+
+`docs/metrics.md` lists the same metrics.
 """
 
 from typing import TypeAlias
@@ -20,13 +21,13 @@ SPECS: dict[str, MetricSpec] = {
     for specs in (vllm.SPECS, replica.SPECS, edge.SPECS, shared_state.SPECS, process.SPECS)
     for spec in specs
 }
-"""By name, without a counter's `_total`."""
+"""Specifications by the metric's name, without a counter's suffix `_total`."""
 
 ValueFamily: TypeAlias = GaugeMetricFamily | CounterMetricFamily
 
 
 def value_family(name: str) -> ValueFamily:
-    """An empty family of a gauge or a counter. Raises KeyError for a name that is not listed."""
+    """Creates an empty gauge or counter family. Raises KeyError for an unlisted name."""
     spec = SPECS[name]
     if spec.kind is Kind.COUNTER:
         return CounterMetricFamily(spec.name, spec.text, labels=spec.labels)
@@ -35,19 +36,19 @@ def value_family(name: str) -> ValueFamily:
 
 
 def histogram_family(name: str) -> HistogramMetricFamily:
-    """An empty family of a histogram. Raises KeyError for a name that is not listed as one."""
+    """Creates an empty histogram family. Raises KeyError if the name is not a histogram's."""
     spec = _of_kind(name, Kind.HISTOGRAM)
     return HistogramMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
 def summary_family(name: str) -> SummaryMetricFamily:
-    """An empty family of a summary. Raises KeyError for a name that is not listed as one."""
+    """Creates an empty summary family. Raises KeyError if the name is not a summary's."""
     spec = _of_kind(name, Kind.SUMMARY)
     return SummaryMetricFamily(spec.name, spec.text, labels=spec.labels)
 
 
 def single(name: str, value: float) -> Metric:
-    """A gauge or a counter without labels, with its value."""
+    """Creates a gauge or a counter with one value and no labels."""
     metric = value_family(name)
     metric.add_metric((), value)
     return metric

@@ -1,4 +1,4 @@
-"""Metrics of a gateway: what clients see, tenants, replicas, the index of cached prefixes."""
+"""Metrics of a gateway: requests of clients, tenants, and replicas."""
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs import buckets

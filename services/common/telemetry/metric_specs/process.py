@@ -1,13 +1,11 @@
-"""Metrics of every process: those of Prometheus' client libraries, certificates, and spans on their
-way to a collector.
-"""
+"""Metrics of every process: Prometheus' standard process metrics, certificates, and sent spans."""
 
 from dataclasses import replace
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs.spec import MetricSpec, Source, counter, gauge
 
-# The texts of the first six are those of Prometheus' client library, which measures them.
+# The first six have the texts of Prometheus' client library, which measures them.
 _EVERY = (
     counter(
         names.METRIC_PROCESS_CPU_SECONDS,

@@ -1,4 +1,4 @@
-"""Metrics of a replica that vLLM has no name for: scheduler, pool, worker."""
+"""Metrics of a replica without a vLLM name: scheduler, pool, worker."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Metrics of what a gateway shares: the index of cached prefixes, answers to keyed requests."""
+"""Metrics of a gateway's shared state: the index of cached prefixes, answers to keyed requests."""
 
 from services.common.telemetry import names
 from services.common.telemetry.metric_specs.spec import MetricSpec, counter, gauge
