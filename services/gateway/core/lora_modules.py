@@ -1,4 +1,4 @@
-"""The adapters that clients may name in place of the model."""
+"""The LoRA adapters that clients may request by name in place of the model."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,11 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
-"""Names are in requests, answers, logs and labels of metrics: longer ones are refused."""
+"""Names appear in requests, answers, logs and metric labels, so longer ones are refused."""
 
 
 class LoraModules:
-    """Adapters by name. None of them is called as the model is."""
+    """Adapters by name. An adapter cannot have the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -20,13 +20,12 @@ class LoraModules:
         return iter(self._adapters.values())
 
     def find(self, name: str | None) -> Adapter | None:
-        """The adapter of this name, if there is one."""
+        """The adapter with this name; None if there is none."""
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:
-        """Raises InvalidArgument for a name that an adapter may not get: an empty one, one that is
-        too long or not printable, the model's, or that of another adapter, unless it is to take its
-        place.
+        """Raises InvalidArgument for an invalid adapter name: empty, too long, not printable, or
+        the model's name. Another adapter's name is invalid too, except with `in_place`.
         """
         if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
             raise InvalidArgument(
@@ -43,12 +42,12 @@ class LoraModules:
             )
 
     def add(self, adapter: Adapter, *, in_place: bool = False) -> None:
-        """Adds an adapter. Raises InvalidArgument as `check_new` does."""
+        """Adds an adapter. Raises InvalidArgument for an invalid name."""
         self.check_new(adapter.name, in_place=in_place)
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forgets an adapter; its requests that run go on. Raises NotFound."""
+        """Removes an adapter. Its running requests continue. Raises NotFound."""
         if self._adapters.pop(name, None) is None:
             raise NotFound(
                 f"there is no adapter {name[:100]!r} here",

@@ -1,5 +1,5 @@
-"""What the core needs from outside: schedulers, a clock, a tokenizer. DeltaSource, Source and
-Engine are what its parts know of each other: the fleet towards a generation.
+"""Ports of the core: schedulers, a clock, a tokenizer. DeltaSource, Source and Engine are
+interfaces within the core: through them a generation uses the fleet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,169 +23,175 @@ if TYPE_CHECKING:
     from services.gateway.core.fleet.replica import Replica
 
 TIMER_SLACK_SECONDS = 0.001
-"""The time by which an event loop's clock may make a call too early."""
+"""How much too early an event loop's clock may run a callback, in seconds."""
 
 
 class DeltaSource(Protocol):
-    """The output of the sequences of one request."""
+    """The output of a request's sequences."""
 
     routes: list[Route]
-    """Where they were sent, in order."""
+    """The routes of the sequences in the order of sending."""
     waits: list[Wait]
-    """The waits of sequences that did not go to a replica at once, or were preempted."""
+    """Waits of sequences that were not sent to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
-    """The trace of each sequence; empty if another gateway runs them."""
+    """The trace of each sequence; empty if another gateway runs the sequences."""
 
     def take(self) -> list[tuple[int, Delta]]:
-        """What came since the last call: (index of the sequence, its delta), each index at most
-        once.
+        """The output since the last call: (index of the sequence, its delta), each
+        index at most once.
         """
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news`, in place of what was passed before, whenever something comes. After a
-        sequence's first tokens, a source may wait until there are `min_tokens` of it.
+        """Calls `on_news` when there is new output. Replaces an earlier callback. After a
+        sequence's first tokens, a source may wait until it has `min_tokens` of them.
         """
 
     def abort(self, index: int) -> None:
-        """Ends this sequence, since a stop string was found in it. Idempotent."""
+        """Ends this sequence, because a stop string was found. Idempotent."""
 
     def close(self) -> None:
         """Ends all sequences and their output. Idempotent."""
 
 
 class Source(Protocol):
-    """A source of deltas: an engine that generates them, or a recording of them."""
+    """A source of deltas: an engine that generates them, or a recording."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """The output of sequences, from their beginning on."""
+        """Starts sequences; returns their output from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How much of an answer was made so far."""
+    """How much of an answer was generated so far."""
 
     num_tokens: int
     """Generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Cached tokens of each sequence's prompt; None for one that was not scheduled."""
+    """Cached prompt tokens of each sequence; None if it was not scheduled."""
 
 
 class KeptSource(Source, Protocol):
-    """A source that may go on when its reader has gone."""
+    """A source that may continue after its reader has left."""
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
-        """Makes a call once, when the answer has ended or stopped; now if it is not being made."""
+        """Calls `call` once, when the answer has ended or stopped; at once if it is
+        not being generated.
+        """
 
 
 class ResumingEngine(Protocol):
-    """An engine that resumes sequences that another engine began."""
+    """An engine that can resume sequences started by another engine."""
 
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use; empty until a replica was connected once."""
+        """The fingerprint of the model in use; empty until a replica has connected."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Begins sequences, as Engine does. With `progress`, one for each of them, they go on from
-        there, and those that have ended are left out.
+        """Starts sequences. With `progress`, one per sequence, they are resumed from there, and
+        finished ones are skipped.
         """
 
 
 class Engine(Source, Protocol):
-    """Every replica of the model, seen as one."""
+    """All replicas of the model as one engine."""
 
     def limits(self) -> ModelLimits:
-        """The limits of a request. Raises Unavailable until a replica was ready once."""
+        """The limits of a request. Raises Unavailable if no replica was ready so far."""
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """Raises ResourceExhausted where a request of the tenant with this deadline would be
-        refused now, DeadlineExceeded where it would not be done in time.
+        """Raises ResourceExhausted if a request of the tenant would be refused now, and
+        DeadlineExceeded if it would not end by its deadline.
 
-        It is an estimate; the scheduler decides after `start`.
+        This is an estimate. The scheduler decides after `start`.
         """
 
     def arriving(self, tenant: Tenant, deadline: float | None) -> Arrival:
-        """Raises what `check_room` does, and counts a request until its `end`: `start` follows."""
+        """Checks for room like `check_room`, with the same errors, and counts the request until the
+        returned Arrival's `end`. `start` follows.
+        """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Sends sequences to a replica; while none is ready they wait, in order of arrival.
+        """Sends sequences to a replica. While none is ready they wait in order of arrival.
 
-        A sequence survives the loss of its replica: it is sent again with the tokens that came so
-        far, and its deltas go on without a lost or repeated token.
+        If its replica is lost, a sequence is sent again with the tokens so far. No token is lost or
+        repeated in its deltas.
         """
 
 
 class Link(Protocol):
-    """The way to one scheduler. What comes back is passed to its Replica."""
+    """The connection to one scheduler. Received results are passed to its Replica."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends a sequence with its tokens so far, soon and in order. `handle` names it from here
-        on. What was not sent when the session ends is dropped.
+        """Sends a sequence with its tokens so far, soon and in order. `handle` identifies it from
+        then on. If the session ends first, it is not sent.
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends what a turn adds to the `num_tokens` tokens of the session of this handle."""
+        """Sends the tokens that a turn adds to the first `num_tokens` of a session. `handle`
+        identifies the session.
+        """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Ends a sequence there; nothing more comes of it. `was_stopped`: a stop string ended its
-        text.
+        """Ends a sequence at the scheduler. No more results follow. `was_stopped`:
+        a stop string ended it.
         """
 
 
 class Links(Protocol):
-    """The ways to all schedulers."""
+    """The connections to all schedulers."""
 
     def make(self, address: str) -> Link:
-        """The way to the scheduler at an address. It is not used before `open`."""
+        """Makes the link to the scheduler at an address. It is not used before `open`."""
 
     def open(self, replica: "Replica") -> None:
-        """Keeps a session with the replica's scheduler open, over the link that was made for its
-        address.
-        """
+        """Keeps a session open with the replica's scheduler, over the link made for its address."""
 
     def close(self, replica: "Replica") -> None:
-        """Ends the session and tries no more."""
+        """Ends the session, and opens no new one."""
 
 
 class Timer(Protocol):
-    """A call at a later time."""
+    """A scheduled callback."""
 
     def cancel(self) -> None:
-        """Cancels the call. Idempotent."""
+        """Cancels the callback. Idempotent."""
 
 
 class Clock(Protocol):
-    """Steady time in seconds, by which deadlines are given; asyncio's event loop is one."""
+    """Steady time in seconds, used for deadlines. asyncio's event loop implements it."""
 
     def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Timer:
-        """Calls `callback` at that time or, if it has passed, soon."""
+        """Calls `callback` at that time, or soon if the time has passed."""
 
 
 class PrefixDirectory(Protocol):
-    """What the pools of all replicas have cached."""
+    """The cached prefixes of all replicas' pools."""
 
     def match(self, keys: Sequence[int]) -> Mapping[str, int]:
-        """How many blocks of a chain, from the first on, are cached by each node; nodes without any
-        are left out. `keys` belong to the chain's blocks: see `services.common.pool.kv_directory`.
+        """The number of leading blocks of a chain that each node has cached; nodes without any are
+        omitted. `keys` are the keys of the chain's blocks: see `services.common.pool.kv_directory`.
         """
         ...
 
 
 class Grammars(Protocol):
-    """Judges what outputs are to conform to."""
+    """Checks structured-output constraints."""
 
     async def check(
         self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Raises InvalidArgument for what an output of this vocabulary cannot be held to, and
-        ResourceExhausted while too many others are compiled.
+        """Raises InvalidArgument for a constraint that cannot be compiled for this vocabulary, and
+        ResourceExhausted if too many others are being compiled.
         """
 
 
 class TextTooLong(Exception):
-    """The text at `number` has `num_tokens` tokens, or more where that is not exact."""
+    """The text with index `number` is too long. It has `num_tokens` tokens, or at
+    least so many if not exact.
+    """
 
     def __init__(self, num_tokens: int, number: int, *, is_exact: bool) -> None:
         super().__init__(num_tokens)
@@ -195,54 +201,54 @@ class TextTooLong(Exception):
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. Long work happens off the event loop."""
+    """Converts text to tokens and back. Long work runs off the event loop."""
 
     is_byte_level: bool
     """Whether text is exactly the concatenation of `token_bytes`."""
     byte_values: Mapping[int, int]
-    """The byte of each token that stands for a single one and is text only together with the byte
-    tokens beside it (SentencePiece's byte fallback); empty for other tokenizers.
+    """The byte of each byte token (SentencePiece's byte fallback), whose text depends on the
+    adjacent byte tokens; empty for other tokenizers.
     """
     special_ids: frozenset[int]
-    """Tokens that are no text: end of sequence, roles, padding."""
+    """Special tokens, which are not text: end of sequence, roles, padding."""
     eos_token_id: int | None
-    """The token that the tokenizer names as end of sequence; None if it names none."""
+    """The tokenizer's end-of-sequence token; None if it has none."""
     max_token_bytes: int
-    """Most bytes that one token stands for."""
+    """Most bytes of one token."""
     has_chat_template: bool
     """Whether conversations can be rendered."""
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
-        """Token ids of plain texts. Raises TextTooLong for a text of more than `max_tokens`."""
+        """Token ids of plain texts. Raises TextTooLong for a text with more than `max_tokens`."""
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
-        """Token ids of two texts in one prompt, as the tokenizer joins them, and how many of them
-        come before the second text where token types tell the texts apart; else 0. Raises
-        TextTooLong for a pair of more than `max_tokens`.
+        """For each pair, the token ids of both texts in one prompt, and the number of tokens before
+        the second text. The number is 0 if the tokenizer's token types do not distinguish the
+        texts. Raises TextTooLong for a pair with more than `max_tokens`.
         """
 
     async def encode_truncated(
         self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
     ) -> list[tuple[list[int], int]]:
-        """The same of prompts of one text or two, of which a part is kept."""
+        """Token ids of prompts of one or two texts, truncated to the kept part, and the number of
+        tokens before the second text; 0 if not known.
+        """
 
     async def token_starts(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[int]]:
-        """Where in each text its tokens start, in characters; one that holds a part of a character
-        starts where the character does.
+        """The start of each token in its text, in characters. A token that contains part of a
+        character starts where the character does.
         """
 
     async def token_offsets(
         self, texts: Sequence[str], *, add_special_tokens: bool
     ) -> list[list[tuple[int, int]]]:
-        """The part of each text that each of its tokens is made of, in characters; (0, 0) for a
-        token that was added to it.
-        """
+        """The span of each token in its text, in characters; (0, 0) for an added token."""
 
     async def render_chat(
         self,
@@ -253,23 +259,23 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """A conversation as the model's chat template writes it. The content of a message is a
-        text, or a list of the texts of its parts.
+        """A conversation rendered by the model's chat template. A message's content is a text, or a
+        list of its parts' texts.
 
-        Raises InvalidArgument when the template does not take it.
+        Raises InvalidArgument if the template does not accept it.
         """
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids of any number, special tokens included."""
+        """Text of any number of token ids, including special tokens."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of a few token ids. Ids the tokenizer does not know have no text."""
+        """Text of a few token ids. Unknown ids have no text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; none for an id the tokenizer does not know."""
+        """The bytes of one token; empty for an unknown id."""
 
     def description(self) -> Mapping[str, Any]:
-        """The tokenizer's configuration as JSON, without paths of files."""
+        """The tokenizer's configuration as JSON, without file paths."""
 
     def token_name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it."""
+        """The token as spelled in the vocabulary."""

@@ -1,4 +1,4 @@
-"""A recording of an engine's output for one request, for any number of readers."""
+"""A recording of an engine's output for one request, with any number of readers."""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -11,12 +11,12 @@ from services.gateway.core.request.logprobs import LogprobRows, joined
 from services.gateway.core.request.progress import Progress
 
 _SEQUENCE_BYTES = 1024
-"""About the bytes that a sequence takes besides its tokens."""
+"""Approximate bytes of a sequence without its tokens."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """How much of a sequence a reader has taken."""
+    """How much of a sequence a reader has received."""
 
     num_tokens: int = 0
     num_prompt_rows: int = 0
@@ -30,13 +30,13 @@ class SequenceRecord:
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
-    """A row for each token, where asked for."""
+    """One row per token; None if log-probabilities were not requested."""
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
 
     def add(self, delta: Delta) -> None:
-        """Appends what a delta brought."""
+        """Appends a delta."""
         self.token_ids.extend(delta.token_ids)
         self.logprobs = joined(self.logprobs, _copied(delta.logprobs))
         self.prompt_logprobs = joined(self.prompt_logprobs, _copied(delta.prompt_logprobs))
@@ -46,7 +46,7 @@ class SequenceRecord:
             self.finish = delta.finish
 
     def since(self, seen: Seen) -> Delta:
-        """The output that a reader has not taken yet. `seen` then counts it as taken."""
+        """The output that a reader has not received. Marks it as received in `seen`."""
         delta = Delta(self.token_ids[seen.num_tokens :].tolist())
         if delta.token_ids and self.logprobs is not None:
             delta.logprobs = self.logprobs.part(seen.num_tokens)
@@ -63,24 +63,26 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
-        """Log-probabilities of the prompt that came."""
+        """Received rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about."""
+        """Approximate memory of the sequence in bytes."""
         rows = [rows for rows in (self.logprobs, self.prompt_logprobs) if rows is not None]
         cells = len(self.token_ids) + sum(2 * len(one.token_ids) + len(one) for one in rows)
         return _SEQUENCE_BYTES + 4 * cells
 
 
 class Cursor:
-    """A place in a recording, at first its beginning. `on_news` is called when there is more."""
+    """A reader's position in a recording, initially at its beginning. `on_news` is called when
+    there is new output.
+    """
 
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
     ) -> None:
-        """`at_end`: begins behind what came so far, and not at the beginning."""
+        """With `at_end` it starts after the current output."""
         self._recording = recording
         self._seen = [Seen() for _ in recording.sequences]
         self._changed = set(range(len(self._seen)))
@@ -90,17 +92,17 @@ class Cursor:
             self.take()
 
     def note(self, index: int) -> None:
-        """Notes that more of a sequence came."""
+        """Marks a sequence as having new output."""
         self._changed.add(index)
         self._on_news()
 
     def wake(self) -> None:
-        """Tells the reader that the recording failed."""
+        """Notifies the reader that the recording failed."""
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """What came since the last call, of each sequence of which anything did: its index, what
-        had come before, and what came now.
+        """The new output since the last call. For each changed sequence: its index, the extent of
+        earlier output, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []
@@ -113,15 +115,15 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Follows the recording no further. Idempotent."""
+        """Stops reading. Idempotent."""
         self._recording.cursors.discard(self)
 
 
 class Recording:
-    """The sequences of one request, as far as they came.
+    """The sequences of one request with their output so far.
 
-    Its content does not depend on how it came: any grouping of deltas gives the same. It ends when
-    every sequence has a finish, or with an error.
+    The content does not depend on how deltas were grouped. A recording ends when every sequence has
+    finished, or with an error.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -131,12 +133,12 @@ class Recording:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every sequence has ended well."""
+        """Whether every sequence has finished."""
         return all(sequence.finish is not None for sequence in self.sequences)
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes: it is complete, or failed."""
+        """Whether the recording has ended: it is complete or has failed."""
         return self.error is not None or self.is_complete
 
     @property
@@ -145,11 +147,11 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about."""
+        """Approximate memory of all sequences in bytes."""
         return sum(sequence.num_bytes for sequence in self.sequences)
 
     def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Appends what came; an error ends the recording."""
+        """Appends deltas; an error ends the recording."""
         for index, delta in deltas:
             if delta.error is not None:
                 self.fail(delta.error)
@@ -159,14 +161,14 @@ class Recording:
                 cursor.note(index)
 
     def fail(self, error: StepwellError) -> None:
-        """Ends the recording with an error, unless it has ended."""
+        """Ends the recording with an error. Does nothing if it has ended."""
         if not self.is_over:
             self.error = error
             for cursor in self.cursors:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """The progress from which an engine resumes each sequence."""
+        """For each sequence, the progress from which an engine can resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences
@@ -174,5 +176,5 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """A copy of the rows, which grow with the recording: the delta may be kept elsewhere."""
+    """A copy of the rows: those in the recording grow, and the delta may be used elsewhere."""
     return None if rows is None else rows.part(0)

@@ -1,17 +1,18 @@
-"""Shares answers with other gateways through a journal, of which each may stop at any time.
+"""Shares answers between gateways through a journal. Each gateway, and the journal, may fail at any
+time.
 
-1. The gateway that gets the lease of a key's log makes the answer, and appends what comes to the
-   log, all keys together, every `flush_seconds`. It renews the leases with that.
-2. Another gateway with a client for that key follows the log. When the lease has ended it takes it,
-   appends an entry with the next fence, and goes on from what the log has: with the request's name,
-   seed and tokens so far the rest is the same.
-3. The owner that was only slow finds that it is fenced at its next entry. It writes no more, and
-   goes on for the clients that it has; their tokens are the same.
-4. Without the journal an answer is this gateway's own. It is written as soon as the journal is
-   back. No token waits for the journal; the beginning of a request with a key does, `open_seconds`
-   at most, and not at all while the journal is known to be away.
+1. The gateway that acquires the lease of a key's log generates the answer. It appends the output of
+   all its answers to their logs every `flush_seconds`, which also renews the leases.
+2. Another gateway with a client for that key follows the log. When the lease has expired it
+   acquires it, appends an entry with the next fence, and resumes generation from the log's state.
+   With the same request id, seed and tokens so far, the remaining output is the same.
+3. If the former owner was only slow, its next append fails, since it is fenced. It stops writing,
+   and continues to generate for its own clients; their tokens are the same.
+4. Without the journal, an answer is not shared. It is written once the journal is available again.
+   No token waits for the journal. Only the start of a request with a key waits, for at most
+   `open_seconds`, and not at all while the journal is known to be unavailable.
 
-Fencing by the position in the log is that of Apache BookKeeper and Kafka's producer epochs.
+Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
 """
 
 import asyncio
@@ -37,11 +38,11 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""The beginning of a log, an entry that was not answered, and all that came since."""
+"""Writes per log at shutdown: the start entry, an unconfirmed entry, and the rest."""
 
 
 class Role(enum.Enum):
-    """The part that a gateway has in the answer of a key."""
+    """What a gateway has to do for the answer of a key."""
 
     BEGINS = "begins"
     RESUMES = "resumes"
@@ -51,31 +52,31 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharingTimes:
-    """Times of the sharing, in seconds."""
+    """Times for sharing, in seconds."""
 
     flush_seconds: float = 0.05
-    """Time between two writes, and two reads, of the logs."""
+    """Interval between two writes, and two reads, of the logs."""
     lease_seconds: float = 3.0
-    """How long a lease holds; it is renewed three times as often."""
+    """Duration of a lease. It is renewed three times as often."""
     open_seconds: float = 1.0
     """How long a request may wait for the journal."""
     again_seconds: float = 0.02
-    """Time between two reads of a log that a gateway is about to begin."""
+    """Interval between reads of a log that another gateway is about to start."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
 
 
 class SharingListener(Protocol):
-    """Events of answers that other gateways cause."""
+    """Receives events that other gateways cause."""
 
     def taken_over(self, request: KeyedRequest) -> None:
-        """The answer is to be made here from now on."""
+        """This gateway must generate the answer from now on."""
 
     def fenced(self, request: KeyedRequest) -> None:
-        """Another gateway makes the answer, too."""
+        """Another gateway also generates the answer."""
 
     def followed_to_end(self, request: KeyedRequest) -> None:
-        """The answer came to its end at another gateway, or failed there."""
+        """The answer ended or failed at another gateway."""
 
 
 class Sharing:
@@ -84,11 +85,11 @@ class Sharing:
     def __init__(
         self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
     ) -> None:
-        """`gateway` is the name of this one, which no other has."""
+        """`gateway` is this gateway's unique name."""
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
-        """Whether the last call was done; at first it is taken for granted."""
+        """Whether the last call succeeded; initially true."""
         self._was_reached = False
         self._journal = journal
         self._clock = clock
@@ -107,11 +108,11 @@ class Sharing:
             self._fenced,
         )
 
-    # What is asked of it.
+    # Calls from KeyedRequests.
 
     async def open(self, request: KeyedRequest) -> Role:
-        """Finds out which gateway makes an answer that this one neither makes nor follows, and
-        takes over what is there of it. Raises KeyReused if the key belongs to another request.
+        """Determines which gateway generates an answer that this one neither generates nor follows,
+        and adopts the output so far. Raises KeyReused if the key belongs to a different request.
         """
         owned = self._owned.log_of(request)
         if owned is not None:
@@ -122,7 +123,7 @@ class Sharing:
         try:
             async with asyncio.timeout(self._times.open_seconds):
                 if request.scope in self._owned:
-                    # Of a request that failed, which the log does not say yet.
+                    # The log of an earlier request that failed. The failure is not written yet.
                     await self._owned.write()
                 while (role := await self._try_open(request)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(self._times.again_seconds)
@@ -134,15 +135,15 @@ class Sharing:
         return self._begin_alone(request)
 
     def leave(self, request: KeyedRequest) -> None:
-        """Stops writing or following the log of an answer. It can be opened again later."""
+        """Stops writing or following an answer's log. The answer can be opened again later."""
         self._unfollow(request)
         owned = self._owned.log_of(request)
         if owned is not None:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """Forgets an answer here and, if `everywhere`, in the journal too, where this gateway was
-        the last to write it.
+        """Forgets an answer here. With `everywhere`, also in the journal, if this gateway made the
+        log's last entry.
         """
         self._unfollow(request)
         self._owned.drop(request)
@@ -151,7 +152,7 @@ class Sharing:
             self._awake.set()
 
     async def run(self) -> None:
-        """Writes and reads until cancelled; closes the journal then."""
+        """Writes and reads logs until cancelled, then closes the journal."""
         times = self._times
         backoff = times.first_backoff_seconds
         try:
@@ -169,15 +170,17 @@ class Sharing:
             await self._journal.close()
 
     async def finish(self) -> None:
-        """Writes what is left, once."""
+        """Writes the remaining entries once."""
         with suppress(Unavailable):
             for _ in range(_LAST_WRITES):
                 await self._owned.write()
 
-    # Opening a log.
+    # Opening of logs.
 
     async def _try_open(self, request: KeyedRequest) -> Role | None:
-        """One attempt; None if another gateway has the lease of a log that does not begin yet."""
+        """Tries to open a log; None if another gateway has the lease and the log
+        has no start entry yet.
+        """
         took_lease, news = await self._journal.open(request.scope)
         view = LogView()
         try:
@@ -206,8 +209,8 @@ class Sharing:
         return Role.RESUMES if await self._owned.take(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
-        """Without the journal; the log is written when that is back, unless another gateway has
-        begun one.
+        """Starts an answer without the journal. Its log is written once the journal is available,
+        if no other gateway has started one.
         """
         self.counts.alone += 1
         self._owned.begin_later(request, Position())
@@ -218,7 +221,7 @@ class Sharing:
         self.counts.damaged += 1
         await self._journal.forget([request.scope])
 
-    # What is done all the time.
+    # The periodic work.
 
     async def _something_to_do(self) -> None:
         if self._followed or not (self.is_reachable and self._was_reached):
@@ -273,7 +276,7 @@ class Sharing:
             goes_on = self._follow(request, view, all_news.entries)
             if not (goes_on and await self._owned.take(request, view)):
                 return
-        else:  # the log is gone
+        else:  # the log has disappeared
             self._owned.begin_later(request, view.position)
         self._unfollow(request)
         self._tell.taken_over(request)
@@ -282,14 +285,14 @@ class Sharing:
         return self._followed.get(request.scope) == (request, view)
 
     def _unfollow(self, request: KeyedRequest) -> None:
-        """Follows the log of an answer no further. Idempotent."""
+        """Stops following an answer's log. Idempotent."""
         if self._followed.get(request.scope, (None,))[0] is request:
             del self._followed[request.scope]
 
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Applies further entries; returns whether more are to come."""
+        """Applies new entries; returns whether the answer is still unfinished."""
         try:
             view.apply(entries)
         except DamagedEntry as error:
@@ -298,7 +301,7 @@ class Sharing:
             self._make_alone(request)
             return False
         if view.recording is not request.recording:
-            self._make_alone(request)  # the key was forgotten, and another request began under it
+            self._make_alone(request)  # another request was started under the same key
             return False
         if request.recording.is_over:
             self._unfollow(request)
@@ -307,7 +310,7 @@ class Sharing:
         return True
 
     def _make_alone(self, request: KeyedRequest) -> None:
-        """Has an answer made here that was followed, without its log."""
+        """Lets this gateway generate an answer that it followed, without its log."""
         self.counts.alone += 1
         self._unfollow(request)
         self._tell.taken_over(request)
@@ -322,5 +325,5 @@ class Sharing:
 
 
 def _begins_or_resumes(request: KeyedRequest) -> Role:
-    """The part of a gateway that generates an answer of which the journal has nothing."""
+    """The role for an answer that the journal does not contain."""
     return Role.RESUMES if request.recording.num_tokens else Role.BEGINS

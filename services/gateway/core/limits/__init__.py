@@ -1,1 +1,1 @@
-"""Limits of tenants: requests and tokens per minute, and requests at once."""
+"""Limits of tenants: requests and tokens per minute, and concurrent requests."""

@@ -1,4 +1,4 @@
-"""How much of a prompt is expected to be cached, whichever replica gets it."""
+"""Estimates how much of a prompt is cached, independent of the replica."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,7 +11,7 @@ _MAX_SEGMENTS = 1024
 
 
 class CachedEstimate:
-    """Asks the directory of what the pools have cached for the deepest match."""
+    """Looks up the deepest match in the directory of cached prefixes."""
 
     def __init__(
         self, directory: PrefixDirectory, replicas: Callable[[], Iterable[Replica]]
@@ -21,7 +21,7 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """Tokens of the prompt, less than all of it; 0 where nothing is known."""
+        """Cached tokens of the prompt, fewer than all; 0 if nothing is known."""
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0

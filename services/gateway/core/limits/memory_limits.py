@@ -1,4 +1,4 @@
-"""Limits counted in this process: all there is without Redis, and what serves while it is gone."""
+"""Limits counted in this process: used without Redis, and while Redis is unavailable."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,7 +21,7 @@ FOREVER_MILLIS = 2**52
 
 @dataclass(slots=True)
 class _State:
-    """The buckets and slots of one tenant. A level of None is full."""
+    """The buckets and slots of one tenant. A level of None is a full bucket."""
 
     requests: int | None = None
     tokens: int | None = None
@@ -30,7 +30,7 @@ class _State:
 
 
 class MemoryLimits:
-    """A LimitStore. Slots are held for `lease_millis` after they were last asked for."""
+    """A LimitStore. A slot expires `lease_millis` after its last HOLD."""
 
     def __init__(self, now_millis: Callable[[], int], lease_millis: int = FOREVER_MILLIS) -> None:
         self._now_millis = now_millis
@@ -44,11 +44,11 @@ class MemoryLimits:
         self.apply(limits, change)
 
     async def run(self) -> None:
-        """There is nothing to do."""
+        """Waits until cancelled, since nothing needs renewal."""
         await asyncio.Event().wait()
 
     def apply(self, limits: LimitSet, change: Change) -> Standing:
-        """Does a change or refuses it."""
+        """Applies a change or refuses it."""
         now = self._now_millis()
         state = self._states.setdefault(limits.tenant_id, _State(at=now))
         elapsed = now - state.at
@@ -81,7 +81,9 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Levels for a tenant that has none here, such as its share of what it had elsewhere."""
+        """Sets initial levels for a tenant without levels here, for example a part
+        of its levels in Redis.
+        """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:
             state.at = self._now_millis()
@@ -89,19 +91,21 @@ class MemoryLimits:
             state.tokens = tokens_level if limits.tokens_per_minute else None
 
     def forget_levels(self) -> None:
-        """Slots are kept."""
+        """Resets all levels to full. Slots are kept."""
         for state in self._states.values():
             state.requests = state.tokens = None
 
     def slots(self) -> dict[str, list[str]]:
-        """The names of the slots that are held, by tenant."""
+        """The names of occupied slots by tenant."""
         return {name: list(state.slots) for name, state in self._states.items() if state.slots}
 
 
 def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
-    """Which limit refuses a change at these levels, and for how long."""
+    """The limit that refuses a change at these levels, and the wait in milliseconds; None and 0 if
+    no limit does.
+    """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:
         needed = needed_level(change.num_requests, limit)

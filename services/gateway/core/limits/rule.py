@@ -1,12 +1,12 @@
-"""The rule of limits, in whole numbers, so that every store computes the same.
+"""The rule of limits, in integers, so that every store computes the same results.
 
-A limit per minute is a token bucket that holds one minute's worth and begins full (a burst of one
-minute). Levels are counted in units of 1/60,000 of a request or token: a bucket with a limit of n
-per minute gains n units each millisecond. A level may be below zero, where an answer took more than
-was reserved for it.
+A limit per minute is a token bucket. Its capacity is one minute's amount, and it starts full, so
+that a burst of one minute's amount is allowed. Levels are in units of 1/60,000 of a request or
+token: a bucket with a limit of n per minute gains n units per millisecond. A level is negative if
+an answer used more than was reserved for it.
 
-Requests at once are slots, each held under a name until a deadline, so that those of a gateway that
-died are free again some time later.
+Concurrent requests are counted by slots. A slot is occupied under a name until a deadline, so that
+a dead gateway's slots become free.
 """
 
 import enum
@@ -16,13 +16,13 @@ from services.gateway.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000
-"""More time than this between two changes counts as this; products stay below 2**53, up to which a
-double is exact (Redis computes with them).
+"""Upper bound on the time between two changes. It keeps products below 2**53, the limit for exact
+integers in doubles, which Redis uses.
 """
 
 
 class Quota(enum.Enum):
-    """The kinds of limits, by the names that clients get."""
+    """The kinds of limits, with the names that clients see."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
@@ -56,7 +56,7 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """The share of one of several gateways; at least one of each."""
+        """The limits divided among several gateways; at least 1 each."""
 
         def share(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // num_gateways)
@@ -70,7 +70,7 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """Whether a change takes, keeps or returns a slot of the concurrent requests."""
+    """Whether a change takes, keeps or releases a slot of the concurrent requests."""
 
     KEEP = 0
     HOLD = 1
@@ -79,11 +79,11 @@ class SlotChange(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one request takes of its tenant's limits, all of it or nothing. Numbers below 0 return
-    what it took.
+    """One request's change to its tenant's levels and slots, applied completely or not at all.
+    Negative numbers return earlier amounts.
 
-    With `must_fit` the change is refused if a level is too low or no slot is free, and, even if it
-    takes no tokens, if not one token is left. Without, it is applied in any case.
+    With `must_fit` the change is refused if a level is too low or no slot is free. It is also
+    refused if no token is left, even if it takes none. Without `must_fit` it is always applied.
     """
 
     slot: str
@@ -95,8 +95,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The levels of a tenant's buckets after a change, or at its refusal, in units; 0 where there
-    is no limit. `wait_millis` is the time until what was refused would fit; 0: not known.
+    """The levels of a tenant's buckets, in units, after a change or a refusal; 0 if there is no
+    limit. `wait_millis` is the time until a refused change would fit; 0: not known.
     """
 
     refused_by: Quota | None
@@ -108,7 +108,9 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """The level of a bucket some time after it was `level`; None: it is new, and full."""
+    """The level of a bucket after a time, given its earlier level; None: the bucket
+    is new and full.
+    """
     full = limit * UNITS
     if level is None:
         return full
@@ -117,10 +119,10 @@ def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
 
 
 def needed_level(amount: int, limit: int) -> int:
-    """The level that an amount needs; a full bucket suffices for any."""
+    """The level needed for an amount. A full bucket suffices for any amount."""
     return min(amount, limit) * UNITS
 
 
 def wait_millis(level: int, needed: int, limit: int) -> int:
-    """How long a bucket takes to rise to a level above its own."""
+    """The time until a bucket reaches a level above its own."""
     return -(-(needed - level) // limit)

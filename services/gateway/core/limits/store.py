@@ -1,4 +1,4 @@
-"""The port behind which limits are counted."""
+"""The port to the counting of limits."""
 
 from typing import Protocol
 
@@ -6,18 +6,18 @@ from services.gateway.core.limits.rule import Change, LimitSet, Standing
 
 
 class LimitStore(Protocol):
-    """Counts what tenants take, by `services.gateway.core.limits.rule`."""
+    """Counts tenants' requests and tokens by `services.gateway.core.limits.rule`."""
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
-        """Does a change, or refuses it, and changes nothing then. It never fails, and waits for a
-        few hundredths of a second at most.
+        """Applies a change, or refuses it without any effect. Never fails, and waits for at most a
+        few hundredths of a second.
         """
         ...
 
     def give_back(self, limits: LimitSet, change: Change) -> None:
-        """Does a change that need not fit, soon."""
+        """Applies a change with `must_fit` false, not necessarily at once."""
         ...
 
     async def run(self) -> None:
-        """Keeps the counts up until cancelled."""
+        """Maintains the counts until cancelled."""
         ...

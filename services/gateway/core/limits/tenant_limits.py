@@ -1,4 +1,4 @@
-"""The share of its tenant's limits that a request takes, and returns at its end."""
+"""The amounts that a request takes from its tenant's limits, and returns at its end."""
 
 import itertools
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_RESERVED_OUTPUT_TOKENS = 4096
-"""Most tokens that are reserved for an answer whose client names no length."""
+"""Most tokens reserved for an answer if the client sets no maximum length."""
 _CONCURRENCY_RETRY_SECONDS = 1.0
 _SHORTEST_RETRY_SECONDS = 0.1
 
 
 _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
-"""Errors that the client of a request has not caused."""
+"""Errors that are not the client's fault."""
 
 
 class LimitReached(QuotaExceeded):
-    """A tenant is over one of its limits; `standing` has the levels of all of them."""
+    """A tenant has exceeded one of its limits. `standing` has the levels of all limits."""
 
     def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
         quota = standing.refused_by or Quota.CONCURRENCY
@@ -69,9 +69,9 @@ class TenantLimits:
     """Admits requests by their tenants' limits.
 
     1. Before its body is read, a request takes one of the requests per minute, and a slot.
-    2. Once its prompt has tokens, it reserves those that are not expected to be cached and the
-       longest answer.
-    3. At its end it gives the slot back, and what was not used of the reservation.
+    2. Once its prompt is tokenized, it reserves tokens: the prompt tokens not expected to be
+       cached, and the longest possible answer.
+    3. At its end it releases the slot, and returns the unused part of the reservation.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class TenantLimits:
         process_name: str,
         num_cached_tokens: Callable[[EngineRequest], int],
     ) -> None:
-        """`process_name` sets the slots of this gateway apart from others'. `num_cached_tokens`
-        estimates how much of a prompt is cached.
+        """`process_name` makes this gateway's slots distinct from others'. `num_cached_tokens`
+        estimates how many tokens of a prompt are cached.
         """
         self._store = store
         self._process_name = process_name
@@ -89,7 +89,7 @@ class TenantLimits:
         self._num_cached_tokens = num_cached_tokens
 
     async def admit(self, tenant: Tenant) -> "Allowance":
-        """Takes one request of a tenant. Raises LimitReached."""
+        """Takes one request from a tenant's limits. Raises LimitReached."""
         limits = LimitSet.of(tenant)
         if limits.is_empty:
             return NO_LIMITS
@@ -107,8 +107,8 @@ class TenantLimits:
 
 
 class Allowance:
-    """The share of the limits that one request has taken. It must be closed once, when the request
-    is over.
+    """The amounts that one request has taken from its tenant's limits. It must be closed exactly
+    once, at the end of the request.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Allowance:
         self.tenant = tenant
         self.limits = limits
         self.standing = standing
-        """What the tenant has left, as of the last change; None where it has no limits."""
+        """The tenant's standing after the last change; None if it has no limits."""
         self._slot = slot
         self._store = store
         self._num_cached_tokens = num_cached_tokens
@@ -131,7 +131,7 @@ class Allowance:
         self._num_reserved = 0
 
     async def reserve(self, generation: Generation) -> None:
-        """Reserves the tokens that a request may take. Raises QuotaExceeded."""
+        """Reserves the most tokens that a request may use. Raises QuotaExceeded."""
         limit = self.limits.tokens_per_minute
         if self._store is None or limit is None:
             return
@@ -152,8 +152,8 @@ class Allowance:
         self._generation, self._num_reserved = generation, num_tokens
 
     def close(self, *, was_refused: bool = False) -> None:
-        """The request is over. One that was refused for another reason than its tenant's limits
-        takes none of the requests per minute.
+        """Ends the request. If it was refused for a reason other than its tenant's limits, its
+        request per minute is returned.
         """
         if self._store is None:
             return
@@ -173,14 +173,16 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """What may go on with the answer, for an idempotency key, without this request."""
+        """The source that may continue the answer after this request, because of an
+        idempotency key.
+        """
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
-        """Gives back what an answer did not use that went on without its client."""
+        """Returns the unused tokens of an answer that continued without its client."""
         if self._store is None or self._generation is None:
             return
         num_used = 0
@@ -195,8 +197,8 @@ class Allowance:
             self._store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
-        """The most tokens that a request may take: of each prompt those that are not cached, of
-        each answer its longest.
+        """The most tokens that a request may use: uncached tokens of each prompt, and the maximum
+        length of each answer.
         """
         request = generation.request
         firsts = generation.sequences[:: request.num_candidates]
@@ -218,7 +220,9 @@ class Allowance:
 
 
 def was_refused(error: StepwellError) -> bool:
-    """Whether a request that ended so takes nothing of its tenant's limits: it is not at fault."""
+    """Whether a request with this error is removed from its tenant's count, since the error is not
+    the client's fault.
+    """
     return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)
 
 
@@ -227,4 +231,4 @@ def _none_cached(_request: EngineRequest) -> int:
 
 
 NO_LIMITS = Allowance(ANYONE, LimitSet(""), "", None, None, _none_cached)
-"""That of every request whose tenant has no limits."""
+"""The allowance of requests whose tenant has no limits."""

@@ -1,4 +1,4 @@
-"""How far the index of cached prefixes can be relied on."""
+"""Reliability of the index of cached prefixes."""
 
 import enum
 
@@ -7,13 +7,13 @@ class DirectoryState(enum.Enum):
     """The state of the whole index, or of one node."""
 
     EXACT = "exact"
-    """The view is what the pool wrote, as far as it has been read."""
+    """The view equals the pool's cache at the last entry that was read."""
     DEGRADED = "degraded"
-    """Something is missing or differs, and is being loaded again; matches may be wrong."""
+    """Entries are missing or differ, and are being loaded again; matches may be wrong."""
     FALLBACK = "fallback"
-    """Nothing is known: there are no matches, and requests are routed by load."""
+    """Nothing is known. There are no matches, and requests are routed by load."""
     UNUSED = "unused"
-    """Fewer than two pools, between which nothing is chosen by what they cache: no matches."""
+    """There are fewer than two pools, so routing needs no matches: there are none."""
 
     @property
     def has_matches(self) -> bool:

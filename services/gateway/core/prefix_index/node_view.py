@@ -1,4 +1,4 @@
-"""The view of one node in the index of cached prefixes, and the outcome of applying a batch."""
+"""One node's view in the index of cached prefixes, and the outcome of applying a batch."""
 
 import enum
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ class Applied(enum.Enum):
 
     DONE = "done"
     KNOWN = "known"
-    """The view contains it already."""
+    """The view already contains the batch."""
     GAP = "gap"
-    """Batches between the view and this one are missing: the node is degraded."""
+    """Batches between the view and this one are missing. The node is degraded."""
     DRIFTED = "drifted"
-    """It was applied, and the digest differs: the node is degraded."""
+    """The batch was applied, and the digest differs. The node is degraded."""
     AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The node is degraded: only a snapshot helps."""
+    """The node is degraded, and needs a snapshot."""
     OTHER_LIFE = "other_life"
-    """It belongs to a life that is not known here."""
+    """The batch belongs to an unknown epoch."""
 
 
 @dataclass(slots=True)
 class NodeView:
-    """The view of one life of a node: its epoch, its last entry and its digest."""
+    """The view of one epoch of a node: its last entry and its digest."""
 
     node: str
     epoch: int
@@ -36,7 +36,7 @@ class NodeView:
     count: int = 0
     xor: int = 0
     has_full_prefixes: bool = field(init=False)
-    """Whether a look-up may jump: the only group is one of full attention."""
+    """Whether lookups may jump, since the only group has full attention."""
 
     def __post_init__(self) -> None:
         self.has_full_prefixes = len(self.groups) == 1 and (

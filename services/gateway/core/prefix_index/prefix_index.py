@@ -1,13 +1,14 @@
-"""Which blocks each replica's pool has cached, and how deep a prompt is cached on each.
+"""The blocks that each replica's pool has cached, and the cached depth of a prompt at each.
 
-One table maps a block's key to the set of nodes that hold it, an integer with a bit for each node.
-Where each node holds a prefix of every chain (full attention; pools evict the tail of a chain
-first), a look-up reads every 128th block only, and bisects where a node drops out. The jump is that
-of NVIDIA Dynamo's PositionalIndexer, which is 32; each block that is read is a miss of the
-processor's cache, and a longer jump with bisection reads fewer.
+One table maps a block's key to the set of nodes that have it, stored as an integer with one bit per
+node. If nodes have a prefix of every chain (full attention; pools evict the tail of a chain first),
+a lookup reads only every 128th block, and bisects where a node drops out. The jumps are from NVIDIA
+Dynamo's PositionalIndexer, which uses 32. Each block that is read is a cache miss of the processor,
+and longer jumps with bisection read fewer.
 
-A node gets a new bit when it begins a new life or is loaded anew. The old bit is void at once and
-is removed from the table in small steps (`sweep`), so that no call takes long, whatever the size.
+A node gets a new bit when a new epoch starts or it is loaded again. The old bit is invalid at once,
+and is removed from the table in small steps (`sweep`), so that no call takes long, however large
+the table is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,8 +23,8 @@ from services.gateway.core.prefix_index.node_view import Applied, NodeView
 
 JUMP = 128
 NUM_SHARDS = 1024
-"""The table is divided by the low bits of the key, so that one step of the sweep and one growth of
-a dictionary touch a small part of it: of a million blocks, a thousand.
+"""The table is divided by the low bits of the key, so that a sweep step, or the growth of a
+dictionary, affects only a small part: of a million blocks, a thousand.
 """
 MAX_INTERNED_SETS = 65_536
 
@@ -31,7 +32,7 @@ _SHARD = NUM_SHARDS - 1
 
 
 class PrefixIndex:
-    """The views of all nodes. Not for several threads."""
+    """The views of all nodes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
@@ -41,24 +42,26 @@ class PrefixIndex:
         self._live = 0
         """Bits of all views."""
         self._jumping = 0
-        """The bits of nodes that hold prefixes, see `_match_by_jumps`."""
+        """Bits of nodes that have prefixes of chains; see `_match_by_jumps`."""
         self._retired = 0
-        """Void bits that are still in the table."""
+        """Invalid bits that are still in the table."""
         self._being_swept = 0
-        """The bits that the present sweep removes."""
+        """The bits that the current sweep removes."""
         self._next_shard = 0
-        """The shard from which it removes them next."""
+        """The shard that the sweep processes next."""
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """What can be known at all by the source of the views; set by the adapter that reads it."""
+        """State of the connection to the source of the views. Set by the adapter
+        that reads the source.
+        """
 
-    # What is asked.
+    # Queries.
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many blocks of a chain, from the first on, each node need not compute.
+        """The number of leading blocks of a chain that each node need not compute.
 
-        `keys` are those of the chain in group 0, from `block_keys`. Nodes that hold nothing of it
-        are left out. Empty while the state is FALLBACK or UNUSED.
+        `keys` are the chain's keys in group 0, from `block_keys`. Nodes without any blocks of it
+        are omitted. Empty while the state is FALLBACK or UNUSED.
         """
         if not self.contact.has_matches or not keys:
             return {}
@@ -71,7 +74,9 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """The state of the whole index: FALLBACK without contact, DEGRADED while any node is."""
+        """The state of the whole index. It is the state of the connection, or DEGRADED if the
+        connection is EXACT and any node is degraded.
+        """
         if self.contact is DirectoryState.EXACT and not all(
             view.is_exact for view in self._views.values()
         ):
@@ -79,7 +84,7 @@ class PrefixIndex:
         return self.contact
 
     def node_state(self, node: str) -> DirectoryState:
-        """The state of one node; FALLBACK if it is not known."""
+        """The state of one node; FALLBACK if the node is not known."""
         view = self._views.get(node)
         if view is None:
             return DirectoryState.FALLBACK
@@ -89,11 +94,11 @@ class PrefixIndex:
 
     @property
     def views(self) -> Iterable[NodeView]:
-        """What is known of each node."""
+        """The views of all nodes."""
         return self._views.values()
 
     def view(self, node: str) -> NodeView | None:
-        """What is known of one node."""
+        """The view of one node; None if it is not known."""
         return self._views.get(node)
 
     @property
@@ -102,17 +107,17 @@ class PrefixIndex:
         return sum(map(len, self._shards))
 
     def keys_of(self, node: str) -> set[int]:
-        """All keys of a node. It reads the whole table."""
+        """All keys of a node. Reads the whole table."""
         view = self._views.get(node)
         if view is None:
             return set()
         return {key for shard in self._shards for key, held in shard.items() if held & view.bit}
 
-    # What the source of the views writes.
+    # Changes by the source of the views.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """Makes the view of a node that begins a life: empty, and exact after entry 0. What it held
-        before is void.
+        """Makes an empty view for a new epoch of a node, which is exact after entry 0. The node's
+        earlier keys are invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
@@ -120,14 +125,16 @@ class PrefixIndex:
         return view
 
     def remove(self, node: str) -> None:
-        """Forgets a node that is gone, or not to be used. Does nothing if it is not known."""
+        """Removes a node. Does nothing if it is not known."""
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
             self._retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of a life. It is applied with the results DONE and DRIFTED."""
+        """Applies the next batch of an epoch. With the results DONE and DRIFTED it was applied,
+        with others not.
+        """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_LIFE
@@ -147,15 +154,15 @@ class PrefixIndex:
         return Applied.DONE
 
     def degrade(self, node: str) -> None:
-        """Marks what is known of a node as not exact, until it has been loaded again."""
+        """Marks a node's view as not exact until it is loaded again."""
         view = self._views.get(node)
         if view is not None:
             view.is_exact = False
 
     def compare(self, node: str, lease: NodeLease) -> bool:
-        """Whether a view agrees with a lease of its life. The node is degraded if it does not.
+        """Whether a view agrees with a lease of the same epoch. If not, the node is degraded.
 
-        Only a view that is as far as the lease can be compared; others agree.
+        The digests are compared only if view and lease are at the same entry.
         """
         view = self._views[node]
         if lease.sequence == view.sequence and lease.digest != view.digest:
@@ -165,12 +172,12 @@ class PrefixIndex:
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
     ) -> "Loading":
-        """Begins to load a node from a snapshot, beside the view there is, if any."""
+        """Starts loading a node from a snapshot. An existing view stays in use meanwhile."""
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
         return Loading(self, view)
 
     def sweep(self) -> bool:
-        """Removes void bits from a small part of the table; returns whether there are more."""
+        """Removes invalid bits from a small part of the table; returns whether there are more."""
         if not self._being_swept:
             if not self._retired:
                 return False
@@ -191,11 +198,11 @@ class PrefixIndex:
             self._interned.clear()
         return bool(self._retired)
 
-    # Look-ups.
+    # Lookups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """For nodes that hold prefixes. In each turn `holders` have all blocks up to and including
-        `position`.
+        """Matches nodes that have prefixes of chains. In each iteration, `holders` are the nodes
+        with all blocks up to and including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -213,7 +220,7 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Records the depths of nodes that have block `low` of the chain and lack block `high`."""
+        """Records the depths of nodes that have block `low` of the chain and not block `high`."""
         shards = self._shards
         while lost and high - low > 1:
             middle = (low + high) // 2
@@ -230,7 +237,9 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """For nodes with groups that do not hold prefixes: reads every block of every group."""
+        """Matches nodes whose groups are not only full attention: reads every block
+        of every group.
+        """
         shards = self._shards
         held_by_group: list[list[int]] = []
         present = 0
@@ -291,7 +300,7 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """The one object for a set of nodes; a million of their own would take 32 MB."""
+        """The shared object for a set of nodes. A million separate objects would take 32 MB."""
         return self._interned.setdefault(held, held)
 
     def _show(self, view: NodeView) -> None:
@@ -308,7 +317,7 @@ class PrefixIndex:
         self._retired |= view.bit
 
     def _new_bit(self) -> int:
-        """The lowest bit that nothing in the table has."""
+        """The lowest bit that is unused in the table."""
         used = self._retired | sum(self._node_of_bit)
         bit = ~used & (used + 1)
         self._node_of_bit[bit] = ""
@@ -316,7 +325,7 @@ class PrefixIndex:
 
 
 class Loading:
-    """A snapshot that is being added in parts. It replaces the view of its node when it is done."""
+    """A snapshot that is loaded in parts. When complete, it replaces the node's view."""
 
     def __init__(self, index: PrefixIndex, view: NodeView) -> None:
         self._index = index
@@ -327,12 +336,12 @@ class Loading:
         self._index._add(self._view, keys)
 
     def finish(self) -> None:
-        """Shows what was loaded."""
+        """Replaces the node's view with the loaded one."""
         self._index.remove(self._view.node)
         self._index._show(self._view)
 
     def give_up(self) -> None:
-        """Removes what was loaded; the view there was stays."""
+        """Discards the loaded keys. The existing view stays in use."""
         self._index._retire(self._view)
 
 

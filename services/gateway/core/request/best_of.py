@@ -1,4 +1,4 @@
-"""The best of several answers to a prompt, by the log-probability of their tokens."""
+"""Selects the best of several answers to a prompt by log-probability."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,12 @@ from services.gateway.core.request.request import ClientRequest
 
 
 def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answer]:
-    """The answers that are returned: `n` to each prompt, of the `best_of` that were generated.
+    """The returned answers: for each prompt, the best `n` of the `best_of` generated ones, best
+    first.
 
-    The best comes first: as OpenAI defines it, the one whose tokens have the highest mean
-    log-probability, and of equal ones the one that was generated first. Log-probabilities that the
-    client did not ask for are dropped.
+    As in OpenAI's definition, the best answer has the highest mean log-probability per token. Among
+    equals the first generated is better. Log-probabilities are dropped if the client did not
+    request them.
     """
     if not request.is_ranked:
         return list(answers)
@@ -26,7 +27,7 @@ def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answ
 
 
 def _mean_logprob(answer: Answer) -> float:
-    """Per token; an answer without tokens is the worst."""
+    """The mean log-probability per token; minus infinity without tokens."""
     rows = answer.logprobs
     if rows is None or not len(rows):
         return float("-inf")

@@ -1,4 +1,4 @@
-"""One answer while it is made: tokens in, text out."""
+"""One answer in progress: converts its tokens to text."""
 
 from dataclasses import dataclass, field
 
@@ -18,29 +18,29 @@ class Piece:
 
     index: int
     text: str = ""
-    """Whole characters, none of which may become part of a stop string."""
+    """Whole characters. None of them may become part of a stop string."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
-    """A row for each token, where asked for."""
+    """One row per token; None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """Where in the answer the text of each token starts, in characters, where asked for."""
+    """The start of each token's text within the answer, in characters; None if not computed."""
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended the answer; None for end of sequence."""
+    """The stop string or stop token that ended the answer; None if another cause did."""
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
     events: list[OutputEvent] | None = None
-    """The text as parsed events, if the request has an output form; else None."""
+    """The text as parsed events; None if the request has no output form."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing that is sent to clients."""
+        """Whether it contains nothing that is sent to clients."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
     @property
     def is_text(self) -> bool:
-        """Whether it adds text and its tokens, and nothing else."""
+        """Whether it contains only text and its tokens."""
         return bool(self.text) and (
             self.finish_reason is None
             and self.logprobs is None
@@ -50,10 +50,11 @@ class Piece:
 
 
 class Choice:
-    """Turns deltas of one sequence into pieces, and finds its stop strings.
+    """Converts deltas of one sequence to pieces, and finds its stop strings.
 
     The result does not depend on how tokens were grouped into deltas. The text of the token that
-    ended the sequence (end of sequence, a stop token) is left out unless stop strings are included.
+    ended the sequence (end of sequence, or a stop token) is omitted, except if the request includes
+    stop strings.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Choice:
         )
 
     def accept(self, delta: Delta) -> Piece:
-        """The piece that a delta makes. Must not be called again once `finish_reason` is set."""
+        """The piece for a delta. Must not be called after `finish_reason` is set."""
         if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
@@ -148,8 +149,10 @@ class Choice:
     def _text_token_by_token(
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
-        """Text to show, how many tokens it took, where each starts, the stop string that ended.
-        What the text is, is added to `events`.
+        """The visible text, the number of tokens used, the start of each, and the stop string that
+        ended the text.
+
+        Parsed events of the text are appended to `events`.
         """
         shown: list[str] = []
         offsets: list[int] = []
@@ -167,7 +170,9 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Adds to `events` what the text of one token is, and counts it if it is reasoning."""
+        """Appends the parsed events of one token's text to `events`, and counts the
+        token if it is reasoning.
+        """
         if self._parser is None or events is None:
             return
         if text:
@@ -193,6 +198,6 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """The text that was held back, at the end of the sequence; no stop string can be in it."""
+        """The held-back text at the end of the sequence. It cannot contain a stop string."""
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

@@ -1,4 +1,4 @@
-"""Gives what comes of a generation to its reader."""
+"""Delivers a generation's output to its reader."""
 
 import asyncio
 from collections import deque
@@ -13,40 +13,40 @@ from services.gateway.core.request.delta import Delta, parts_of
 from services.gateway.core.request.generation import Answer, Generation
 
 TOKENS_AT_A_TIME = 128
-"""Tokens that are turned into text in one turn of the event loop."""
+"""Most tokens converted to text in one iteration of the event loop."""
 
 
 class Sink(Protocol):
-    """Takes the pieces of a generation."""
+    """Receives the pieces of a generation."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether `put` may be called now; else after `drain`."""
+        """Whether `put` may be called. If not, `drain` must be awaited first."""
 
     def put(self, added: list[Piece]) -> None:
-        """Takes what was added to answers, an empty list where a sequence was only scheduled."""
+        """Accepts new pieces. The list is empty if a sequence was only scheduled."""
 
     async def drain(self) -> None:
-        """Passes on all that the sink was given, and returns when it is ready again."""
+        """Sends everything that was put; returns when the sink is ready again."""
 
 
 class Delivery:
-    """One run of a generation: its sequences at an engine, and the sink for what comes of them.
+    """Runs a generation: its sequences at an engine, with a sink for the output.
 
-    Pieces are made and put in callbacks of the event loop. To wake a task for each of them, with
-    what it awaits, would cost several times what the piece does. Where the sink had to be drained
-    after the last one, and at the beginning, the task that runs the delivery puts the next one, so
-    that it is drained in the same turn. What comes meanwhile is merged.
+    Pieces are made and put in callbacks of the event loop, since waking a task for each piece would
+    cost several times as much. After a drain, and at the start, the task that runs the delivery
+    puts the next piece itself, so that the sink is drained in the same iteration. Output that
+    arrives meanwhile is merged.
 
-    Many tokens, as after a pause of the sink, are put in several parts, between which the event
-    loop turns.
+    Many tokens, for example after a pause of the sink, are put in several parts, in separate
+    iterations of the event loop.
     """
 
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
-        """After the first tokens of a sequence, `min_tokens` of them are put together, or fewer if
-        something else comes. With stop strings each is put by itself, since it may be the last.
+        """After a sequence's first tokens, at least `min_tokens` are put together; fewer if there
+        is other output. With stop strings each token is put separately, since it may be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation
@@ -58,16 +58,16 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
-        """Whether the task puts what comes next."""
+        """Whether the task, not a callback, puts the next output."""
         self._wanted: asyncio.Future[None] | None = None
-        """What the task waits for; None while it does something else."""
+        """The future that the task awaits; None while the task is busy."""
         self._error: Exception | None = None
 
     async def run(self) -> None:
-        """Starts the sequences, and returns when every answer has ended and was passed on.
+        """Starts the sequences; returns when every answer has ended and was delivered.
 
-        Raises StepwellError when the engine refuses or gives up, and what `put` and `drain` raise.
-        What has not ended is aborted then.
+        Raises StepwellError if the engine refuses or fails, and the errors of `put` and `drain`.
+        Unfinished sequences are then aborted.
         """
         generation = self._generation
         try:
@@ -90,17 +90,17 @@ class Delivery:
             self.close()
 
     def end(self, error: StepwellError) -> None:
-        """Has `run` raise an error, once the sink is drained if it is being drained."""
+        """Makes `run` raise an error, after a drain in progress."""
         if self._error is None:
             self._error = error
         self._wake()
 
     def wake(self) -> None:
-        """Has the sink drained soon, which has something to send of its own."""
+        """Has the sink drained soon, since it has output of its own."""
         self._wake()
 
     def close(self) -> None:
-        """Aborts what has not ended. Idempotent."""
+        """Aborts unfinished sequences. Idempotent."""
         self._generation.close()
 
     def _deliver_soon(self) -> None:
@@ -111,8 +111,8 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """Puts the next part of what came, unless the task is at work; wakes the task if it is to
-        go on.
+        """Puts the next part of the output if the task is waiting. Wakes the task
+        if there is work for it.
         """
         self._is_due = False
         if self._wanted is None or self._wanted.done():
@@ -125,8 +125,8 @@ class Delivery:
         self._wake()
 
     def _put_next(self) -> bool:
-        """Puts the next part of what came; returns whether the task is to go on. After one of
-        several parts it is called again soon.
+        """Puts the next part of the output; returns whether the task must be woken. If more parts
+        are left, schedules another delivery.
         """
         assert self._source is not None
         if self._parts:
@@ -148,14 +148,16 @@ class Delivery:
             self._wanted.set_result(None)
 
     def _take_error(self) -> Exception:
-        """The error, which is not kept: it refers to the frames that refer to this delivery."""
+        """Returns the error and drops the reference to it: its traceback refers to frames that
+        refer to this delivery.
+        """
         error, self._error = self._error, None
         assert error is not None
         return error
 
 
 class Answers:
-    """A sink that puts answers together, for a reader who wants them whole."""
+    """A sink that collects whole answers."""
 
     is_ready = True
 
@@ -167,11 +169,11 @@ class Answers:
             self.answers[piece.index].add(piece)
 
     async def drain(self) -> None:
-        """It is always ready."""
+        """Does nothing, since the sink is always ready."""
 
 
 async def received(source: DeltaSource) -> list[tuple[int, Delta]]:
-    """Waits until something came of sequences, and takes it. One call at a time."""
+    """Waits for output of sequences and returns it. Only one call at a time."""
     news = asyncio.Event()
     source.listen(news.set)
     while not (deltas := source.take()):

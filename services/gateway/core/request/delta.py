@@ -10,29 +10,29 @@ from services.gateway.core.request.logprobs import LogprobRows
 
 @dataclass(slots=True)
 class Delta:
-    """The output of one sequence since its reader took the last delta."""
+    """The output of one sequence since the last delta that its reader took."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Prompt tokens that were cached, if the sequence was scheduled meanwhile; else None."""
+    """Cached prompt tokens, if the sequence was scheduled since the last delta; else None."""
     finish: Finish | None = None
     error: StepwellError | None = None
-    """The error that ended the sequence: then `finish` is None and no delta follows."""
+    """The error that ended the sequence. If set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
     """The vector of the prompt, little-endian float32."""
 
     def take_error(self) -> StepwellError:
-        """The error, which is not kept here: as it is raised it refers to the frames that hold the
-        delta, and all that these hold would be left to the garbage collector.
+        """Returns the error and drops the reference to it. When raised, its traceback refers to the
+        frames with this delta, which would form a reference cycle.
         """
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """The same as deltas of up to `max_tokens` each; only the last has an end."""
+        """Splits the delta into deltas of up to `max_tokens`. Only the last one has the end."""
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens
@@ -51,11 +51,11 @@ class Delta:
 def parts_of(
     deltas: list[tuple[int, Delta]], max_tokens: int
 ) -> Sequence[Sequence[tuple[int, Delta]]]:
-    """Deltas, each with its sequence's index, in parts of about `max_tokens`; none is empty. Errors
-    that came together with tokens are the last part, so that the tokens are delivered before.
+    """Splits deltas, each with its sequence's index, into parts of about `max_tokens`; none is
+    empty. Errors that arrived together with tokens are in the last part, so that the tokens are
+    delivered first.
 
-    Nearly always there is one part: a delta holds the tokens of one step unless its reader was
-    slow.
+    There is almost always one part: a delta has one step's tokens if its reader is not slow.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

@@ -1,4 +1,4 @@
-"""The life of one client request: its sequences at the engine, its answers as they grow."""
+"""A client request from start to end: its sequences at the engine, and its growing answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,20 +16,20 @@ from services.gateway.core.text.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request: each prompt is counted once, and every answer."""
+    """Token counts of a request. Each prompt is counted once, and every answer."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
-    """Generated tokens that are reasoning; None where reasoning is not told apart."""
+    """Generated tokens that are reasoning; None if reasoning is not parsed."""
 
 
 class Generation:
-    """A request that was checked, with everything its answers need. If it is a turn of a session,
-    the session has its tokens when it is over.
+    """A checked request, with the state of its answers. If it is a session's turn, it updates the
+    session's tokens at its end.
 
-    Answer number i belongs to prompt number i // num_candidates.
+    Answer i is for prompt i // num_candidates.
     """
 
     def __init__(
@@ -39,32 +39,33 @@ class Generation:
         sequences: list[EngineRequest],
         tokenizer: Tokenizer,
     ) -> None:
-        """`identity` is what the sequences were made with."""
+        """`identity` is the identity in `sequences`."""
         self.request = request
         self.identity = identity
         self.sequences = sequences
         stops = StopPatterns(request.stop)
         self.mailbox: DeltaSource | None = None
-        """Its sequences at the engine; None before `start`."""
+        """Output of its sequences at the engine; None before `start`."""
         self.source: KeptSource | None = None
-        """The source that has its answer; None if an engine generates it."""
+        """The source of a shared answer; None if an engine generates it for this request."""
         self.is_replay = False
-        """Whether another request began that answer."""
+        """Whether another request started the shared answer."""
         self._turn = Answer()
         """The answer of a session's turn."""
         self.was_taken = False
-        """Whether one of its sequences was scheduled; else it was refused, or is queued."""
+        """Whether one of its sequences was scheduled. If not, the request is queued or was refused.
+        """
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)
         ]
         self.num_open = len(self.choices)
-        """Answers that have not ended."""
+        """Unfinished answers."""
         self._is_in_turn = False
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts its sequences at an engine, or goes on where they were started before; a turn of a
-        session begins.
+        """Starts its sequences at an engine, or attaches to a shared answer. In a
+        session, the turn begins.
         """
         session = self.request.session
         if session is not None:
@@ -74,8 +75,8 @@ class Generation:
         return self.mailbox
 
     def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
-        """The pieces that deltas add to its answers; none for one that has ended. Raises
-        StepwellError where the engine refused or gave up.
+        """The pieces that deltas add to its answers; none for ended answers. Raises StepwellError
+        if the engine refused or failed.
         """
         choices = self.choices
         added = [
@@ -89,8 +90,8 @@ class Generation:
         return added
 
     def close(self) -> None:
-        """Aborts what has not ended, and ends the turn of its session. Idempotent. Tokens that were
-        generated for it and not read count as used.
+        """Aborts unfinished sequences, and ends the session's turn. Tokens that were generated and
+        not read count as used. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
@@ -102,7 +103,7 @@ class Generation:
             self.request.session.end_turn(self._tokens_after_turn())
 
     def _tokens_after_turn(self) -> list[int] | None:
-        """The tokens of the session after this turn; None if it was not completed."""
+        """The session's tokens after this turn; None if the turn was not completed."""
         reason, last = self.choices[0].finish_reason, self._turn.last
         if reason is None:
             return None
@@ -124,8 +125,8 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Counts so far; answers that are not returned are counted, too. Cached tokens are those of
-        the first of the answers to a prompt.
+        """Token counts so far, including answers that are not returned. Cached tokens are counted
+        for the first answer to each prompt only.
         """
         firsts = self.choices[:: self.request.num_candidates]
         return Usage(
@@ -142,13 +143,13 @@ class Generation:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     def finish_reasons(self) -> list[str]:
-        """Why the answers ended, in order; those that have not are left out."""
+        """The finish reasons of ended answers, in order."""
         return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer, put together from its pieces."""
+    """One answer, joined from its pieces."""
 
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -156,7 +157,7 @@ class Answer:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     pooled: bytes = b""
-    """The vector of its prompt, little-endian float32; empty of one that was continued."""
+    """The vector of its prompt, little-endian float32; empty if the answer is text."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
     """The text as a parsed message; empty if the request has no output form."""
     _text: list[str] = field(default_factory=list)

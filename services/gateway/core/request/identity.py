@@ -1,11 +1,11 @@
-"""The identity of a request, which another gateway needs to generate the same answer."""
+"""The identity of a request. With it another gateway generates the same answer."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The name of a request, the seed that was drawn for it, and when it arrived."""
+    """The id of a request, its seed, and its arrival time."""
 
     request_id: str
     seed: int
@@ -13,5 +13,5 @@ class Identity:
 
     @property
     def created(self) -> int:
-        """When it arrived, in seconds since 1970, as answers say it."""
+        """Arrival time in whole seconds since 1970, as in answers."""
         return self.arrival_unix_nanos // 10**9
