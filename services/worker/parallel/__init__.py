@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks that each hold a part of one model and take every step together."""
+"""Tensor and pipeline parallelism: ranks that each have a part of one model and run all steps."""

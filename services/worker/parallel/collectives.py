@@ -1,4 +1,4 @@
-"""Ranks over torch.distributed: gloo between machines, NCCL between GPUs."""
+"""Collectives over torch.distributed: gloo between machines, NCCL between GPUs."""
 
 import datetime
 from typing import Any
@@ -9,18 +9,19 @@ import torch.distributed
 from services.worker.backends.ranks import GatheringRanks, Ranks
 
 dist: Any = torch.distributed
-"""Untyped where its process groups are concerned."""
+"""Typed as Any, since torch's stubs lack its process groups."""
 
 _RING_BYTES = 2**18
 
 
 class GlooRanks(GatheringRanks):
-    """See Ranks; for tensors on the CPU. A call raises RuntimeError if it takes longer than the
-    timeout, or if another rank has ended.
+    """Ranks with tensors on the CPU. A call raises RuntimeError if it exceeds the timeout, or if
+    another rank has ended.
 
-    A sum is gathered: gloo's ring adds different parts of a tensor in different orders, which would
-    make a row's last bit depend on its index in the step. With two ranks the order does not matter,
-    and the ring is faster for large tensors (half the time for 4 MiB, twice the time for 2 KiB).
+    A sum is computed from gathered parts. gloo's ring adds parts of a tensor in different orders,
+    so a row's last bit would depend on its index in the step. With two ranks the order does not
+    matter, and the ring is used for large tensors: it takes half the time for 4 MiB, and twice the
+    time for 2 KiB.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class GlooRanks(GatheringRanks):
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta) -> Any:
-    """A process group of gloo, over the interface of the address `host`."""
+    """A gloo process group that uses the network interface with the address `host`."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -51,7 +52,7 @@ def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.ti
 
 
 class NcclRanks:
-    """See Ranks; for tensors on CUDA, queued on the device. `host` exchanges numbers.
+    """Ranks with tensors on CUDA; operations are queued on the device. `host` exchanges numbers.
 
     NCCL reduces each element on one rank and sends the result, so that all ranks get the same bits.
     """

@@ -1,16 +1,15 @@
 """Errors of groups of ranks.
 
-Unavailable
-└── GroupBroken          the ranks cannot go on together; each of them ends
-    └── RankLost         one of them is gone
-        └── RankStopped  because it was told to stop
+Unavailable └── GroupBroken          the ranks cannot continue together; all of them end
+    └── RankLost         the process of a rank has ended
+        └── RankStopped  a rank was told to stop
 """
 
 from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks of a group cannot go on together, for the reason in the message. The process must
+    """The ranks of a group cannot continue together; the message has the reason. The process must
     end.
     """
 
@@ -24,6 +23,6 @@ class RankLost(GroupBroken):
 
 
 class RankStopped(RankLost):
-    """The process of another rank was told to stop. As a rule all ranks are, one after another."""
+    """The process of another rank was told to stop. Usually all ranks are, one after another."""
 
     reason = "RANK_STOPPED"

@@ -1,12 +1,12 @@
 """How ranks form a group: rank 0 listens, and the others find each other through it.
 
-1. Each rank connects to the store that rank 0 keeps; a second one with the same number is refused.
-2. Each writes its address to the store, and every two ranks connect, so that each notices the end
-   of any other.
-3. Ranks that share layers share memory too, if they are on one machine and have kernels for it;
-   otherwise their collectives go over the interfaces that reach rank 0.
-4. Values that must be the same on all ranks are compared; of others, such as the number of blocks,
-   all ranks take the smallest.
+1. Each rank connects to rank 0's store. A second rank with the same number is refused.
+2. Each rank writes its address to the store, and all pairs of ranks connect, so that each rank
+   notices when another one ends.
+3. Ranks of one stage use shared memory if they are on one machine and have kernels for it.
+   Otherwise their collectives use the network interfaces that reach rank 0.
+4. Settings that must be equal on all ranks are compared. Other values, such as the number of blocks,
+   are set to the minimum over the ranks.
 """
 
 import datetime
@@ -39,18 +39,19 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """How long ranks wait for each other: when the group is formed, and within a step."""
+    """How long ranks wait for each other: while the group forms, and in a collective."""
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
 
 
 class Group:
-    """A group, formed on construction. `link`: to the pipeline stages before and behind; None if
+    """A group, formed by the constructor. `link`: to the previous and next pipeline stages; None if
     there is one stage.
 
     `local_ranks`: the ranks of this machine or container, which share its memory and processors.
-    `checkpoint_reached` is called while waiting, and may raise to stop waiting.
+    `checkpoint_reached` is called repeatedly while the constructor waits, and may raise to abort
+    it.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Group:
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
 
     def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
-        """The ranks that share this one's layers, for tensors on the CPU or on the current CUDA
-        device, which these kernels compute. To be called once, by all ranks of the group.
+        """The collectives of this rank's stage, for tensors on the CPU or on the current CUDA
+        device, which `kernels` compute. All ranks of the group must call it, once.
         """
         own, on_cpu = self.membership, device.type == "cpu"
         place = own.tensor_parallel_rank, own.tensor_parallel_size
@@ -104,9 +105,9 @@ class Group:
         return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:
-        """The value of each rank, in rank order, under the name `what`.
+        """The values of all ranks, in rank order. `what`: a unique name of this exchange.
 
-        Waits for all ranks, without a deadline: the end of a rank is noticed.
+        Waits for all ranks, without a deadline, since the end of a rank is noticed.
         """
         size = self.membership.size
         self._store.set(f"{what}/{self.membership.rank}", value)
@@ -124,15 +125,17 @@ class Group:
                     )
 
     def smallest(self, what: str, value: int) -> int:
-        """The smallest value of all ranks, under the name `what`."""
+        """The minimum of all ranks' values. `what`: a unique name of this exchange."""
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections, by which other ranks notice that this one leaves: see Watch."""
+        """Closes the connections. The other ranks notice by this that the rank has ended: see
+        Watch.
+        """
         self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
-        """This rank's address on the way to rank 0; waits until the name resolves."""
+        """The address of this rank's interface to rank 0. Waits until rank 0's name resolves."""
         master = (self.membership.master_addr, self.membership.master_port)
         while True:
             try:
@@ -144,7 +147,7 @@ class Group:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """The store. Rank 0 keeps it, and listens only at the address that the others know."""
+        """The store. Rank 0 hosts it, and listens only at the address that the other ranks use."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -184,7 +187,7 @@ class Group:
             )
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
-        """A connection with every other rank: opened to those below, accepted from those above."""
+        """Connects to every rank with a lower number, and accepts those with a higher number."""
         rank, size = self.membership.rank, self.membership.size
         peers = {}
         with _listen(address, 0, size) as listener:
@@ -216,9 +219,9 @@ class Group:
         self._on_broken(error)
 
     def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
-        """`shared` with memory that all ranks that share this one's layers have mapped, or None if
-        one of them cannot. To be called by all ranks of the group, with None by those without such
-        collectives.
+        """`shared`, with memory that all ranks of this stage have mapped; None if one of them
+        cannot map it. All ranks of the group must call it; ranks without such collectives pass
+        None.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -238,7 +241,7 @@ class Group:
         return shared if all(answers[peer] for peer in peers) else None
 
     def _gloo_ranks(self) -> Ranks:
-        """The collectives of this rank's stage, over its interface."""
+        """gloo collectives of this rank's stage, over its network interface."""
         own = self.membership
         if own.tensor_parallel_size == 1:
             return ALONE
@@ -255,7 +258,7 @@ class Group:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises GroupBroken for a connection over gloo that fails."""
+        """Raises GroupBroken if a gloo connection fails."""
         try:
             yield
         except RuntimeError as error:
@@ -282,7 +285,7 @@ class Group:
 
 
 def _counts(membership: Membership) -> str:
-    """The number of ranks, and of stages if there are several."""
+    """The number of ranks, and of stages if there are several, as text."""
     stages = membership.pipeline_parallel_size
     return f"{membership.size}" + (f" in {stages} stages" if stages > 1 else "")
 
@@ -293,7 +296,7 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Gives each rank on a machine a GPU of its own. Raises GroupBroken if there are too few."""
+    """Selects a GPU for this rank, one for each local rank. Raises GroupBroken if too few exist."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(

@@ -1,7 +1,7 @@
-"""The rank of this process and its group, by flags or by environment variables.
+"""Determines this process's rank and group from flags or environment variables.
 
-torch's launchers set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT; a Kubernetes StatefulSet ends
-its pods' host names with their ordinals.
+torch's launchers set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT. In a Kubernetes StatefulSet a
+pod's host name ends with its ordinal.
 """
 
 import re
@@ -19,10 +19,10 @@ _ORDINAL = re.compile(r"-(\d+)$")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """A rank of a group of `size` ranks, of which rank 0 listens at the master's address.
+    """A rank of a group of `size` ranks. Rank 0 listens at the master's address.
 
-    The ranks of the first pipeline stage come first, then those of the second. Ranks of one stage
-    share its layers.
+    Ranks are numbered stage by stage, from the first pipeline stage on. All ranks of a stage have
+    its layers.
     """
 
     rank: int = 0
@@ -33,7 +33,7 @@ class Membership:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The ranks of a stage."""
+        """The number of ranks in a stage."""
         return self.size // self.pipeline_parallel_size
 
     @property
@@ -43,13 +43,13 @@ class Membership:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank among those of its stage, from 0."""
+        """This rank's index in its stage, from 0."""
         return self.rank % self.tensor_parallel_size
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """The membership; flags override variables. Raises SettingError for values that contradict each
-    other.
+    """The membership; flags override environment variables. Raises SettingError if values
+    contradict each other.
     """
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)
@@ -69,7 +69,7 @@ def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Mem
 
 
 def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
-    """The ranks of the group: those of all stages."""
+    """The number of ranks of the group, over all stages."""
     stages, per_stage = settings.pipeline_parallel_size, settings.tensor_parallel_size
     if per_stage is not None:
         return stages * per_stage
@@ -82,7 +82,7 @@ def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
 
 
 def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:
-    """The rank, and the name of the flag or variable that gives it."""
+    """The rank, and the name of the flag or variable that sets it."""
     if settings.rank is not None:
         return settings.rank, "--rank"
     rank = _number(environ, "RANK")

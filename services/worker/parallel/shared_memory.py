@@ -1,8 +1,8 @@
-"""Memory that processes of one machine share: one makes it, the others map it by its address.
+"""Memory that processes of one machine share: one allocates it, the others map it by its address.
 
-It has no name in a file system, so that nothing of it is left behind, however a process ends. The
-others open it through /proc, which takes the same user and the same process namespace. A random
-number in its last bytes shows that it is the memory that was meant.
+It has no name in a file system, so it is freed however its processes end. Other processes open it
+through /proc, which requires the same user and the same process namespace. A random token in its
+last bytes identifies it.
 """
 
 import mmap
@@ -17,8 +17,8 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
-    """Memory of zeros, and the address by which others may map it until the end of the context.
-    Raises OSError.
+    """Allocates zeroed memory. Yields it with an address that other processes can map until the
+    context ends. Raises OSError.
     """
     descriptor = os.memfd_create("stepwell-ranks", os.MFD_CLOEXEC)
     try:
@@ -32,7 +32,7 @@ def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
 
 
 def mapped_memory(address: str, num_bytes: int) -> mmap.mmap | None:
-    """The memory of `num_bytes` at an address, or None if this process cannot map it."""
+    """Maps the memory of `num_bytes` at an address; None if this process cannot map it."""
     path, token = address.split()
     with suppress(OSError, ValueError), Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), num_bytes + _TOKEN_BYTES)

@@ -1,4 +1,4 @@
-"""The link between pipeline stages: tensors over gloo, from each stage to the one behind it."""
+"""The link between pipeline stages: sends tensors to the next stage over gloo."""
 
 import datetime
 from collections import deque
@@ -13,11 +13,11 @@ _TAG = 0
 
 
 class StageLink:
-    """Sends to the rank of the next stage that has the same place in it, and receives from that of
-    the stage before. Tensors arrive in the order in which they were sent, each as it was; what
-    receives must know their shapes.
+    """Sends tensors to the next stage, and receives from the previous one, always to and from the
+    rank with the same index in its stage. Tensors arrive unchanged, in the order in which they were
+    sent. The receiver must know their shapes.
 
-    A call raises RuntimeError if it takes longer than the timeout, or if the other rank has ended.
+    A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class StageLink:
         )
         self._most_unsent = 2 * (membership.pipeline_parallel_size + 1)
         self._unsent: deque[tuple[Any, torch.Tensor]] = deque()
-        """What gloo may still read."""
+        """Sends in progress, with their tensors, which gloo may still read."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor, which must not be changed any more, and returns. Waits if those
-        of as many steps as there are stages were not received yet.
+        """Begins to send a tensor, which the caller must not change afterwards. Waits if more
+        tensors are unreceived than steps in flight need: two for each stage, and two more.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()
@@ -42,5 +42,5 @@ class StageLink:
         self._unsent.append((self._group.send([tensor], self._behind, _TAG), tensor))
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Waits for the next tensor of the stage before, and fills `tensor` with it."""
+        """Waits for the next tensor from the previous stage, and copies it into `tensor`."""
         self._group.recv([tensor], self._before, _TAG).wait()

@@ -1,9 +1,9 @@
 """Notices at once when another rank has ended.
 
-Every two ranks hold an idle connection. The kernel closes a process's connections when it ends, for
-whatever reason, so that the other ranks notice within a round trip, also while no step runs or a
-collective waits. Keepalive probes find a machine that does not answer. A rank that ends for a known
-reason, such as that it was told to stop, sends it first.
+Every pair of ranks has an idle connection. The kernel closes a process's connections when it ends,
+for any reason. So the other ranks notice within a round trip, even while no step runs or while a
+collective waits. Keepalive probes detect a machine that does not respond. A rank that ends for a
+known reason, such as a signal to stop, sends the reason first.
 """
 
 import selectors
@@ -20,9 +20,9 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Watch:
-    """Watches the connections to all peers, by rank, in a thread of its own.
+    """Watches the connections to all peers, by rank, in its own thread.
 
-    `on_broken` is called once, in that thread or in the one that calls `report`, with the reason;
+    `on_broken` is called once with the reason, in that thread or in the thread that calls `report`;
     never after `close`.
     """
 
@@ -60,13 +60,15 @@ class Watch:
         return reported
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure; first waits briefly, since another rank's end may be its cause."""
+        """Reports a failure. Waits briefly before, since the end of another rank may be its
+        cause.
+        """
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections, by which other ranks notice this one's end.
-        `is_stopped`: they are sent that it was told to stop, if the group is not broken.
+        """Stops watching and closes the connections, by which other ranks notice this rank's end.
+        `is_stopped`: sends first that this rank was told to stop, if the group is not broken.
         """
         with self._lock:
             self._closed = True

@@ -1,1 +1,1 @@
-"""From logits to tokens: parameters, edits, filters, random numbers, log-probabilities."""
+"""Sampling tokens from logits: parameters, edits, filters, random numbers, log-probabilities."""

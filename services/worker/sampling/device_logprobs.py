@@ -1,7 +1,7 @@
 """Log-probabilities computed on the device, and copied to the host in one piece.
 
-The order is the host's: best first, among equals the lowest id first, with ranks in that order.
-Sums are taken in another order, so that the last bits may differ.
+Tokens are ordered as on the host: best first, and the lowest id first among equals. Ranks follow
+this order. Sums are computed in another order than on the host, so the last bits may differ.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ _WORD = 2**32
 class PendingLogprobs:
     """Log-probabilities of sampled tokens that are being copied to the host.
 
-    `num_top`: for each row that has some, how many of the most probable tokens. `numbers` float64
-    [rows, 2 * width + 1]: `width` token ids, the sampled one first, as many log-probabilities, and
-    the sampled token's rank.
+    `num_top`: by row, the number of most probable tokens; rows without log-probabilities are
+    absent. `numbers`: float64 [rows, 2 * width + 1]. A row has `width` token ids, the sampled one
+    first, then their log-probabilities, then the sampled token's rank.
     """
 
     num_top: dict[int, int]
     numbers: Download
 
     def wait(self) -> dict[int, LogprobRows]:
-        """Waits, and returns those of each row."""
+        """Waits for the copy, and returns the log-probabilities by row."""
         numbers = self.numbers.wait()
         width = numbers.shape[1] // 2
         return {
@@ -49,12 +49,12 @@ def logprobs_on_device(
     *,
     by_row: bool = False,
 ) -> PendingLogprobs:
-    """Log-probabilities for the rows in `num_top`, at least one, of the logits float32 [R, V] and
-    of the tokens sampled from them, int64 [R]. Those of a row without a usable distribution have no
-    meaning.
+    """Log-probabilities for the rows in `num_top`, at least one. `logits`: float32 [R, V].
+    `token_ids`: the tokens sampled from them, int64 [R]. Results of a row without a usable
+    distribution are undefined.
 
-    `by_row`: computes one row after the other, so that the order of sums does not depend on the
-    number of rows.
+    `by_row`: computes one row at a time, so that the order of sums does not depend on the number of
+    rows.
     """
     if len(num_top) < len(logits):
         rows = device.upload(np.fromiter(num_top, np.int64))
@@ -67,7 +67,7 @@ def logprobs_on_device(
 
 
 def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:
-    """See PendingLogprobs."""
+    """The array `PendingLogprobs.numbers`, on the device."""
     sampled = token_ids.clamp(min=0).unsqueeze(1)
     ids = torch.cat((sampled, _best(logits, num_top)), dim=1)
     largest = logits.amax(dim=1, keepdim=True)
@@ -83,9 +83,9 @@ def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tor
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best tokens of each row, best first, int64 [R, count].
 
-    topk may return any of several equal numbers, so it is given numbers that all differ: the bits
-    of the logit, converted so that they order as the logits do, above the distance of the token
-    from the vocabulary's end.
+    topk may return any of several equal numbers, so all numbers are made distinct. The high word is
+    the logit's bits, converted to an integer with the same order. The low word is the distance of
+    the token id from the vocabulary's end.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # of two zeros one

@@ -1,7 +1,7 @@
 """The draw on the device: sampling/race.py in torch.
 
-Exponentials and speeds are those of the host, in float64. All tokens take part: to skip blocks of
-tokens the host would have to wait for the device.
+Exponentials and speeds are the same as on the host, in float64. All tokens are computed: to skip
+blocks of tokens the host would have to wait for the device.
 """
 
 import torch
@@ -23,10 +23,10 @@ _TOKENS_AT_ONCE = 2**23
 def race_on_device(
     logits: torch.Tensor, largest: torch.Tensor, temperatures: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """The token drawn in each row of the logits float32 [R, V], int64 [R, 1].
+    """Draws a token for each row of the logits float32 [R, V]; returns int64 [R, 1].
 
     `largest`, float32 [R, 1]: each row's largest logit. `temperatures`, float32 [R, 1], above 0.
-    `states`, int64 [R, 2]: of each row's random numbers. A logit of minus infinity bans a token.
+    `states`, int64 [R, 2]: each row's random states. A logit of minus infinity bans a token.
     """
     num_rows, vocab_size = logits.shape
     num_blocks = -(-vocab_size // SUPERBLOCK_SIZE) * NUM_LANES
@@ -48,7 +48,9 @@ def race_on_device(
 
 
 def _words(states: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """Unsigned arithmetic in int64: products wrap, and shifts clear the copied sign bits."""
+    """The random words of race.py, with unsigned arithmetic in int64: products wrap, and shifts
+    clear the copied sign bits.
+    """
     mixed = states + indexes * _signed(GAMMA)
     for shift, factor in MIX:
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)

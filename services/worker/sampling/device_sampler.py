@@ -1,8 +1,8 @@
-"""Sampling on the device, for rows that need no more than a temperature and filters.
+"""Sampling on the device, for rows that need only a temperature and filters.
 
-The stages, their order, and the random numbers are those of the host's sampler, computed for whole
-batches in torch. Top-p sums weights in another order than the host, so that a token at the limit
-may be kept by only one of them.
+Stages, their order, and random numbers are the same as in the host's sampler, computed for whole
+batches in torch. Top-p sums weights in another order than the host. So only one of the two may keep
+a token at the limit.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from services.worker.sampling.sampler import SamplingMetadata
 def sample_on_device(
     logits: torch.Tensor, metadata: SamplingMetadata, device: Device
 ) -> torch.Tensor:
-    """One token, int64 [R], for each row of the logits float32 [R, V]; UNUSABLE for some."""
+    """One token, int64 [R], for each row of the logits float32 [R, V]; UNUSABLE without one."""
     best = logits.argmax(dim=-1, keepdim=True)
     largest = logits.gather(1, best)
     token_ids = best
@@ -50,9 +50,9 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits [R, V] with minus infinity for those of tokens that may not be drawn.
+    """The logits [R, V], with minus infinity for tokens that the filters remove.
 
-    Each filter keeps a prefix of the tokens by falling logit, among equals by rising id.
+    Each filter keeps a prefix of the tokens, sorted by descending logit and then by ascending id.
     """
     vocab_size = logits.shape[1]
     order = logits.sort(dim=-1, descending=True, stable=True).indices

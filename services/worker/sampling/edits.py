@@ -1,4 +1,4 @@
-"""Changes of a request's logits before the filters, in vLLM's order.
+"""Edits of a request's logits before the filters, in vLLM's order.
 
 An edit belongs to one request. It changes one row of logits [V] in place, and is updated with each
 token that the request samples.
@@ -17,7 +17,7 @@ from services.worker.sampling.thinking import ThinkingLimit
 
 
 class LogitEdit(Protocol):
-    """One change of the logits of one request."""
+    """An edit of one request's logits."""
 
     def apply(self, logits: Float32Array) -> None:
         """Changes the row [V] in place; minus infinity bans a token."""
@@ -32,10 +32,10 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits that the parameters ask for, in the order in which they apply; the mask of the
-    grammar comes before them.
+    """The edits for these parameters, in the order in which they apply. The grammar's mask is
+    applied before them.
 
-    `token_ids` is the prompt and the output so far. `grammar`: of a request with
+    `token_ids`: the prompt and the output so far. `grammar`: of a request with
     `structured_outputs`.
     """
     output = token_ids[num_prompt_tokens:]
@@ -57,7 +57,7 @@ def logit_edits(
 
 
 class AllowedTokens:
-    """Bans every token but those named."""
+    """Bans every token that is not allowed."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = np.array(token_ids, dtype=np.int64)
@@ -66,13 +66,13 @@ class AllowedTokens:
         keep_only(logits, self._token_ids)
 
     def append(self, token_id: int) -> None:
-        """Nothing depends on what was sampled."""
+        """Nothing to do: sampled tokens do not change the edit."""
 
 
 class BadWords:
-    """Bans the last token of a sequence when the output ends with all before it.
+    """Bans the last token of a word when the output ends with all tokens before it.
 
-    Only the output counts, as in vLLM: a sequence that begins in the prompt may be completed.
+    Only output tokens match, as in vLLM: a word that begins in the prompt may be completed.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
@@ -90,8 +90,8 @@ class BadWords:
 
 
 class MinTokens:
-    """Bans the tokens that would end the request while it lacks `missing` tokens, unless its
-    output is complete by its grammar and can only end.
+    """Bans the tokens that end the request while `missing` tokens are left to sample. Exception:
+    the output is complete by its grammar and can only end.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class LogitBias:
         logits[self._token_ids] += self._values
 
     def append(self, token_id: int) -> None:
-        """Nothing depends on what was sampled."""
+        """Nothing to do: sampled tokens do not change the edit."""
 
 
 class Penalties:
-    """Repetition over prompt and output, then frequency and presence over the output.
+    """Repetition penalty over prompt and output, then frequency and presence over the output.
 
-    Repetition divides positive logits and multiplies others (Keskar et al. 2019, "CTRL").
-    Keeps only the distinct tokens of the request, so that a row costs their number, not the
-    vocabulary.
+    Repetition divides positive logits and multiplies others (Keskar et al. 2019, "CTRL"). Only the
+    distinct tokens of the request are stored, so the cost of a row depends on their number and not
+    on the vocabulary.
     """
 
     def __init__(
@@ -172,5 +172,5 @@ class Penalties:
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
-    """A copy with room for as many again, and a few; the room is zero."""
+    """A copy with zeros appended: as many as its entries, and 16 more."""
     return np.concatenate((array, np.zeros(len(array) + 16, dtype=array.dtype)))

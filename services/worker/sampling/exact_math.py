@@ -1,7 +1,7 @@
-"""Exponentials and logarithms that are the same bits on every processor.
+"""Exponentials and logarithms with the same bits on every processor.
 
-NumPy's own depend on the processor's instructions. These are made of operations that IEEE 754
-rounds correctly, in a fixed order, so that seeded outputs do not depend on the machine, and
+NumPy's own functions depend on the processor's instructions. These use only operations that IEEE
+754 rounds correctly, in a fixed order. So seeded outputs do not depend on the machine, and
 backends/native/cpp/exact_math.h gives the same results.
 """
 
@@ -11,7 +11,7 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 _LOG2_OF_E = np.float32(1.44269504)
 _ROUNDER = np.float32(1.5 * 2**23)
-"""Adding it to a small number rounds that to an integer, which is then in the lowest bits."""
+"""Added to a small number, it rounds the number to an integer, stored in the lowest bits."""
 _LN2_HIGH32, _LN2_LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87)
 _INVERSE_FACTORIALS = tuple(np.float32(1) / np.float32(n) for n in (720, 120, 24, 6, 2, 1, 1))
@@ -25,8 +25,8 @@ _LAST_ODD = 21
 def exponential(x: Float32Array) -> Float32Array:
     """e^x for x up to 0, within 3 units in the last place; 0 below -87.
 
-    Cody and Waite's reduction: the exponent to base 2 is split into an integer and a rest of at
-    most one half, of which a polynomial is the exponential.
+    Cody and Waite's reduction: x / ln 2 is split into an integer and a remainder of at most one
+    half. A polynomial approximates the exponential of the remainder.
     """
     clamped = np.maximum(x, _LEAST)
     shifted = clamped * _LOG2_OF_E + _ROUNDER
@@ -45,8 +45,8 @@ def exponential(x: Float32Array) -> Float32Array:
 def logarithm(x: Float64Array) -> Float64Array:
     """The natural logarithm of normal numbers above 0, within 2 units in the last place.
 
-    Of a mantissa m between the roots of 1/2 and 2 it is twice the inverse hyperbolic tangent of
-    (m - 1) / (m + 1), a series of odd powers.
+    For a mantissa m between the square roots of 1/2 and 2 it is twice the inverse hyperbolic
+    tangent of (m - 1) / (m + 1), a series of odd powers.
     """
     bits = x.view(np.uint64)
     biased = (bits + np.uint64(_ONE - _ROOT_OF_HALF)) >> np.uint64(_MANTISSA_BITS)

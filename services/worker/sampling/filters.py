@@ -1,14 +1,15 @@
-"""Filters: which tokens may be drawn.
+"""Filters: min-p, top-k and top-p limit the tokens that may be drawn.
 
-All filters keep a prefix of one order: by falling logit, and among equal logits by rising id. So
-ties do not depend on a sorting algorithm, and top-k of 1 is greedy. Each filter is then a number of
-tokens. No filter sorts the vocabulary: top-k is a selection, and top-p sorts only the logits of
-tokens that are probable enough to be kept.
+All filters keep a prefix of one order: descending logit, then ascending id. So ties do not depend
+on a sorting algorithm, and top-k of 1 is greedy. Each filter is then a number of tokens. No filter
+sorts the vocabulary: top-k is a selection, and top-p sorts only the logits of tokens that are
+probable enough to be kept.
 
-A token's weight is its probability up to a factor: float32, the largest 1. Its mass is its weight
-rounded to a multiple of a power of two that is so large that the masses of the whole vocabulary add
-up without rounding. What is kept therefore does not depend on the order in which masses are added,
-and backends/native/cpp/token_filters.h keeps the same tokens by another algorithm.
+A token's weight is proportional to its probability, in float32; the largest weight is 1. Its mass
+is its weight, rounded to a multiple of a power of two. This power is so large that the masses of
+the whole vocabulary add up without rounding. Therefore the result does not depend on the order in
+which masses are added, and backends/native/cpp/token_filters.h keeps the same tokens by another
+algorithm.
 """
 
 import math
@@ -27,7 +28,7 @@ _DOUBLE_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The parameters of one row; see SamplingParams, where fields have the same names."""
+    """The filter parameters of one row, named as in SamplingParams."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -35,23 +36,23 @@ class Filters:
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> "Filters":
-        """From what `filter_values` gives."""
+        """The filters with these values, in the order of `filter_values`."""
         top_k, *others = values
         return cls(int(top_k), *others)
 
 
 _NAMES = tuple(field.name for field in fields(Filters))
 NUM_ROW_VALUES = 1 + len(_NAMES)
-"""A row's values in arrays of parameters: its temperature, then the fields of Filters."""
+"""The number of parameters of a row: its temperature, then the fields of Filters."""
 
 
 def filter_values(params: SamplingParams) -> tuple[float, ...]:
-    """The fields of Filters, in order."""
+    """The values of Filters' fields, in order."""
     return tuple(getattr(params, name) for name in _NAMES)
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
-    """The `count` best tokens of a row of logits [V], by rising id. NaN counts as best of all."""
+    """The `count` best tokens of a row of logits [V], by ascending id. NaN ranks best of all."""
     surplus = len(logits) - count
     if surplus <= 0:
         return np.arange(len(logits))
@@ -66,7 +67,7 @@ def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
 
 
 def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
-    """Bans all other tokens of a row of logits [V], in place."""
+    """Bans all other tokens in a row of logits [V], in place."""
     kept = logits[token_ids]
     logits.fill(-np.inf)
     logits[token_ids] = kept
@@ -75,10 +76,11 @@ def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
 def kept_token_ids(
     logits: Float32Array, largest: np.float32, temperature: np.float32, filters: Filters
 ) -> Int64Array | None:
-    """The tokens that min-p, then top-k, then top-p keep, by rising id; None if all are kept.
+    """The tokens that min-p, then top-k, then top-p keep, by ascending id; None if all are kept.
 
-    `largest`: of the logits [V], finite. `temperature`: above 0. At least one token is kept. Top-p
-    is a share of the mass that min-p and top-k keep; the token that reaches it is kept too.
+    `largest`: the largest of the logits [V], finite. `temperature`: above 0. At least one token is
+    kept. Top-p is a fraction of the mass that min-p and top-k keep, and also keeps the token that
+    reaches this fraction.
     """
     if not (filters.top_k > 0 or filters.top_p < 1 or filters.min_p > 0):
         return None
@@ -101,7 +103,7 @@ def kept_token_ids(
 
 
 def _masses(weights: Float32Array, vocab_size: int) -> Float64Array:
-    """The masses of weights, of which a vocabulary of this size adds up without rounding."""
+    """The masses of weights, which add up without rounding for this size of vocabulary."""
     bits = min(_MOST_BITS_OF_MASS, _DOUBLE_BITS - (vocab_size - 1).bit_length())
     rounder = math.ldexp(1.5, _DOUBLE_BITS - 1 - bits)
     return weights.astype(np.float64) + rounder - rounder

@@ -1,8 +1,8 @@
-"""Outputs that conform to a JSON schema, an expression or a grammar: a mask over the logits of a
-request, made anew for each token by llguidance's matcher.
+"""Structured outputs: constrains an output to a JSON schema, a regular expression or a grammar,
+with a mask over the request's logits that llguidance's matcher computes for each token.
 
-Where a matcher is depends on the output so far alone, so that it is made again from the tokens
-after a preemption or the loss of a worker, and is the same on all ranks.
+A matcher's state depends only on the output so far. So it is rebuilt from the tokens after a
+preemption or the loss of a worker, and is the same on all ranks.
 """
 
 import json
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""Longest time of a compilation that a step waits for."""
+"""Longest compilation, in seconds, that a step may wait for."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
-"""Most masks that are made in a row before a token is drawn without one again."""
+"""Maximum of masks computed in a row before a token is drawn without one again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     matcher: "LLMatcher"
     seconds: float
-    """How long compiling took the processor."""
+    """Processor time of the compilation."""
 
     @property
     def is_slow(self) -> bool:
@@ -45,11 +45,11 @@ class _Compiled:
 
 
 class Grammars:
-    """What the outputs of requests conform to, compiled; the ones used last are kept, and more of
-    those that take long, since a request may need its own again after a preemption.
+    """Compiled grammars. Recently used ones are cached. More of the slow ones are kept, since a
+    request may need its grammar again after a preemption.
 
-    Nothing is loaded before the first of them. May be used by several threads: `prepare` by one
-    that no step waits for.
+    The compiler is created at the first use. Thread-safe: `prepare` may run in a thread that no
+    step waits for.
     """
 
     def __init__(self, make_compiler: "Callable[[], GrammarCompiler]") -> None:
@@ -61,22 +61,22 @@ class Grammars:
         self._using_cache = Lock()
 
     def prepare(self, wanted: StructuredOutputs) -> None:
-        """Compiles it, unless it is kept. Raises InvalidArgument if that cannot be done, and
-        FailedPrecondition for a model without a suitable tokenizer.
+        """Compiles a grammar if it is not cached. Raises InvalidArgument if it cannot be compiled,
+        and FailedPrecondition if the model has no suitable tokenizer.
         """
         self._template(wanted)
 
     def matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
         """A matcher at the beginning of an output. Raises as `prepare` does.
 
-        It shares its automaton, which grows while it is used, with others of the same text.
+        Matchers of the same grammar share an automaton, which grows while they are used.
         """
         return self._template(wanted).matcher.deep_copy()
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
-        """A matcher at the beginning of an output, with an automaton of its own: for where the
-        shared one has grown to its limit, which is not given out again. None if compiling would
-        hold up a step. Raises as `prepare` does.
+        """A matcher at the beginning of an output, with a newly compiled automaton. For use when
+        the shared automaton has reached its size limit; that one is dropped from the cache. None if
+        compiling would delay a step. Raises as `prepare` does.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -97,7 +97,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Keeps `most` of those that compile slowly, or of the others."""
+        """Keeps the last `most` cached grammars that compile slowly, or that compile quickly."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -112,12 +112,13 @@ class Grammars:
 
 
 class GrammarMask:
-    """Bans the tokens with which the output of one request could not conform to what is demanded,
-    and its end where it is not complete.
+    """Bans the tokens with which the output of one request could not conform to its grammar. Bans
+    the end tokens while the output is incomplete.
 
-    Making a mask takes longer than checking a token, within a string of bounded length a hundred
-    times as long. So after `draw_first` tokens are drawn without a mask and checked (as llama.cpp
-    does) while they mostly conform, as those of a model do that was told what is demanded.
+    Computing a mask takes longer than checking one token: within a string of bounded length, a
+    hundred times as long. After `draw_first`, tokens are therefore drawn without a mask and then
+    checked (as in llama.cpp). This continues while most tokens conform, as they do if the prompt
+    describes the format.
     """
 
     def __init__(
@@ -127,25 +128,25 @@ class GrammarMask:
         output: Sequence[int],
         words: Int32Array,
     ) -> None:
-        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: holds the mask of
-        the next token while `is_made`, as one of RowMasks.
+        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: memory for the
+        mask of the next token, in the format of RowMasks. It is valid while `is_made`.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """Why no token can be allowed any longer; empty while that is not so."""
+        """Why no token is allowed any more; empty if tokens are."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
         self.is_made = True
-        """Whether the mask of the next token is made; otherwise that token is to be checked."""
+        """Whether the next token's mask is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
-        """Masks made in a row after the last token that did not conform, and those still due."""
+        """Masks to compute in a row after the last token that did not conform; number still due."""
         self._make()
 
     def draw_first(self) -> None:
-        """Lets tokens after the next one be drawn without a mask."""
+        """Allows tokens after the next one to be drawn without a mask."""
         self.draws_first = True
 
     @property
@@ -154,16 +155,17 @@ class GrammarMask:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The tokens of the text that comes next whatever the model says, as the tokenizer writes
-        it; none where there is a choice.
+        """The next tokens if the grammar forces the text that follows, as the tokenizer encodes it;
+        empty if there is a choice.
         """
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()
 
     def append(self, token_id: int) -> None:
-        """Takes in the request's next token, and makes the mask of the one after it, unless that is
-        drawn first: at once, while what the matcher reads is in the processor's caches.
+        """Accepts the request's next token. Computes the mask of the token after it, if that token
+        is not drawn without one. It does so at once, while the matcher's data is in the processor's
+        caches.
         """
         self._output.append(token_id)
         if self._matcher is not None and not self._matcher.is_stopped():
@@ -173,7 +175,7 @@ class GrammarMask:
             self._make()
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask would have a token that was drawn without one. If not, makes it."""
+        """Whether the mask allows a token that was drawn without one. If not, computes the mask."""
         if self._matcher is not None and _is_in_mask(self._matcher, token_id):
             self._num_masks //= 4
             return True
@@ -183,16 +185,16 @@ class GrammarMask:
         return False
 
     def _needs_mask(self) -> bool:
-        """Whether the next token would hardly conform without a mask, or can only be the end."""
+        """Whether the next token is unlikely to conform without a mask, or must be an end token."""
         if self._num_masks_due:
             self._num_masks_due -= 1
             return True
         return self._matcher is None or self._matcher.is_stopped()
 
     def _make(self) -> None:
-        """Makes the mask of the next token."""
+        """Computes the mask of the next token."""
         if self._matcher is not None and not self._fill(self._matcher):
-            # A shared automaton may have grown to its limit by others' outputs.
+            # The outputs of other requests may have grown a shared automaton to its limit.
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
@@ -201,22 +203,22 @@ class GrammarMask:
             self._words.fill(0)
 
     def _give_up(self, error: str) -> None:
-        """Allows no token from here on, for an error of llguidance."""
-        # Only here: it loads llguidance, which is there by now.
+        """Allows no token from here on, because of an error of llguidance."""
+        # Imported only here: it loads llguidance, which is loaded by now.
         from services.common.request.grammar_compiler import reason_in_words  # noqa: PLC0415
 
         logger.info("no mask of a grammar can be made, and its request fails: %s", error)
         self._matcher, self.error = None, reason_in_words(error)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
-        """Whether the matcher made a mask, in `_words`."""
+        """Computes a mask into `_words`. Returns whether the matcher succeeded."""
         matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         return not matcher.is_error()
 
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """A matcher that `make` gives, after the output so far; None if it gives none."""
+        """A matcher from `make`, after the output so far; None if `make` returns none or fails."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
@@ -233,8 +235,8 @@ class GrammarMask:
 
 
 def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
-    """Whether the mask of the next token would have this one. Of forced text a mask has but the
-    token that the tokenizer would write, although others conform.
+    """Whether the mask of the next token would include this token. If text is forced, a mask has
+    only the token that the tokenizer would encode, although other tokens would conform.
     """
     forced = matcher.compute_ff_tokens()
     if forced:
@@ -245,10 +247,10 @@ def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
 def model_compiler(
     directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> "GrammarCompiler":
-    """A compiler for the tokenizer of a model directory; outputs end with the tokens given, or the
-    one that the tokenizer names. Raises FailedPrecondition if there is no suitable one.
+    """A compiler for the tokenizer of a model directory. Outputs end with the given tokens or with
+    the tokenizer's own end token. Raises FailedPrecondition if there is no suitable tokenizer.
     """
-    # Only here: most workers need none.
+    # Imported only here, since most workers do not need it.
     from services.common.request.grammar_compiler import GrammarCompiler  # noqa: PLC0415
 
     try:
@@ -266,7 +268,7 @@ def _tokenizer_json(directory: Path) -> str:
     path = directory / "tokenizer.json"
     if path.is_file():
         return path.read_text()
-    # Only for tokenizers in other forms, since it takes seconds.
+    # Imported only for tokenizers in other formats, since it takes seconds.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -275,7 +277,7 @@ def _tokenizer_json(directory: Path) -> str:
 
 
 def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
-    """The end of sequence that tokenizer_config.json names; None if it names none."""
+    """The end-of-sequence token that tokenizer_config.json names; None if it names none."""
     path = directory / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
     content = named.get("content") if isinstance(named, dict) else named

@@ -9,25 +9,25 @@ from services.worker.sampling.grammar import GrammarMask, Grammars
 
 
 class GrammarRows:
-    """The grammars of requests, by their rows of the batch.
+    """The grammars of requests, by row of the batch.
 
-    Tokens may be drawn without a mask for rows that `draw_first` was called with, and are to be
-    checked then: see GrammarMask.
+    After `draw_first`, tokens of a row may be drawn without a mask, and must be checked then: see
+    GrammarMask.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
-        """`grammars`: None if no request may have one."""
+        """`grammars`: None if requests cannot have grammars."""
         self._grammars = grammars
         self._of: dict[int, GrammarMask] = {}
         self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
-        """The masks; of rows without one they are not read."""
+        """The masks, by row. Rows without a mask are not read."""
         self._rows: Int64Array = np.full(max_num_seqs, -1)
-        """The row itself, -1 for a row without a mask."""
+        """For each row its own number, or -1 if it has no mask."""
         self._unmasked: set[int] = set()
-        """Rows with a grammar and without a mask."""
+        """Rows with a grammar but without a mask."""
 
     def add(self, batch_row: int, params: SamplingParams, output: np.ndarray) -> GrammarMask | None:
-        """Makes the grammar of a request with the output that it has; None if it has none."""
+        """Adds the grammar of a request and advances it over `output`; None if it has none."""
         self._rows[batch_row] = -1
         if params.structured_outputs is None:
             return None
@@ -40,7 +40,7 @@ class GrammarRows:
         return grammar
 
     def draw_first(self, batch_row: int) -> None:
-        """Lets tokens of a row, if it has a grammar, be drawn without a mask."""
+        """Allows tokens of a row to be drawn without a mask, if the row has a grammar."""
         if batch_row in self._of:
             self._of[batch_row].draw_first()
 
@@ -65,8 +65,8 @@ class GrammarRows:
         return RowMasks(self._words, self._rows[batch_rows])
 
     def nonconforming(self, batch_rows: np.ndarray, token_ids: Int64Array) -> list[int]:
-        """The indexes of the rows whose tokens were drawn without a mask and do not conform; they
-        have masks afterwards. A negative token is none.
+        """The indexes of rows whose tokens were drawn without a mask and do not conform. These rows
+        have masks afterwards. Negative tokens are skipped.
         """
         if not self._unmasked:
             return []
@@ -74,12 +74,12 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """Why grammars failed, by the index of their row, of those at these indexes that did."""
+        """The errors of failed grammars among the rows at `indexes`, by index."""
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 
     def append(self, batch_row: int, token_id: int) -> None:
-        """Takes in the next token of a row, if it has a grammar."""
+        """Advances the grammar of a row over its next token, if the row has one."""
         grammar = self._of.get(batch_row)
         if grammar is None:
             return

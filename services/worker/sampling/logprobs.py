@@ -10,11 +10,11 @@ from services.worker.sampling.filters import best_token_ids
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities of consecutive positions, as `stepwell.common.v1.Logprobs` lays them out.
+    """Log-probabilities of consecutive positions, in the layout of `stepwell.common.v1.Logprobs`.
 
-    Column 0 is the position's actual token, columns 1.. the most probable tokens, best first
-    (among equals the lowest id first; the actual token may be among them). `ranks` counts from 1 in
-    that order. Where the logits held NaN, the log-probabilities are NaN.
+    Column 0 is the position's actual token. The other columns are the most probable tokens, best
+    first, the lowest id first among equals. They may include the actual token. `ranks` counts from
+    1 in that order. If the logits contain NaN, the log-probabilities are NaN.
     """
 
     token_ids: Int32Array  # [n, width]
@@ -23,7 +23,7 @@ class LogprobRows:
 
     @property
     def width(self) -> int:
-        """Tokens of a position: its own, and the most probable ones."""
+        """Tokens for each position: its own and the most probable ones."""
         return int(self.token_ids.shape[1])
 
     @classmethod
@@ -34,9 +34,9 @@ class LogprobRows:
 
 
 def logprob_rows(logits: Float32Array, token_ids: np.ndarray, num_top: int) -> LogprobRows:
-    """Log-probabilities of tokens: row i of the logits [n, V] is the prediction of token i.
+    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i.
 
-    A row's result depends on that row alone, so a prompt cut into chunks gives the same rows.
+    A row's result depends on that row alone, so chunks of a prompt give the same rows as the whole.
     """
     num_rows = len(token_ids)
     ids = np.empty((num_rows, 1 + num_top), dtype=np.int32)

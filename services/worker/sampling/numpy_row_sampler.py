@@ -1,7 +1,7 @@
-"""Draws from rows of logits in NumPy, for machines without compiled kernels.
+"""Draws tokens from rows of logits in NumPy, for machines without compiled kernels.
 
-It defines what the compiled ones give: the filters in filters.py, the draw in race.py, and the
-arithmetic of both in exact_math.py.
+It is the reference for the compiled kernels: filters as in filters.py, the draw as in race.py, and
+the arithmetic of both as in exact_math.py.
 """
 
 import numpy as np
@@ -14,9 +14,7 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """See RowSampler. Rows are computed one by one up to their filters; races are run for several
-    rows at a time.
-    """
+    """A RowSampler. Filters are applied row by row; races run for several rows at a time."""
 
     draws_ahead = False
 

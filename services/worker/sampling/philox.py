@@ -1,9 +1,9 @@
 """Random words as a function of a request's seed and a token's position, without state.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011): ten rounds of multiplications turn a 128-bit counter and a 64-bit key into 128 random
-bits. Any word can be made without the ones before it, so that ranks draw the same tokens without
-exchanging words, and a request draws the same tokens after a preemption.
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
+ten rounds of multiplications map a 128-bit counter and a 64-bit key to 128 random bits. Any word
+can be computed without the words before it. So ranks draw the same tokens without exchanging words,
+and a request draws the same tokens after a preemption.
 """
 
 import numpy as np
@@ -17,11 +17,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(32)
 
 SAMPLING_STREAM = 0
-"""The stream of the draws of tokens."""
+"""The stream for draws of tokens."""
 
 
 def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
-    """The generator itself: counters [n, 4] and keys [n, 2] to random words [n, 4]."""
+    """The generator: maps counters [n, 4] and keys [n, 2] to random words [n, 4]."""
     even, odd = counter.T[::2].astype(np.uint64), counter.T[1::2].astype(np.uint64)
     key_words = key.T.astype(np.uint64)
     for round_ in range(_ROUNDS):
@@ -35,7 +35,7 @@ def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
 def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UInt64Array:
     """Two random words for each (seed, position), [n, 2], in the given stream.
 
-    The position is that of the token in its whole sequence. Streams are independent: each use of
+    The position is the token's index in its whole sequence. Streams are independent: each use of
     randomness at a position has its own.
     """
     counter = np.zeros((len(seeds), 4), dtype=np.uint32)
@@ -46,5 +46,5 @@ def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UIn
 
 
 def _words(values: UInt64Array) -> UInt32Array:
-    """Each value as its low and its high word, [n, 2]."""
+    """The low and high word of each value, [n, 2]."""
     return np.stack((values & _LOW, values >> _WORD), axis=1).astype(np.uint32)

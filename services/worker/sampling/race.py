@@ -1,25 +1,24 @@
-"""The draw of a token, as a race: each token has a time, and the one with the smallest is drawn.
+"""The draw of a token, as a race: each token has a time, and the token with the smallest is drawn.
 
-The time of a token is an exponential random number, which is a function of (seed, position, token
-id), divided by the token's weight. So each token is drawn with its probability. (This is the
-Gumbel-max trick: the logarithm of a time, with its sign changed, is logit / temperature plus a
-Gumbel number.) The exponential of a token does not depend on other tokens. A logit that changes by
-rounding therefore changes the draw only if the two smallest times differ as little, and two models
-that give tokens similar probabilities, such as a draft model and its target, mostly draw the same
-tokens.
+A token's time is an exponential random number divided by the token's weight. The random number is a
+function of (seed, position, token id). So each token is drawn with its probability. (This is the
+Gumbel-max trick: the negative logarithm of a time is logit / temperature plus a Gumbel number.) A
+token's exponential does not depend on other tokens. Therefore a rounding error of a logit changes
+the draw only if the two smallest times differ as little. Two models with similar probabilities,
+such as a draft model and its target, mostly draw the same tokens.
 
-Exponentials have no memory: of 32 of them the smallest is an exponential divided by 32, each of
-the 32 is it equally often, and the differences of the others to it are exponentials again. So they
-are made in blocks of 32: one word of the hash gives the smallest of a block and the token that has
-it, and words for the other tokens are made only if the block can hold the winner of the race. (As
-in top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
+Exponentials are memoryless. The smallest of 32 exponentials is an exponential divided by 32. It is
+equally likely to be any of the 32, and the differences of the others to it are exponentials again.
+So they are generated in blocks of 32. One hash word gives the smallest exponential of a block and
+its token. Words for the other tokens are computed only if the block can contain the winner. (As in
+top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
 
-A token id is composed of superblock, offset and lane: a superblock holds 128 blocks, one for each
+A token id is composed of superblock, offset and lane. A superblock has 128 blocks, one for each
 lane, so that the largest logit of each block is found in passes over 128 consecutive ids.
 
-The words are those of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are words of
-Philox, one for blocks and one for tokens at each (seed, position).
+The words are from SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
+OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are words of Philox, one
+for blocks and one for tokens at each (seed, position).
 """
 
 import numpy as np
@@ -37,19 +36,19 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 NUMBER_SHIFT = 12
-"""The 52 bits above are n of the number (n + 1/2) * NUMBER_UNIT, which is above 0 and below 1. The
-lowest of the bits below are the offset of a block's smallest exponential.
+"""The 52 bits above are the n of the number (n + 1/2) * NUMBER_UNIT, which is between 0 and 1. The
+lowest of the other bits are the offset of a block's smallest exponential.
 """
 NUMBER_UNIT = 2.0**-52
 
 _LOGITS_BYTES = 2**21
 _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
-"""More than rounding takes from the bound of a block."""
+"""An upper limit of the rounding error of a block's bound."""
 _LEAST_WEIGHT = np.float32(-1e6)
-"""The least logarithm of a weight. With -46 a token already cannot win, since an exponential is at
-least 2**-58 and at most 38. It keeps the speeds of banned tokens finite, so that they differ:
-selecting among many equal values is slow.
+"""Lower limit of the logarithm of a weight. A token below -46 cannot win, since exponentials are
+between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and distinct: selecting
+among many equal values is slow.
 """
 
 
@@ -64,7 +63,7 @@ def words(states: UInt64Array, indexes: UInt64Array) -> UInt64Array:
 
 
 def exponentials(random: UInt64Array) -> Float64Array:
-    """Exponential random numbers from random words, finite and above 0."""
+    """Maps random words to exponential random numbers, finite and above 0."""
     numbers = (random >> np.uint64(NUMBER_SHIFT)).astype(np.float64)
     numbers += 0.5
     numbers *= NUMBER_UNIT
@@ -74,17 +73,18 @@ def exponentials(random: UInt64Array) -> Float64Array:
 class Race:
     """Draws tokens for up to `capacity` rows of logits at a time.
 
-    The logits of a row are written to `next_row`, and `enter` adds the row to the race; `run` draws
-    a token for each row and removes them all.
+    The logits of a row are written to `next_row`, and `enter` adds the row. `run` draws a token for
+    each row and removes all rows.
 
-      1. The speed of a block is bounded by its largest logit with its smallest exponential.
+      1. The speed of a block is bounded by the speed of its largest logit with its smallest
+         exponential.
       2. The exponentials of all tokens in the blocks with the highest bounds are computed, and the
          fastest of these tokens is found.
       3. The same is done for each further block whose bound is not below that token's speed.
 
     On average at most 32 blocks reach the third step, for any distribution, and mostly none does.
-    The result is that of a race of all tokens: backends/native/cpp/token_race.h, which leaves out
-    other blocks, draws the same.
+    The result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips other
+    blocks and draws the same tokens.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
@@ -111,8 +111,8 @@ class Race:
         self._num_rows = 0
 
     def enter(self, largest: np.float32, temperature: np.float32, states: UInt64Array) -> None:
-        """Adds `next_row`: the largest of its logits, finite; its temperature, above 0;
-        and the states [2] of blocks and of tokens.
+        """Adds `next_row`. `largest`: its largest logit, finite. `temperature`: above 0. `states`
+        [2]: of blocks and of tokens.
         """
         row = self._num_rows
         self._largest[row] = largest
@@ -121,8 +121,8 @@ class Race:
         self._num_rows += 1
 
     def run(self) -> Int64Array:
-        """A token for each row, in the order in which they entered; of equally fast tokens the one
-        with the lowest id. At least one row.
+        """A token for each row, in the order in which rows were added. Among equally fast tokens,
+        the lowest id wins. There must be at least one row.
         """
         count = self._num_rows
         self.clear()
@@ -146,8 +146,8 @@ class Race:
     def _fastest(
         self, rows: Int64Array, blocks: Int64Array, random: UInt64Array, smallest: Float64Array
     ) -> tuple[Float64Array, Int64Array]:
-        """Of each of the rows [r, 1] the speed and the id of the fastest token in its blocks
-        [r, b]. `random` and `smallest`: the words and smallest exponentials of all blocks.
+        """For each row [r, 1], the speed and id of the fastest token in the row's blocks [r, b].
+        `random` and `smallest`: the words and smallest exponentials of all blocks.
         """
         token_ids = self._token_ids[blocks]
         offsets = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)
@@ -162,7 +162,7 @@ class Race:
     def _speeds(
         self, rows: Int64Array, logits: Float32Array, exponentials: Float64Array
     ) -> Float64Array:
-        """The logarithms of times of tokens [r, b, n] in rows [r, 1], with their sign changed."""
+        """The negative logarithms of the times of tokens [r, b, n] in rows [r, 1]."""
         weights = logits - self._largest[rows]
         weights /= self._temperatures[rows]
         np.maximum(weights, _LEAST_WEIGHT, out=weights)

@@ -1,4 +1,4 @@
-"""The sampler of the input batch: one row of logits in, one token out, per request."""
+"""The sampler of the input batch: for each request, one row of logits in and one token out."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 
 _COPIED_BYTES = 2**23
-"""Bytes of rows with edits that are copied, and edited, at a time."""
+"""Bytes of edited rows that are copied at a time."""
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
 _NO_ROWS.flags.writeable = False
@@ -40,19 +40,19 @@ _NO_INDEXES.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """Tokens that one step samples, in the order of its rows."""
+    """The tokens that one step samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, one row each, where the request wants them
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
-    """By row, of the refused ones whose grammar failed: why."""
+    """By row, why the grammar failed, for refused rows whose grammar did."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What sampling needs of requests without logit edits, column i for row i of the logits.
+    """Sampling parameters of requests without logit edits; column i is for row i of the logits.
 
     `parameters` [NUM_ROW_VALUES, R]: temperatures, then the fields of Filters. `states` [R, 2]: the
     random states of the draws, see race.py.
@@ -63,12 +63,12 @@ class SamplingMetadata:
 
     @property
     def temperatures(self) -> Float64Array:
-        """0 for a greedy request."""
+        """Temperatures [R]; 0 for a greedy request."""
         temperatures: Float64Array = self.parameters[0]
         return temperatures
 
     def of(self, rows: slice) -> "SamplingMetadata":
-        """That of some rows."""
+        """The metadata of a range of rows."""
         return SamplingMetadata(self.parameters[:, rows], self.states[rows])
 
 
@@ -81,22 +81,23 @@ class _Request:
 class Sampler:
     """Samples for the requests in the rows of a batch, and keeps the state that sampling needs.
 
-    A row goes through these stages, in vLLM's order:
+    A row passes these stages, in vLLM's order:
 
-      1. log-probabilities, of the logits as the model gave them, or of those that the grammar of
-         a request leaves;
+      1. log-probabilities, of the model's logits, or of the logits after the mask for requests with
+         a grammar;
       2. edits: the grammar, allowed tokens, bad words, min tokens, logit bias, penalties;
-      3. temperature; 0 takes the best token, the lowest id among equals, and ends here;
+      3. temperature; if it is 0, the best token is taken, the lowest id among equals, and the
+         remaining stages are skipped;
       4. filters: min-p, top-k, top-p;
       5. the draw: a race of exponentials, each a function of the request's seed, the position of
          the token in its sequence and the token's id (race.py).
 
-    The result of a row does not depend on other rows, bit for bit: a request samples the same
+    The result of a row does not depend on other rows, bit for bit. A request samples the same
     tokens alone and in any batch, and after it was removed and added again with its output.
 
-    All rows are one call of a RowSampler, which masks of grammars are part of. Rows of requests
-    with other edits are copied, with the mask of the grammar applied, and edited one by one; from
-    temperature on they are another call.
+    One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
+    are copied with their mask applied, and are edited one by one. A second call computes the later
+    stages for them.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: needed by requests with `structured_outputs`. `row_sampler`: by default
+        """`grammars`: required for requests with `structured_outputs`. `row_sampler`: by default
         NumPy's.
         """
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
@@ -120,9 +121,9 @@ class Sampler:
         self._edited_rows: set[int] = set()
         """The rows with edits."""
         self._constrained: set[int] = set()
-        """The rows that are not plain. Most batches have none."""
+        """The rows that are not plain. Most batches have no such rows."""
         self._num_logprobs: dict[int, int] = {}
-        """By row, for requests that ask for log-probabilities."""
+        """By row, the number of top tokens, for requests with log-probabilities."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -136,7 +137,7 @@ class Sampler:
         *,
         num_placeholders: int = 0,
     ) -> None:
-        """Puts a request, with the output that it has, into a free row of the batch.
+        """Adds a request, with its output so far, in a free row of the batch.
 
         The first `num_placeholders` tokens only count as positions.
         """
@@ -156,7 +157,7 @@ class Sampler:
         if edits:
             self._edited_rows.add(batch_row)
         if temperature == 0 and not edits and params.logprobs is None:
-            # The best of all tokens, if it conforms, is the best of those that do.
+            # If the best of all tokens conforms, it is also the best of the conforming tokens.
             self._grammars.draw_first(batch_row)
         if not self._is_plain[batch_row]:
             self._constrained.add(batch_row)
@@ -173,7 +174,7 @@ class Sampler:
         self._num_logprobs.pop(batch_row, None)
 
     def constrained(self, batch_rows: np.ndarray) -> Int64Array:
-        """Indexes of the requests that `sampling_metadata` does not suit, because they have logit
+        """Indexes of the requests that cannot use `sampling_metadata`, because they have logit
         edits or a grammar.
         """
         if not self._constrained:
@@ -181,13 +182,13 @@ class Sampler:
         return np.flatnonzero(~self._is_plain[batch_rows])
 
     def forced_tokens(self, batch_row: int) -> list[int]:
-        """The tokens that a request's grammar leaves no choice about; none without a grammar."""
+        """The tokens that a request's grammar forces; empty without a grammar."""
         grammar = self._grammars.get(batch_row)
         return [] if grammar is None else grammar.forced_tokens()
 
     def num_logprobs(self, batch_rows: np.ndarray) -> dict[int, int]:
-        """By index in `batch_rows`, for requests that ask for log-probabilities: how many of the
-        most probable tokens to report.
+        """By index in `batch_rows`, the number of top tokens to report, for requests with
+        log-probabilities.
         """
         if not self._num_logprobs:
             return {}
@@ -195,9 +196,9 @@ class Sampler:
         return {row: num_top for row, num_top in asked if num_top is not None}
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
-        """What a device needs to sample the next token of requests that are not constrained.
+        """The parameters with which a device samples the next token of unconstrained requests.
 
-        The token counts as part of the requests from then on; its id need not be known.
+        Counts the token as part of the requests; its id need not be known.
         """
         states = self._states(batch_rows)
         self._num_tokens[batch_rows] += 1
@@ -210,12 +211,14 @@ class Sampler:
         at: Int64Array | None = None,
         drawn: Int64Array | None = None,
     ) -> SamplerOutput:
-        """One token for each row of the logits float32 [n, V], or for those at some indexes, `at`
-        [R]; row i of these belongs to batch_rows[i]. `drawn`, [R]: what `draw_ahead` gave for them.
+        """Samples one token for each row of the logits float32 [n, V], or for the rows at the
+        indexes `at` [R]. Row i of these belongs to batch_rows[i]. `drawn` [R]: results of
+        `draw_ahead` for them.
 
-        The tokens become part of the requests. The logits are not changed. A row is reported in
-        `nan_rows`, and has no log-probabilities, if NaN or infinity leaves no token to sample, in
-        `refused_rows` if its grammar and its other parameters do; this does not affect other rows.
+        Appends the tokens to the requests. The logits are not changed. If NaN or infinity leaves no
+        token to sample, the row is in `nan_rows`. If its grammar and other parameters leave none,
+        it is in `refused_rows`. Such a row has no log-probabilities, and other rows are not
+        affected.
         """
         on_host: Float32Array = logits.numpy(force=True)
         rows = np.arange(len(on_host)) if at is None else at
@@ -246,9 +249,9 @@ class Sampler:
     def draw_ahead(
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
     ) -> Int64Array | None:
-        """The token of each row of the logits [n, V] if it is sampled as the one `ahead` positions
-        behind its request's next one, or UNUSABLE, as for requests with edits: their tokens depend
-        on those before. No token becomes part of a request. None if it is not worth it.
+        """Draws a token for each row of the logits [n, V], at `ahead` positions after its request's
+        next token. UNUSABLE for requests with edits or a grammar, whose tokens depend on the tokens
+        before. No token is appended to a request. None if drawing ahead does not save time.
         """
         plain = np.flatnonzero(self._is_plain[batch_rows])
         if not (self._row_sampler.draws_ahead and len(plain)):
@@ -259,7 +262,7 @@ class Sampler:
         return token_ids
 
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
-        """The logits [1, V] of which log-probabilities are reported, of a row [1]."""
+        """The logits [1, V] from which log-probabilities are reported, for one row [1]."""
         if self._grammars.get(batch_row) is None:
             return logits[row]
         copies = self._copies[:1]
@@ -273,8 +276,8 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """A token for each of these rows of the logits, UNUSABLE, or REFUSED if a grammar and other
-        parameters leave none.
+        """A token for each of these rows of the logits. UNUSABLE if the logits have no token to
+        sample; REFUSED if a grammar and other parameters leave none.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -303,8 +306,8 @@ class Sampler:
     def _edited(
         self, logits: Float32Array, rows: Int64Array, batch_rows: np.ndarray
     ) -> tuple[Float32Array, BoolArray]:
-        """Copies of these rows with the edits of their requests, and whether there was a token to
-        sample in each before.
+        """Copies of these rows with their requests' edits applied, and whether each row had a token
+        to sample before the edits.
         """
         copies = self._copies[: len(rows)]
         usable = self._row_sampler.copy(logits, rows, self._grammars.masks(batch_rows), copies)
@@ -328,7 +331,7 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """Takes in tokens. A request whose token is missing ends: its state is not read again."""
+        """Appends tokens. A request without a token ends, so its state is not updated."""
         self._num_tokens[batch_rows] += 1
         if not self._constrained:
             return
@@ -342,7 +345,7 @@ class Sampler:
 
 
 def _zero_missing(token_ids: Int64Array) -> tuple[Int32Array, Int32Array]:
-    """The rows that are UNUSABLE and those that are REFUSED; their tokens become 0."""
+    """The UNUSABLE and the REFUSED rows. Sets their tokens to 0."""
     missing = (token_ids < 0).nonzero()[0]
     if not len(missing):
         return _NO_ROWS, _NO_ROWS

@@ -1,4 +1,4 @@
-"""The end of reasoning that has its most tokens (`thinking_budget`)."""
+"""Ends reasoning that reaches its token limit (`thinking_budget`)."""
 
 from collections import deque
 
@@ -9,10 +9,10 @@ from services.worker.sampling.arrays import Float32Array, Int32Array
 
 
 class ThinkingLimit:
-    """Leaves the next token of the end mark alone once reasoning has `num_tokens` tokens.
+    """Allows only the next token of the end mark once reasoning has `num_tokens` tokens.
 
-    It depends on the output's tokens alone, so that a request that is sent again with its output
-    goes on as it would have. An end mark that was begun is completed.
+    The state depends only on the output's tokens, so that a request that is sent again with its
+    output continues in the same way. A partial end mark is completed.
     """
 
     def __init__(self, budget: ThinkingBudget, output: Int32Array) -> None:
@@ -38,7 +38,7 @@ class ThinkingLimit:
 
 
 class _Mark:
-    """A sequence of tokens that is sought in a stream."""
+    """A sequence of tokens to find in a stream."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
@@ -50,11 +50,11 @@ class _Mark:
 
     @property
     def next_token_id(self) -> int:
-        """The token that continues what the stream ends with."""
+        """The next token of the mark after the part that the stream ends with."""
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:
-        """Takes in a token, and returns whether the sequence ends with it."""
+        """Appends a token. Returns whether it completes the mark."""
         self._recent.append(token_id)
         recent = tuple(self._recent)
         lengths = range(len(recent), 0, -1)

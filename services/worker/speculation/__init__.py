@@ -1,1 +1,1 @@
-"""Speculation: guesses of the tokens that follow, which a step verifies beside the next one."""
+"""Speculation: draft tokens, which a step verifies in addition to computing the next token."""

@@ -1,4 +1,4 @@
-"""The setting `speculative_config`: JSON with the names of vLLM's."""
+"""The setting `speculative_config`: JSON with vLLM's names."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from services.common.model_source.find import find_model
 from services.worker.backends.suffix_decoding import SuffixRules
 
 MAX_SPECULATIVE_TOKENS = 128
-"""Most drafts of a request in a step, as in vLLM."""
+"""Maximum of drafts of a request in a step, as in vLLM."""
 
 NGRAM, DRAFT_MODEL, SUFFIX = "ngram", "draft_model", "suffix"
 _TREE_DEPTH = "suffix_decoding_max_tree_depth"
@@ -20,7 +20,7 @@ _NAMES = {
     DRAFT_MODEL: ("model",),
     SUFFIX: (_TREE_DEPTH, _CACHED_REQUESTS, _SPEC_FACTOR, _TOKEN_PROB),
 }
-"""What each method takes besides what all take."""
+"""Keys of each method, in addition to the common ones."""
 
 _DEFAULT_LOOKUP = 5
 _DEFAULT_SUFFIX = SuffixRules(
@@ -41,40 +41,39 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are proposed: by a draft model, by suffix trees, or else from earlier occurrences
-    of the last tokens (n-grams).
+    """How drafts are proposed: by a draft model, by suffix trees, or by n-grams (earlier
+    occurrences of the last tokens).
     """
 
     num_speculative_tokens: int
-    """Most drafts of a request and step."""
+    """Maximum of drafts of a request in a step."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP
-    """Without a draft model and suffix trees: how many of the last tokens must have occurred
-    before, at least.
-    """
+    """For n-grams: minimum number of last tokens that must match an earlier occurrence."""
     prompt_lookup_max: int = _DEFAULT_LOOKUP
-    """Most of the last tokens that are looked for together."""
+    """For n-grams: maximum number of last tokens that are matched."""
     num_rows: int | None = None
-    """How many rows tokens and drafts of decoding requests are to fill in a step; 0: any number;
-    None: as many as the device computes in about the time of one.
+    """Maximum of rows for tokens and drafts of decoding requests in a step; 0: unlimited; None: as
+    many as the device computes in about the time of one row.
     """
     model: Path | None = None
-    """Directory of the draft model; None: there is none."""
+    """Directory of the draft model; None for other methods."""
     suffix: SuffixRules | None = None
-    """Rules of suffix trees; None: there are none."""
+    """Rules of suffix trees; None for other methods."""
 
     @property
     def method(self) -> str:
-        """Its name in the setting."""
+        """The name of the method in the setting."""
         if self.suffix is not None:
             return SUFFIX
         return NGRAM if self.model is None else DRAFT_MODEL
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """The configuration that a text holds. Without a method it is "draft_model" if a model is
-    given, else "ngram". Of the two lengths of a match, one that is given sets the other, and both
-    are 5 by default. With suffix trees there are as many drafts as they are deep, by default.
-    Raises ValueError, which says what is wrong with it.
+    """Parses the setting. Raises ValueError that describes the problem.
+
+    The default method is "draft_model" if a model is given, else "ngram". If one of the two n-gram
+    lengths is given, the other defaults to it; the default of both is 5. With suffix trees the
+    number of drafts defaults to the trees' depth.
     """
     try:
         given = json.loads(text)
@@ -109,7 +108,7 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def speculative_config_problem(text: str) -> str | None:
-    """What is wrong with a text as `speculative_config`; None if nothing is."""
+    """The problem of an invalid `speculative_config`; None if it is valid."""
     try:
         parse_speculative_config(text)
     except ValueError as error:

@@ -1,18 +1,18 @@
-"""How many drafts a request gets, by what became of those before.
+"""How many drafts a request gets, from the acceptance of its previous drafts.
 
-Drafts that are rejected cost rows of a step. A request whose drafts all stand gets twice as many;
-one of whose drafts none stood, twice in a row, half as many, and in the end none for a while: each
-time twice as long, since text that did not repeat itself may go on so.
+Rejected drafts cost rows of a step. If all drafts are accepted, the number is doubled. If none is
+accepted twice in a row, it is halved. At 1, the request gets no drafts for a number of steps
+instead. This number doubles each time, since text that did not repeat itself may continue so.
 """
 
 _MOST_EMPTY = 2
-"""Verifications in a row of which no draft stands, before there are fewer."""
+"""Consecutive verifications without an accepted draft after which the number is reduced."""
 _FIRST_REST, _LONGEST_REST = 8, 64
-"""Steps without drafts, once a single one does not stand either."""
+"""Steps without drafts, after single drafts were rejected: first and longest pause."""
 
 
 class DraftLength:
-    """The length of one request's drafts, from 1 to `most`, or 0 while it rests."""
+    """The number of drafts of one request: from 1 to `most`, or 0 during a pause."""
 
     def __init__(self, most: int) -> None:
         self._most = self._length = most
@@ -20,14 +20,16 @@ class DraftLength:
         self._rest, self._next_rest = 0, _FIRST_REST
 
     def next(self) -> int:
-        """Drafts for the next step."""
+        """The number of drafts for the next step."""
         if self._rest:
             self._rest -= 1
             return 0
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Of one or more drafts, `num_accepted` were accepted."""
+        """Records that `num_accepted` of `num_drafts` drafts were accepted; `num_drafts` is above
+        0.
+        """
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:

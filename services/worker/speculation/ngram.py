@@ -1,10 +1,11 @@
-"""Drafts from the request's own tokens: what followed when its last tokens occurred before.
+"""Drafts from the request's own tokens: the continuation of an earlier occurrence of its last
+tokens.
 
-Prompt lookup decoding, as vLLM's method "ngram" decides it: of the lengths n from the longest to
-the shortest, the first counts of which the last n tokens occurred earlier, overlaps allowed; of
-several occurrences the earliest. Where vLLM searches all tokens in each step, here an index holds
-where n-grams ended first, so that a look-up takes a microsecond however long the request is. A
-token takes one more where no n-gram ends that occurred before, and else one for each length.
+Prompt lookup decoding, with the decisions of vLLM's method "ngram". The longest n is used for which
+the last n tokens occurred earlier; occurrences may overlap. The earliest occurrence is used. vLLM
+searches all tokens in each step. Here an index stores where n-grams first ended, so that a look-up
+takes a microsecond for any length. Appending a token adds one entry to the index if it ends no
+n-gram that occurred before, and otherwise up to one for each n.
 """
 
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ class NgramIndex:
         self._lengths = range(shortest, longest + 1)
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
-        """By n-gram: how many tokens there are up to its end, where it occurs first; negative if it
-        occurs nowhere else. Longer ones are held as far as they end in one that occurs again.
+        """By n-gram, the number of tokens up to the end of its first occurrence; negative if it
+        occurs only once. Longer n-grams are stored only if the shorter n-gram at their end occurs
+        again.
         """
         self._match_end = 0
-        """Where the longest end of the sequence that occurred before did first; 0: none did."""
+        """End of the first occurrence of the longest suffix that occurred before; 0 if none did."""
 
     def __len__(self) -> int:
         """The number of tokens."""
@@ -50,17 +52,16 @@ class NgramIndex:
                 self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that followed the longest end of the sequence that occurred before;
-        none if there is no such end.
+        """Up to `most` tokens that followed the longest suffix that occurred before; empty if there
+        is no such suffix.
         """
         end = self._match_end
         return self._token_ids[end : end + most] if end else ()
 
 
 class NgramProposer:
-    """A Proposer with an index for each request. An index takes about 100 bytes for each token, and
-    for text that repeats itself as much for each length; it is built with the first proposal of a
-    request.
+    """A Proposer with an index for each request, built when it first proposes for the request. An
+    index needs about 100 bytes for each token. For repetitive text it needs as much for each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

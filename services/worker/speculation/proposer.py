@@ -1,4 +1,4 @@
-"""What a proposer of drafts does."""
+"""The interface of a proposer of drafts."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,19 +10,19 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
-    """Proposes drafts: tokens that are likely to follow those of a request. What it proposes
-    changes how many steps an output takes, and never the output.
+    """Proposes drafts: tokens that are likely to follow a request's tokens. Drafts change the
+    number of steps that an output takes, and never the output.
 
-    Requests are named by their row of the batch. Every rank of a model must propose the same.
+    Requests are identified by their row in the batch. All ranks of a model must propose the same.
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Up to `most` drafts, one or more, of what follows these tokens, which are all that are
-        known of the request. Calls for a row bring the same tokens as before, and further ones.
+        """Up to `most` drafts, which is at least 1. `token_ids`: all known tokens of the request. A
+        later call for the row has the same tokens and more.
         """
 
     def forget(self, row: int) -> None:
-        """The request in a row, if it was named, has left."""
+        """Called when the request in this row has left, also if nothing was proposed for it."""
 
     def clear(self) -> None:
-        """All requests have left."""
+        """Called when all requests have left."""
