@@ -1,10 +1,9 @@
 """The worker: weights, KV cache, attention and sampling of one rank of one model.
 
-Imported before its modules, and so before OpenMP's and OpenBLAS's libraries, which read their
-variables when they are loaded. Threads of OpenMP that wait spin by default: with a gateway, a
-scheduler and a pool on the same processors that makes steps up to ten times as long, and alone on
-them it gains nothing. OpenBLAS, of numpy, starts a thread for every processor, none of which is
-used.
+This package sets variables of OpenMP and OpenBLAS, which the libraries read when they are loaded.
+It is imported before them. Waiting OpenMP threads spin by default. If a gateway, a scheduler and a
+pool run on the same processors, spinning makes steps up to ten times as long; alone on them it
+saves nothing. NumPy's OpenBLAS starts a thread for every processor, and none of these is used.
 """
 
 import os

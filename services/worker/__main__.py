@@ -1,6 +1,6 @@
 """The worker, `python -m services.worker`: its composition root.
 
-Importing torch takes seconds. So settings and model are checked first.
+Settings and model are checked first, since importing torch takes seconds.
 """
 
 import gc
@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Checks the model, then imports torch and all that computes. Raises SettingError for a rank
-    without a group, and ModelError.
+    """Checks the model, then imports torch and the worker's other modules. Raises SettingError for
+    contradictory settings of the group, and ModelError.
     """
     own = find_membership(settings, os.environ)
     check_model(
@@ -45,10 +45,11 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises SettingError for a rank without a group.
+    """Serves until `stop` is set, then drains. Raises SettingError for contradictory settings of
+    the group.
 
     If the group of this rank breaks, the process ends at once, since the compute thread may be
-    waiting for a rank that is gone.
+    waiting for a rank that has ended.
     """
     from services.worker.service import WorkerService  # noqa: PLC0415 - imports torch
 

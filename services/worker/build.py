@@ -1,6 +1,7 @@
 """Builds a worker from its settings: reads the model, sizes the cache, warms up.
 
-The parts are made in `services.worker.parts`. What does not go together is in `parts.refusals`.
+The parts are built in `services.worker.parts`. Incompatible settings are refused in
+`parts.refusals`.
 """
 
 import gc
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 def load_worker(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Worker:
-    """Builds a worker, with as many threads as this process should compute with. Raises as
+    """Builds a worker, and sets the number of threads that this process computes with. Raises as
     `build_worker` does.
     """
     num_sharers = num_local_workers(settings, group)
@@ -49,7 +50,7 @@ def load_worker(
     torch.set_num_threads(threads.num_threads)
     began = time.monotonic()
     worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
-    # What is loaded stays: a full collection between two steps need not visit it.
+    # Loaded objects live forever: full collections between two steps need not visit them.
     gc.collect()
     gc.freeze()
     took = time.monotonic() - began
@@ -63,13 +64,13 @@ def build_worker(
     checkpoint_reached: Callable[[], None],
     group: Group | None = None,
 ) -> Worker:
-    """Loads the model and warms up, in the thread that will compute; with a `group`, as one of its
-    ranks.
+    """Loads the model and warms up, in the thread that will compute. `group`: the group of which
+    the worker is a rank, or None.
 
-    `checkpoint_reached` is called many times, and may raise to end the start. Raises ModelError for
-    a directory that cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is too small,
-    NoSpeculation, NoTier, UnsuitableDevice, KernelsUnavailable, and GroupBroken if the ranks of the
-    group do not match.
+    `checkpoint_reached` is called many times, and may raise to abort the start. Raises ModelError
+    if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is too small,
+    and GroupBroken if the ranks of the group do not match. Also raises NoSpeculation, NoTier,
+    UnsuitableDevice and KernelsUnavailable.
     """
     setup = set_up_rank(settings, checkpoint_reached, group)
     checkpoint = open_checkpoint(settings.model, setup.platform.torch_device)
@@ -82,7 +83,7 @@ def build_worker(
 def _build_cached(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None, incarnation: str
 ) -> Worker:
-    """A worker with a KV cache."""
+    """Builds a worker with a KV cache."""
     settings = setup.settings
     parts, groups = load_parts(setup, checkpoint, pooling)
     loaded, block_size = parts.loaded, parts.shape.block_size
@@ -108,11 +109,11 @@ def _build_cached(
 def _build_whole(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
 ) -> Worker:
-    """A worker for a model that takes whole prompts. It has no KV cache: blocks are only counted,
-    and there are enough for as many of the longest prompts as may run.
+    """Builds a worker for a model that processes whole prompts. It has no KV cache. Blocks are only
+    counted, and there are enough for `max_num_seqs` prompts of the maximum length.
     """
     refuse_for_whole_prompts(setup)
-    # Only here, since importing transformers takes seconds and a hundred megabytes.
+    # Imported only here, since importing transformers takes seconds and a hundred megabytes.
     from services.worker.parts.whole import build_whole  # noqa: PLC0415
 
     return build_whole(setup, checkpoint, pooling, incarnation)

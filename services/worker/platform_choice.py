@@ -1,4 +1,4 @@
-"""The choice of the platform that a worker computes on, made once when it starts."""
+"""Selects the platform that a worker computes on, once at its start."""
 
 import logging
 from collections.abc import Callable
@@ -37,11 +37,11 @@ _KV_CODES_ON_THE_CPU = (
 def select_platform(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """The platform that the settings ask for.
+    """Selects the platform for the settings.
 
-    By default that is CUDA where the machine has all that it needs, unless float32 is asked for;
-    what CUDA lacks is logged. Raises UnsuitableDevice if CUDA is asked for and lacks something, and
-    KernelsUnavailable.
+    The default is CUDA if the machine has all that it needs, unless the dtype setting is float32.
+    If not, the missing part is logged. Raises UnsuitableDevice if the setting is CUDA and something
+    is missing, and KernelsUnavailable.
     """
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
@@ -71,7 +71,7 @@ def select_platform(
 
 
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
-    """The settings that ask for something that CUDA does not compute."""
+    """For each setting that CUDA does not support, a sentence for the log or the error."""
     asked = {
         _STAGES_ON_THE_CPU: settings.pipeline_parallel_size > 1,
         _QUANTIZED_ON_THE_CPU: settings.quantization is not QuantizationSetting.AUTO,
@@ -81,12 +81,12 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
 
 
 def num_local_workers(settings: WorkerSettings, group: Group | None) -> int:
-    """The workers on this machine: ranks of this replica, and as many of each other one."""
+    """The number of workers on this machine: this replica's ranks, times the local replicas."""
     return settings.num_local_replicas * (1 if group is None else len(group.local_ranks))
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
-    """The mode that was asked for; by default it is on for the CPU and off for CUDA."""
+    """Whether results must not depend on the batch; by default true on the CPU, false on CUDA."""
     if settings.batch_invariant is None:
         return device.type == CPU.type
     return settings.batch_invariant

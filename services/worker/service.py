@@ -1,4 +1,4 @@
-"""A worker as a gRPC service: it listens, loads its model, and serves it."""
+"""A worker as a gRPC service: listens, loads its model, and serves it."""
 
 import asyncio
 import logging
@@ -36,17 +36,17 @@ SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _CLOSE_SECONDS = 0.2
-"""With a group: time for a stream to end with the reason why the group has broken, and for a step
-that waits for another rank.
+"""With a group: time for a stream to end with the reason why the group broke, and for a step that
+waits for another rank.
 """
 _TOLD_SECONDS = 1.0
-"""For how long a rank, once another has stopped as it was told to, waits to be told so, too."""
+"""How long a rank waits for its own stop signal after another rank was told to stop."""
 
 logger = logging.getLogger("services.worker")
 
 
 class WorkerService:
-    """Everything behind the service's port, put together. Made in a running loop."""
+    """The composed service. Must be constructed in a running loop."""
 
     def __init__(
         self, settings: WorkerSettings, tracing: Tracing, tls: "Tls | None" = None
@@ -65,8 +65,8 @@ class WorkerService:
         self._liveness = asyncio.create_task(liveness, name="liveness")
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Binds the port, so that an address in use fails before anything is loaded; then loads and
-        serves until `stop` is set or the group breaks.
+        """Binds the port before loading, so that an address in use fails early. Then loads the
+        model and serves until `stop` is set or the group breaks.
         """
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
@@ -79,8 +79,10 @@ class WorkerService:
         await _first_of(stop.wait(), self._member.broken)
 
     async def close(self, stop: asyncio.Event) -> None:
-        """Ends streams, drains, and leaves the group; ends the process if the group has broken,
-        unless because another rank was told to stop and this one is told so, too.
+        """Ends streams, drains, and leaves the group.
+
+        If the group has broken, the process ends at once. Exception: another rank was told to stop,
+        and this rank is told to stop, too.
         """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None
@@ -96,8 +98,8 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """The worker, loaded in the compute thread; None if `stop` was set, or the group has
-        broken, before that was done.
+        """The worker, loaded in the compute thread; None if `stop` is set or the group breaks
+        before it is loaded.
         """
         cancelled = threading.Event()
 
@@ -125,7 +127,7 @@ class WorkerService:
 
 
 async def _first_of(waiting: Coroutine[Any, Any, Any], *futures: "asyncio.Future[Any]") -> None:
-    """Returns when the coroutine or one of the futures is done; then cancels the coroutine."""
+    """Waits until the coroutine or one of the futures is done; then cancels the coroutine."""
     task = asyncio.ensure_future(waiting)
     try:
         await asyncio.wait({task, *futures}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""The worker's edge: its contract, its tracing, the machine it runs on."""
+"""The worker's adapters: its gRPC contract, tracing, metrics, and the compute thread."""

@@ -1,8 +1,8 @@
 """The thread that computes, a thread that waits for downloads from a device, and their liveness.
 
 While a step computes the event loop is free, so that the next step's message is decoded before the
-step ends. Only one thread computes, since each would have its own team of OpenMP threads. Downloads
-are waited for in another thread, so that the next step can be queued meanwhile.
+step ends. Only one thread computes, since each would have its own team of OpenMP threads. Another
+thread waits for downloads, so that the next step can be queued meanwhile.
 """
 
 import asyncio
@@ -36,12 +36,12 @@ class ComputeThread:
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further function is begun."""
+        """Whether no further function is started."""
         return self._computing.is_closed
 
     @property
     def overdue(self) -> "Overdue | None":
-        """The function that runs for longer than it may, if there is one. For any thread."""
+        """The running function that exceeds its time limit, if any. Callable from any thread."""
         return self._computing.overdue or self._waiting.overdue
 
     def submit(
@@ -52,9 +52,9 @@ class ComputeThread:
     ) -> "asyncio.Future[T]":
         """Queues `function`. Returns its result or exception as a future of the running loop.
 
-        A function whose future is cancelled before it begins is not run. One that takes longer than
-        the allowed time is not ended, but reported by `overdue`. `ended` is called in the loop once
-        the future is done, a turn of the loop before the future's own callbacks.
+        A function whose future is cancelled before it starts is not run. A function that exceeds
+        `allowed_seconds` continues, and is reported by `overdue`. `ended` is called in the loop
+        when the future is done, one loop iteration before the future's own callbacks.
         """
         return self._computing.submit(function, allowed_seconds, ended)
 
@@ -64,33 +64,33 @@ class ComputeThread:
         allowed_seconds: float = inf,
         ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
-        """As `submit`, for a function that only waits; it runs in the other thread."""
+        """Like `submit`, for a function that only waits; it runs in the download thread."""
         return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Drops queued functions and waits for the running one, or for `patience_seconds`."""
+        """Drops queued functions. Waits for the running one, for at most `patience_seconds`."""
         self._computing.close(patience_seconds)
         self._waiting.close(patience_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A function that runs for longer than it may. `began` is of `time.monotonic`."""
+    """A function that exceeds its time limit. `began`: its start, by `time.monotonic`."""
 
     began: float
     allowed_seconds: float
 
 
 class _Lane:
-    """A thread and its queue of functions. Between two functions it takes less time than an
-    executor: 40 µs instead of 65 with all services at work.
+    """A thread with a queue of functions. It needs less time between two functions than an
+    executor: 40 µs instead of 65 while all services are busy.
     """
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.is_closed = False
         self._running: Overdue | None = None
-        """The running function, if its time is limited."""
+        """The running function, if it has a time limit."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -145,13 +145,12 @@ async def follow_liveness(
     period_seconds: float = _LIVENESS_PERIOD_SECONDS,
     read: Callable[[float], Reading] | None = None,
 ) -> None:
-    """Checks whether a step is overdue, every `period_seconds`, until cancelled. Calls
-    `set_live` with each change. `read` makes readings of the process that computes, by default of
-    this one.
+    """Checks every `period_seconds`, until cancelled, whether a step is overdue. Calls `set_live`
+    at each change. `read` returns readings of the computing process, by default of this process.
 
-    A step counts as hanging if two checks in a row find it overdue, and it had its time while this
-    process could run: after this process was stopped, a step that is nearly done gets a period to
-    end, and on a machine that is busy it gets as much processor time as on one that is not.
+    A step counts as hung if two consecutive checks find it overdue, and if this process could run
+    for the allowed time. If the process was stopped, a step that is nearly done has one more
+    period. On a busy machine a step gets as much processor time as on an idle one.
     """
     before, live = None, True
     read = read or watch_self()
@@ -184,7 +183,7 @@ def _end_in_loop(
     finish: Callable[[], object],
     ended: Callable[[], object] | None,
 ) -> None:
-    """Has the loop finish a future and tell of it, unless the loop has ended."""
+    """Schedules `_end` in the loop, unless the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(_end, future, finish, ended)
 
@@ -192,7 +191,7 @@ def _end_in_loop(
 def _end(
     future: "asyncio.Future[T]", finish: Callable[[], object], ended: Callable[[], object] | None
 ) -> None:
-    """Finishes a future that was not cancelled meanwhile."""
+    """Sets the result of a future, unless it was cancelled, and calls `ended`."""
     if not future.done():
         finish()
     if ended is not None:

@@ -1,4 +1,4 @@
-"""Converts between the contract's messages and the core's types. Arrays share messages' memory."""
+"""Converts between protobuf messages and the core's types. Arrays share the messages' memory."""
 
 import sys
 from dataclasses import fields
@@ -29,7 +29,7 @@ from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
 
 KEY_BYTES = HASH_BYTES + 4
-"""Bytes of a block hash and a KV-cache group."""
+"""Bytes of a key: a block hash and a KV-cache group."""
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
@@ -38,7 +38,7 @@ _NO_INTS.flags.writeable = False
 
 
 def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = False) -> StepInput:
-    """The step. Raises InvalidStep when a packed array is not one."""
+    """Decodes a step. Raises InvalidStep if a packed array is malformed."""
     return StepInput(
         generation=message.generation,
         step=message.step,
@@ -65,7 +65,7 @@ def step_from_proto(message: worker_pb2.ExecuteRequest, *, with_digest: bool = F
 def step_output_to_proto(
     output: StepOutput, *, queue_nanos: int, execute_nanos: int, slack_nanos: int | None = None
 ) -> worker_pb2.ExecuteResponse:
-    """The answer to a step."""
+    """Encodes the response to a step."""
     message = worker_pb2.ExecuteResponse(
         generation=output.generation,
         step=output.step,
@@ -109,8 +109,8 @@ def step_output_to_proto(
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
-    """The answer to Describe. Its fields are those of the description, by name; each group has the
-    block size.
+    """Encodes the response of Describe. Its fields have the names of the description's fields. The
+    block size is stored in each group.
     """
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     block_size, pooler = values.pop("block_size"), values.pop("pooler")

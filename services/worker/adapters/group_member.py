@@ -10,9 +10,9 @@ from services.worker.parallel.membership import Membership
 
 
 class GroupMember:
-    """A rank, or the only worker of its model. Made in a running loop.
+    """A rank, or the only worker of its model. Must be constructed in a running loop.
 
-    `broken`: resolves with the reason when the group cannot go on; never without a group.
+    `broken`: resolves with the reason if the group breaks; never resolves without a group.
     """
 
     def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
@@ -25,7 +25,7 @@ class GroupMember:
     def join(self, checkpoint_reached: Callable[[], None]) -> Group | None:
         """Waits for the other ranks, in any thread; None if there are none. Raises GroupBroken.
 
-        `checkpoint_reached` is called while it waits, and may raise to stop waiting.
+        `checkpoint_reached` is called repeatedly while it waits, and may raise to abort it.
         """
         if self.membership.size > 1:
             self._group = Group(
@@ -34,14 +34,14 @@ class GroupMember:
         return self._group
 
     def report_failed_start(self, error: StepwellError) -> None:
-        """Sends the other ranks the reason why this one does not start."""
+        """Sends the other ranks the reason why this rank cannot start."""
         if self._group is not None:
             rank = self.membership.rank
             self._group.watch.report(GroupBroken(f"rank {rank} cannot start: {error}"))
 
     def leave(self, *, is_stopped: bool) -> None:
-        """Closes the connections with the other ranks, which notice at once, and whether this one
-        was told to stop.
+        """Closes the connections to the other ranks, which notice at once. `is_stopped`: whether
+        this rank was told to stop, which is sent to them.
         """
         if self._group is not None:
             self._group.close(is_stopped=is_stopped)

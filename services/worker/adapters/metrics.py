@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker, read from its counts at each scrape."""
+"""Prometheus metrics of a worker, read from its counters at each scrape."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from services.worker.core.worker import WorkerDescription
 
 
 class WorkerMetrics(Collector):
-    """Counts of steps. Without a model there is only that no stream was opened."""
+    """Counters of steps. Before the model is loaded, only the number of streams is reported."""
 
     def __init__(self) -> None:
         self._description: WorkerDescription | None = None
@@ -23,22 +23,22 @@ class WorkerMetrics(Collector):
         self._wait_nanos = 0
 
     def loaded(self, description: WorkerDescription) -> None:
-        """The model is loaded."""
+        """Records that the model is loaded."""
         self._description = description
 
     def stream_opened(self) -> None:
-        """A scheduler opened a stream of steps."""
+        """Counts a stream of steps that a scheduler opened."""
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
-        """A step was run that computed `num_tokens`."""
+        """Counts a step that computed `num_tokens`."""
         self._num_tokens += num_tokens
         self._num_waits += 1
         self._wait_nanos += queue_nanos
         self._execute.observe(execute_nanos / 1e9)
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each metric."""
+        """Yields one metric family for each metric."""
         yield single(names.METRIC_WORKER_STREAMS, self._num_streams)
         if self._description is None:
             return

@@ -1,4 +1,4 @@
-"""The worker's contract over a runner."""
+"""The worker's gRPC contract, implemented over a StepRunner."""
 
 import asyncio
 import logging
@@ -39,16 +39,16 @@ from services.worker.core.worker import StepRunner, Worker
 logger = logging.getLogger(__name__)
 
 MAX_STEPS_IN_FLIGHT = 4
-"""Steps of a stream that are read before the oldest is answered."""
+"""Maximum of a stream's steps that are read before the oldest is answered."""
 
 LEASE_GRACE_SECONDS = 2.0
-"""Time within which only the scheduler whose stream has ended may open another."""
+"""Time after the end of a stream in which only the same scheduler may open another stream."""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Answers UNAVAILABLE until `open`; then one stream at a time runs steps."""
+    """Answers UNAVAILABLE until `open` is called. Then one stream at a time runs steps."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._metrics.loaded(worker.description)
 
     def close(self, reason: StepwellError | None = None) -> None:
-        """Refuses calls, and ends the open stream with the reason; by default that it drains."""
+        """Refuses calls, and ends the open stream with `reason`; by default the reason DRAINING."""
         self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
@@ -132,9 +132,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._lease.release(holder)
 
     def _begin_generation(self, generation: int) -> None:
-        """Ends the stream before. Raises Aborted if that is of a newer generation: a stream may be
-        late, such as when this process did not run while it and a newer one were opened. Raises
-        InvalidStep for what is no generation.
+        """Begins a generation, and ends the previous stream.
+
+        Raises Aborted if a newer generation has begun: a stream may be handled late, for example if
+        this process was stopped while two streams were opened. Raises InvalidStep for an invalid
+        generation.
         """
         if not 0 < generation < MAX_GENERATION:
             raise InvalidStep(f"generation: {generation} is none", field="generation")
@@ -175,33 +177,33 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that is not answered yet, with times of the monotonic clock in nanoseconds."""
+    """A step that is not answered yet. Times are of `time.perf_counter_ns`."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
-    """When it had arrived, or, for a device, was queued there."""
+    """When the step arrived, or, with a device, when it was queued there."""
     started_nanos: int = 0
     ended_nanos: int = 0
     begun: "asyncio.Future[StepOutput | PendingOutput]" = field(init=False)
-    """Done when the step was run, or queued on a device."""
+    """Done when the step was run, or was queued on a device."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """Its output, if a device still computes it when it has begun."""
+    """The step's output, if a device still computed it after `begun`."""
 
     def cancel(self) -> None:
-        """Drops the parts that have not begun."""
+        """Cancels the parts that have not started."""
         self.begun.cancel()
         if self.downloaded is not None:
             self.downloaded.cancel()
 
 
 class _StepStream:
-    """The steps of one stream, over a batch that is empty at first.
+    """The steps of one stream, over a batch that is initially empty.
 
-    One task reads steps; the task that runs the stream answers them. It is woken by every event and
-    then looks at the oldest step. That takes one wake-up and no new task for a step, since this
-    thread and the compute thread share the interpreter's lock.
+    One task reads steps. The task that runs the stream answers them: every event wakes it, and it
+    checks the oldest step. A step then needs one wake-up and no new task, since this thread and the
+    compute thread share the interpreter's lock.
     """
 
     def __init__(
@@ -223,20 +225,20 @@ class _StepStream:
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
         self._last_ended_nanos: int | None = None
-        """When the step before the oldest one ended; None if there was none."""
+        """When the last answered step ended; None before the first answer."""
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._reset = compute.submit(runner.reset)
 
     def end(self, error: StepwellError) -> None:
-        """Makes the stream fail with `error`, and drops steps that have not begun."""
+        """Ends the stream with `error`, and drops steps that have not started."""
         self._closed = True
         if self._error is None:
             self._error = error
         self._changed.set()
 
     def close(self) -> None:
-        """Drops steps that have not begun."""
+        """Drops steps that have not started."""
         self._closed = True
 
     async def run(
@@ -245,7 +247,7 @@ class _StepStream:
         others: AsyncIterator[worker_pb2.ExecuteRequest],
         write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]],
     ) -> None:
-        """Runs steps in order, and writes their responses while the next ones are read."""
+        """Runs steps in order, and writes their responses while further steps are read."""
         await self._reset
         taking_in = asyncio.ensure_future(self._take_in(first, others))
         taking_in.add_done_callback(lambda _: self._changed.set())
@@ -292,9 +294,9 @@ class _StepStream:
         return pending
 
     def _oldest_output(self) -> StepOutput | None:
-        """The output of the oldest step; None until that has run, or if there is no step.
+        """The output of the oldest step; None if it has not run yet, or if there is no step.
 
-        If a device still computes it, starts to wait for the download in the other thread.
+        If a device still computes it, starts to wait for its download in the download thread.
         """
         if not self._pending or not self._pending[0].begun.done():
             return None
@@ -312,7 +314,7 @@ class _StepStream:
         return pending.downloaded.result()
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
-        """Runs in the compute thread. If a step fails, the stream's other steps are dropped."""
+        """Runs a step in the compute thread. If it fails, the stream's other steps are dropped."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()
@@ -346,5 +348,5 @@ class _StepStream:
 
 
 def _allowed_seconds(message: worker_pb2.ExecuteRequest) -> float:
-    """The time that the step may take once it has begun."""
+    """The time limit of a step, from its start."""
     return message.timeout_millis / 1000 or inf

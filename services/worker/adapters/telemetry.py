@@ -1,4 +1,4 @@
-"""Spans of steps. Without sampling, a step costs a comparison or two."""
+"""Spans of steps. A step that is not sampled costs one or two comparisons."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from services.worker.core.step import StepInput
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a step arrived, and when it ran, in nanoseconds since the epoch."""
+    """When a step arrived, started and ended, in nanoseconds since the epoch."""
 
     arrived_unix_nanos: int
     started_unix_nanos: int
@@ -21,8 +21,8 @@ class StepTimes:
 
 
 class StepTracer:
-    """Turns sampled steps of one stream into spans `worker.execute`. `stage`: the worker's pipeline
-    stage; None if there is one stage.
+    """Records a span `worker.execute` for each sampled step of a stream. `stage`: the worker's
+    pipeline stage; None if there is one stage.
     """
 
     def __init__(self, tracing: Tracing, rank: int, stage: int | None = None) -> None:
@@ -32,8 +32,8 @@ class StepTracer:
             self._place[names.ATTR_PIPELINE_STAGE] = stage
 
     def record(self, traceparent: str, step: StepInput, times: StepTimes) -> None:
-        """Records a step that was run; until it was started it waited for the one before, and for
-        the pipeline stage before.
+        """Records a step that was run. Before its start it waited for the previous step, and for
+        the previous pipeline stage.
         """
         if not traceparent or not self._tracing.enabled:
             return

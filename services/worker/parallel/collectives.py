@@ -9,7 +9,7 @@ import torch.distributed
 from services.worker.backends.ranks import GatheringRanks, Ranks
 
 dist: Any = torch.distributed
-"""Typed as Any, since torch's stubs lack its process groups."""
+"""Typed as Any because of its process groups."""
 
 _RING_BYTES = 2**18
 

@@ -5,8 +5,8 @@
    notices when another one ends.
 3. Ranks of one stage use shared memory if they are on one machine and have kernels for it.
    Otherwise their collectives use the network interfaces that reach rank 0.
-4. Settings that must be equal on all ranks are compared. Other values, such as the number of blocks,
-   are set to the minimum over the ranks.
+4. Settings that must be equal on all ranks are compared. Other values, such as the number of
+   blocks, are set to the minimum over the ranks.
 """
 
 import datetime

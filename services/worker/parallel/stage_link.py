@@ -33,8 +33,8 @@ class StageLink:
         """Sends in progress, with their tensors, which gloo may still read."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor, which the caller must not change afterwards. Waits if more
-        tensors are unreceived than steps in flight need: two for each stage, and two more.
+        """Begins to send a tensor, which the caller must not change afterwards. Waits while
+        2 * (stages + 1) tensors are unreceived; a step sends two.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()

@@ -1,1 +1,1 @@
-"""The parts of a worker, each made from the settings and what was made before it."""
+"""The parts of a worker, each built from the settings and from the parts built before it."""

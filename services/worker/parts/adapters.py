@@ -1,4 +1,4 @@
-"""Makes what holds LoRA adapters."""
+"""Builds the storage of LoRA adapters."""
 
 from pathlib import Path
 
@@ -11,8 +11,8 @@ from services.worker.parts.rank_setup import RankSetup
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """The places of adapters; None if none are served. Raises UnsupportedModel if they are to be
-    served and the model takes none.
+    """The storage of adapters; None if LoRA is not enabled. Raises UnsupportedModel if it is
+    enabled and the model does not support it.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora
@@ -34,7 +34,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """Memory that full places for adapters take."""
+    """Bytes that the maximum number of adapters needs."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0

@@ -1,4 +1,4 @@
-"""Describes a worker to the scheduler that opens it."""
+"""Describes a worker to the scheduler."""
 
 from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
@@ -17,7 +17,7 @@ def describe(
     fingerprint: bytes,
     incarnation: str,
 ) -> WorkerDescription:
-    """The description of a worker with a KV cache. `parts` are those with a sized cache."""
+    """The description of a worker with a KV cache. `parts` must have a sized cache."""
     settings, own = setup.settings, setup.membership
     loaded, shape, limits = parts.loaded, parts.shape, parts.limits
     return WorkerDescription(

@@ -1,4 +1,4 @@
-"""Loads a draft model beside the model."""
+"""Loads a draft model in addition to the target model."""
 
 from pathlib import Path
 
@@ -17,12 +17,11 @@ from services.worker.platforms.interface import DraftModelParts, Parts
 
 
 def load_draft_model(setup: RankSetup, parts: Parts, directory: Path) -> DraftModelParts:
-    """The draft model in a directory, or this rank's part of it, with a cache without blocks. It is
-    divided among the ranks as the model is, computes in the setting's data type, and sees as many
-    tokens as the model, or as it is made for.
+    """The draft model in a directory, or this rank's part of it, with the shape of its cache.
 
-    Raises NoSpeculation if it cannot draft for the model of `parts`, ModelError and
-    NotEnoughMemory.
+    It is divided among the ranks like the target model, and its data type follows the same setting.
+    Its longest sequence is the target model's or its own limit, whichever is shorter. Raises
+    NoSpeculation if it cannot draft for the model of `parts`, ModelError and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = open_checkpoint(directory, setup.platform.torch_device)

@@ -1,4 +1,4 @@
-"""Makes what proposes drafts."""
+"""Builds the drafter."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from services.worker.speculation.ngram import NgramProposer
 
 
 def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
-    """The parts with what proposes drafts, if the settings ask for it. Raises NoSpeculation, and
+    """`parts` with a drafter, if the settings enable speculation. Raises NoSpeculation, and
     ModelError for a draft model.
     """
     if setup.settings.speculative_config is None:
@@ -47,8 +47,8 @@ def with_drafter(setup: RankSetup, parts: Parts) -> Parts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Suffix trees in the compiled library, on the CPU also for a model on CUDA. Raises
-    NoSpeculation where the library cannot be compiled.
+    """Suffix trees in the compiled library. They run on the CPU, also with a model on CUDA. Raises
+    NoSpeculation if the library cannot be compiled.
     """
     try:
         library = load_compiled(default_cache_directory(), setup.checkpoint_reached)

@@ -1,4 +1,4 @@
-"""Makes what holds outputs to grammars."""
+"""Builds the cache of compiled grammars."""
 
 from functools import partial
 from pathlib import Path
@@ -8,7 +8,7 @@ from services.worker.sampling.grammar import Grammars, model_compiler
 
 
 def make_grammars(model: Path, parts: Parts) -> Grammars | None:
-    """The grammars of a rank; None if it samples nothing. `model`: the directory with the
+    """The grammars of a rank; None if it does not sample. `model`: the directory with the
     tokenizer.
     """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):

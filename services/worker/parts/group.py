@@ -1,4 +1,4 @@
-"""What ties a rank to the other ranks of its group."""
+"""Builds the parts that connect a rank to the other ranks of its group."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from services.worker.platforms.interface import Parts
 
 
 def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
-    """The parts with what runs steps together with the other ranks, if there are any. Raises
-    GroupBroken unless all ranks have the same model and settings.
+    """`parts` with a Lockstep and a pipeline stage, if there are other ranks. Raises GroupBroken
+    unless all ranks have the same model and settings.
     """
     group = setup.group
     if group is None:
@@ -26,7 +26,7 @@ def with_group(setup: RankSetup, parts: Parts, fingerprint: bytes) -> Parts:
 
 
 def _in_common(setup: RankSetup, parts: Parts, fingerprint: bytes) -> dict[str, str]:
-    """Values, by name, that must be the same on all ranks."""
+    """Values that must be equal on all ranks, by name."""
     settings = setup.settings
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 def size_rank_kv_cache(
     setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]
 ) -> KVCacheSizing:
-    """The sizing for this rank, lowered to the least of all ranks, since they share block tables.
+    """The sizing for this rank, lowered to the minimum of all ranks, since they share block tables.
     Raises KVCacheTooSmall and NotEnoughMemory.
     """
     own = size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
@@ -47,7 +47,7 @@ def _demand(setup: RankSetup, parts: Parts, groups: tuple[LayerGroup, ...]) -> K
 
 
 def _memory(setup: RankSetup, parts: Parts) -> KVCacheMemory:
-    """The memory for the cache, without what is left for adapters that are loaded later."""
+    """The memory for the cache. Memory for LoRA adapters that are loaded later is reserved."""
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)

@@ -1,4 +1,4 @@
-"""Loads the model, and gives its cache a shape and its batch limits."""
+"""Loads the model, and determines the shape of its cache and the limits of its batch."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from services.worker.platforms.interface import Parts
 def load_parts(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
 ) -> tuple[Parts, tuple[LayerGroup, ...]]:
-    """The model, or this rank's part of it, in memory, with a cache without blocks; and the groups
+    """The loaded model, or this rank's part of it, with a cache shape of 0 blocks; and the groups
     of its layers.
     """
     settings, kernels = setup.settings, setup.platform.kernels()
@@ -63,8 +63,8 @@ def load_parts(
 def _cache_shape(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
 ) -> AttentionShape:
-    """The shape of the cache, without blocks. Blocks are as large as the settings say, or as states
-    of recurrent layers need them.
+    """The shape of the cache, with 0 blocks. The block size is the setting, or the size that states
+    of recurrent layers need.
     """
     shape = AttentionShape(
         loaded.own_attention,
@@ -84,7 +84,7 @@ def _cache_shape(
 def _batch_limits(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...], block_size: int
 ) -> BatchLimits:
-    """The limits of the batch, with a cache without blocks."""
+    """The limits of the batch, with 0 blocks."""
     return BatchLimits(
         max_num_seqs=setup.settings.max_num_seqs,
         max_model_len=loaded.max_model_len,

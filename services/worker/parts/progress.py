@@ -1,4 +1,4 @@
-"""The progress of a start in the log."""
+"""Logs the progress of a start."""
 
 import logging
 import time
@@ -13,9 +13,9 @@ _QUIET_SECONDS = 2.0
 def progress_logger(
     what: str, checkpoint_reached: Callable[[], None]
 ) -> Callable[[int, int], None]:
-    """A function that takes the number of parts done and of all, and logs `what` with the share
-    that is done: in tenths, if they take longer than _QUIET_SECONDS. It calls `checkpoint_reached`
-    each time.
+    """A function of the number of parts done and the total. It logs `what` with the percentage
+    done, at every tenth, but at most once in _QUIET_SECONDS. It calls `checkpoint_reached` each
+    time.
     """
     logged = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The setup of a rank: its settings, its platform, and the group that it belongs to."""
+"""The setup of a rank: its settings, platform and group."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from services.worker.settings import WorkerSettings
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The arguments of all parts of one rank. `group` is None for a worker on its own.
+    """The arguments of all parts of one rank. `group` is None for a single worker.
 
-    `checkpoint_reached` is called between two pieces of work, and may raise to end the start.
+    `checkpoint_reached` is called between pieces of work, and may raise to abort the start.
     `ranks`: the ranks that divide a layer, for tensors on the platform's device.
     """
 
@@ -27,14 +27,14 @@ class RankSetup:
     checkpoint_reached: Callable[[], None]
 
     def least_of_ranks(self, name: str, value: int) -> int:
-        """The smallest of all ranks' values of this name."""
+        """The minimum of all ranks' values of this name."""
         return value if self.group is None else self.group.smallest(name, value)
 
 
 def set_up_rank(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> RankSetup:
-    """Chooses the platform. Raises UnsuitableDevice and KernelsUnavailable."""
+    """Selects the platform and its collectives. Raises UnsuitableDevice and KernelsUnavailable."""
     platform = select_platform(settings, checkpoint_reached, group)
     return RankSetup(
         settings,

@@ -1,4 +1,4 @@
-"""Which settings and models do not go together, where only the model that is read tells."""
+"""Refuses incompatible settings and models, in cases that only the loaded model shows."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from services.worker.platforms.interface import Parts
 
 
 def refuse_for_whole_prompts(setup: RankSetup) -> None:
-    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that have no meaning for a
-    model that takes whole prompts.
+    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that do not apply to a model
+    that processes whole prompts.
     """
     settings = setup.settings
     config = settings.model / "config.json"
@@ -38,7 +38,7 @@ def refuse_for_whole_prompts(setup: RankSetup) -> None:
 
 
 def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
-    """Raises NoSpeculation for a model, or a division of it, that verifies no drafts."""
+    """Raises NoSpeculation if the model, or its division, does not support verifying drafts."""
     if parts.pooler is not None:
         raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
     if parts.limits.state_block_sizes:
@@ -48,8 +48,8 @@ def refuse_speculation(setup: RankSetup, parts: Parts) -> None:
 
 
 def refuse_draft_model(setup: RankSetup, parts: Parts, draft: Path) -> None:
-    """Raises NoSpeculation, or UnsupportedModel, for a model and a draft model in a directory that
-    do not go together here, before the latter is loaded.
+    """Raises NoSpeculation or UnsupportedModel if the draft model in a directory is incompatible
+    with the target model, before the draft model is loaded.
     """
     if not setup.platform.has_draft_models:
         raise NoSpeculation("speculative_config: only workers on the CPU run a draft model")
@@ -74,7 +74,7 @@ def refuse_draft_model(setup: RankSetup, parts: Parts, draft: Path) -> None:
 
 
 def refuse_tier(setup: RankSetup, parts: Parts) -> None:
-    """Raises NoTier for a device or a model whose blocks cannot be offloaded."""
+    """Raises NoTier if the device or the model does not support offloaded blocks."""
     if not setup.platform.has_tier:
         raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
     overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE

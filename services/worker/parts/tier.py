@@ -1,4 +1,4 @@
-"""Makes the tier: the memory for offloaded blocks."""
+"""Builds the tier: allocates the memory for offloaded blocks."""
 
 import logging
 from dataclasses import replace
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_tier(setup: RankSetup, parts: Parts) -> Parts:
-    """The parts with this rank's share of the memory for offloaded blocks, if the settings ask for
-    it. All ranks have equally many blocks, since each keeps its part of the same ones.
+    """`parts` with this rank's part of the memory for offloaded blocks, if the settings enable it.
+    All ranks have the same number of blocks, since each stores its part of the same blocks.
 
     Raises NoTier and NotEnoughMemory.
     """

@@ -1,4 +1,4 @@
-"""Makes the runner, and runs the steps that make later ones fast."""
+"""Builds the runner, and runs warm-up steps."""
 
 from services.worker.backends.out_of_memory import memory_for
 from services.worker.core.model_runner import ModelRunner
@@ -9,7 +9,7 @@ from services.worker.platforms.prompt_shapes import run_prompts
 
 
 def warm_runner(setup: RankSetup, parts: Parts) -> ModelRunner:
-    """A runner with its KV cache, after the platform's first steps. Raises NotEnoughMemory."""
+    """A runner with its KV cache, after the warm-up steps. Raises NotEnoughMemory."""
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = setup.platform.runner(parts)
     with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):

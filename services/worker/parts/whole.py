@@ -1,4 +1,4 @@
-"""Builds a worker for a model that takes whole prompts."""
+"""Builds a worker for a model that processes whole prompts."""
 
 from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
@@ -18,14 +18,14 @@ from services.worker.platforms.prompt_shapes import PromptShape, run_prompts
 
 _WARM_UP_TOKENS = 256
 _GROUPS = (LayerGroup(None, ()),)
-"""One group of no layers: blocks are counted, and hold nothing."""
+"""One group without layers: its blocks are counted, but store nothing."""
 
 
 def build_whole(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig, incarnation: str
 ) -> Worker:
-    """Loads the model and computes a prompt. A step has room for the longest prompt, also where the
-    settings give it fewer tokens. Raises ModelError and NotEnoughMemory.
+    """Loads the model and computes a warm-up prompt. The token budget of a step is at least the
+    longest prompt, even if the setting is lower. Raises ModelError and NotEnoughMemory.
     """
     with memory_for("the weights", "use a machine with more, or a smaller dtype"):
         return _build(setup, checkpoint, pooling, incarnation)

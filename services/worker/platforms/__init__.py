@@ -1,1 +1,1 @@
-"""What a worker takes from the machine it runs on: a backend, memory and processors."""
+"""What a worker uses of its machine: a backend, memory and processors."""

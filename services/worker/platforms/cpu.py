@@ -21,7 +21,7 @@ from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 
 class CpuPlatform:
-    """See Platform. `num_sharers`: workers that share the machine's memory."""
+    """The Platform of the CPU. `num_sharers`: workers that share the machine's memory."""
 
     torch_device = CPU
     default_block_size = 16
@@ -30,7 +30,7 @@ class CpuPlatform:
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """Rows that a step computes while it reads the weights, at 0.4 TFLOP/s and 35 GB/s."""
+    """Rows that a step computes in the time of reading the weights, at 0.4 TFLOP/s and 35 GB/s."""
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -40,7 +40,7 @@ class CpuPlatform:
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """As in the setting."""
+        """The setting, unchanged."""
         return asked
 
     def kernels(self) -> Kernels:
@@ -48,15 +48,15 @@ class CpuPlatform:
         return self._kernels
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
-        """Every model can be computed."""
+        """Accepts every model."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The machine's available memory, less an upper estimate of what the largest step takes.
+        """The machine's available memory, and an upper estimate of what the largest step needs.
 
-        That is for each token residual, normalized and attended states and the fused projections,
-        for each row that is sampled logits in float32 and the sampler's copies, and what attention
-        takes. A draft model computes the step's tokens too, or of each request up to a block. What
-        else proposes drafts may come to take `drafter_bytes`.
+        The estimate sums several parts. For each token: residual, normalized and attended states,
+        and the fused projections. For each sampled row: logits in float32 and the sampler's copies.
+        Then the memory of attention. A draft model computes the step's tokens too, or up to a block
+        of each request. Other drafters may need `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0
@@ -107,7 +107,7 @@ class CpuPlatform:
 
 
 def _bytes_per_token(loaded: LoadedModel) -> int:
-    """Memory that a token takes while a step runs."""
+    """Bytes that a token needs while a step runs."""
     width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
     return width * loaded.dtype.itemsize
 
@@ -115,7 +115,7 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
 def _model_drafter(
     draft: DraftModelParts, attention: PagedAttention, limits: BatchLimits
 ) -> Drafter:
-    """The drafter of a draft model over this cache."""
+    """A drafter with a draft model over this cache."""
     source = DraftModel(
         draft.loaded.model,
         attention,
@@ -127,7 +127,7 @@ def _model_drafter(
 
 
 def _tier(parts: Parts, caches: Sequence[PagedAttention]) -> KVTier | None:
-    """The tier of offloaded blocks, if there is memory for one: of their pages in all caches."""
+    """The tier of offloaded blocks, with their pages in all caches; None without memory for it."""
     if parts.tier_memory is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

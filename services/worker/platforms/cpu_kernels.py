@@ -1,4 +1,4 @@
-"""The choice of kernels on the CPU, made once when a worker starts."""
+"""Selects the kernels on the CPU, once at a worker's start."""
 
 import logging
 from collections.abc import Callable
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(StepwellError):
-    """The setting asks for compiled kernels, and there are none for this machine."""
+    """The setting requires compiled kernels, and there are none for this machine."""
 
     reason = "KERNELS_UNAVAILABLE"
 
@@ -28,10 +28,11 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """The kernels that the setting asks for; auto: compiled ones, or torch's if there are none.
+    """The kernels for the setting. AUTO: compiled kernels, or torch's if these are unavailable.
 
-    `batch_invariant` is for torch's kernels; compiled ones always are. Logs the choice and its
-    reason. Raises KernelsUnavailable if the setting is NATIVE and there are none.
+    `batch_invariant` affects only torch's kernels; compiled kernels always are. Logs the choice and
+    its reason. Raises KernelsUnavailable if the setting is NATIVE and there are no compiled
+    kernels.
     """
     mode = "batch-invariant" if batch_invariant else "not batch-invariant"
     if setting is KernelsSetting.TORCH:

@@ -1,4 +1,4 @@
-"""A worker on CUDA: its parts, how attention is computed, and how much memory it may use."""
+"""A worker on CUDA: its parts, its attention implementation, and its memory."""
 
 import gc
 from typing import Any
@@ -37,14 +37,14 @@ from services.worker.platforms.prompt_shapes import (
 
 _HOPPER = 9
 _PROFILE_BLOCKS = 2
-"""The null block, and one for all keys and values of a profiled step."""
+"""Blocks for profiling: the null block, and one block shared by all tokens of a step."""
 
 
 class CudaPlatform:
-    """See Platform. Raises UnsuitableDevice if the machine lacks something.
+    """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
 
-    `batch_invariant`: a request is computed the same whatever is in its steps; see docs/cuda.md.
-    `num_sharers`: replicas with a worker on this device.
+    `batch_invariant`: a request's results do not depend on the other requests in its steps; see
+    docs/cuda.md. `num_sharers`: replicas with a worker on this device.
     """
 
     default_block_size = 64
@@ -77,8 +77,8 @@ class CudaPlatform:
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """See Platform. Only on Hopper torch multiplies grouped matrices without the host having to
-        know where groups end.
+        """The kernels for this GPU. Only on Hopper does torch multiply grouped matrices without the
+        host having to know where groups end.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()
@@ -92,16 +92,16 @@ class CudaPlatform:
             check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: Parts) -> ModelRunner:
-        """See `runner_on`. Gets a CudaDevice of its own, because its graphs are freed with it."""
+        """A runner; see `runner_on`. It has its own CudaDevice, whose graphs are freed with it."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The GPU's memory, less what is in use and the most that torch takes for a step. Among
-        sharers that is this one's share, less what torch holds of it.
+        """The GPU's memory, the memory in use, and the maximum that torch allocates for a step. If
+        several workers share the GPU: this worker's fraction, and torch's memory in this process.
 
-        The largest steps are run, over a cache of one block that all their tokens share. What torch
-        takes is more than tensors hold at any time, because the memory of recorded programs is
-        reserved even while none of them runs.
+        Runs the largest steps over a cache whose single block all tokens share. torch allocates
+        more than its tensors need at any time, because the memory of recorded programs stays
+        reserved while none of them runs.
         """
         _release()
         held = torch.cuda.memory_reserved()
@@ -126,7 +126,7 @@ class CudaPlatform:
         )
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """The steps that compile every kernel, and record every program of decodes."""
+        """The steps that compile every kernel, and record every decode program."""
         return every_shape(limits)
 
 
@@ -137,12 +137,13 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner that samples on the device, and repeats recorded decodes if the model allows it; or
-    one that pools prompts. With speculation it samples on the host, which must know the tokens.
+    """A runner that pools prompts, or one that samples on the device and replays recorded decodes
+    if the model allows it. With speculation it samples on the host, which must know the tokens.
 
-    Attention is xFormers' if that suits every layer; else torch's, whose decodes depend on values
-    and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`: a request's
-    tokens do not depend on the other requests in its steps; xFormers' kernel must suit every layer.
+    Attention is xFormers' if its kernel suits every layer. Otherwise it is torch's; its decodes
+    depend on values and are not recorded. `split_k`: see XformersPagedAttention. `batch_invariant`:
+    a request's tokens do not depend on the other requests in its steps; requires xFormers'
+    attention.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, grammars = parts.pooler, parts.lockstep, parts.grammars
@@ -158,7 +159,7 @@ def runner_on(
             drafter=parts.drafter,
         )
 
-    # Imported here because it imports xFormers, which a worker on the CPU does not need.
+    # Imported here, since a worker on the CPU does not need xFormers.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
 
     attention = XformersPagedAttention(
@@ -175,7 +176,7 @@ def runner_on(
 
 
 def _release() -> None:
-    """Gives unused memory back to the device, so that it counts as free."""
+    """Returns unused memory to the device, so that it counts as free."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What a worker on CUDA needs of the machine, checked before a weight is read.
+"""Checks the machine for what a worker on CUDA needs, before weights are read.
 
-The error for each missing thing is one sentence with a remedy. `load_xformers` checks what only the
-import of xFormers can show.
+The error for a missing part is one sentence with a remedy. `load_xformers` checks problems that
+only importing xFormers shows.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """What a machine has; None or False for what it lacks. Versions are those of the packages."""
+    """The machine's CUDA setup; None or False for missing parts. Versions are package versions."""
 
     device_name: str | None
     capability: tuple[int, int]
@@ -45,7 +45,7 @@ class CudaSetup:
 
 
 def find_setup() -> CudaSetup:
-    """Looks at this machine; imports nothing."""
+    """Inspects this machine without importing packages."""
     name, capability = None, (0, 0)
     if torch.cuda.is_available():
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -61,7 +61,7 @@ def find_setup() -> CudaSetup:
 
 
 def check_setup(setup: CudaSetup) -> None:
-    """Raises UnsuitableDevice for the first thing that the machine lacks."""
+    """Raises UnsuitableDevice for the first missing part."""
     if setup.device_name is None:
         raise UnsuitableDevice(
             "device is cuda, but torch finds no CUDA device; check the driver and that torch is a "
@@ -95,14 +95,14 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel can compute the layers: it cannot cap scores."""
+    """Whether xFormers' kernel can compute the layers. It cannot cap scores."""
     return all(layer.softcap is None for layer in layers)
 
 
 def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torch.dtype) -> None:
-    """Raises UnsuitableDevice for a model that is not computed on CUDA.
+    """Raises UnsuitableDevice for a model that CUDA does not support.
 
-    The sizes of heads are limited only if xFormers' kernel computes attention.
+    Head sizes are limited only if xFormers' kernel computes attention.
     """
     if dtype not in _DTYPES:
         raise UnsuitableDevice(
@@ -131,7 +131,7 @@ def check_states(states: tuple[StateLayer, ...]) -> None:
 
 
 def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool) -> None:
-    """Raises UnsuitableDevice for a model that is not computed batch-invariantly on CUDA."""
+    """Raises UnsuitableDevice for a model without batch-invariant kernels on CUDA."""
     what = None
     if not is_native:
         what = "models that transformers runs, because cuBLAS computes their products"
@@ -146,8 +146,8 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
 def load_xformers() -> None:
     """Imports xFormers with its CUDA library.
 
-    The published library needs CUDA 12's runtime, which a torch built for CUDA 13 does not contain,
-    so that runtime is loaded into the process first. Raises UnsuitableDevice.
+    The published library needs CUDA 12's runtime. A torch built for CUDA 13 does not contain it, so
+    it is loaded into the process first. Raises UnsuitableDevice.
     """
     library = _runtime_library()
     try:
@@ -166,7 +166,7 @@ def load_xformers() -> None:
 
 
 def _runtime_library() -> str:
-    """Its path in the package nvidia-cuda-runtime-cu12, else its name for the system to find."""
+    """The library's path in the package nvidia-cuda-runtime-cu12, else its name for the loader."""
     for folder in sys.path:
         path = Path(folder, "nvidia", "cuda_runtime", "lib", RUNTIME_LIBRARY)
         if path.exists():
@@ -175,7 +175,7 @@ def _runtime_library() -> str:
 
 
 def _scheme() -> str:
-    """The scheme by which Triton looks for headers; on Debian not the default one."""
+    """The sysconfig scheme with which Triton finds headers; on Debian not the default one."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

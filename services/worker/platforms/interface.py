@@ -1,4 +1,4 @@
-"""The port of platforms: what differs between kinds of devices."""
+"""The port of platforms: differences between kinds of devices."""
 
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -24,46 +24,46 @@ from services.worker.sampling.grammar import Grammars
 
 @dataclass(frozen=True, slots=True)
 class DraftModelParts:
-    """A draft model in memory."""
+    """A loaded draft model."""
 
     loaded: LoadedModel
     shape: AttentionShape
-    """The shape of its cache, which has as many blocks as that of the model."""
+    """The shape of its cache, which has as many blocks as the target model's cache."""
     group: int
-    """The model's KV-cache group whose block tables it uses."""
+    """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
-    """See model_fingerprint."""
+    """Fingerprint of the draft model, see model_fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a runner, from which a platform makes it."""
+    """The parts from which a platform builds a runner."""
 
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """None for a worker on its own."""
+    """None for a single worker."""
     pooler: PromptPooler | None = None
-    """None for a model that generates."""
+    """None if the model generates."""
     stage: PipelineStage | None = None
-    """None for a whole model."""
+    """None if the model is not divided into stages."""
     tier_memory: Bytes | None = None
-    """Memory of offloaded blocks; None if there are none."""
+    """Memory of the offload tier; None without a tier."""
     grammars: Grammars | None = None
-    """None where outputs are not constrained."""
+    """None if the rank does not sample."""
     adapters: LoraAdapters | None = None
-    """None if none are served."""
+    """None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """None without speculation, and with a `draft_model`, whose drafter the platform makes."""
+    """None without speculation. None with `draft_model`, whose drafter the platform builds."""
     drafter_bytes: int = 0
-    """Memory of the host that `drafter` may come to take."""
+    """Maximum of host memory that `drafter` may allocate later."""
     draft_model: DraftModelParts | None = None
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block, those of the draft model included."""
+        """Bytes of all pages of a block, including the draft model's pages."""
         own, draft = self.shape.bytes_per_block, self.draft_model
         return own if draft is None else own + draft.shape.bytes_per_block
 
@@ -89,38 +89,38 @@ class Platform(Protocol):
 
     @property
     def default_block_size(self) -> int:
-        """Tokens per block, unless the settings have a number."""
+        """Tokens per block if the settings do not set it."""
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The data type to load the model in, given the setting."""
+        """The data type for loading the model, given the setting."""
 
     def kernels(self) -> Kernels:
-        """The operations to run the model with."""
+        """The operations that the model runs with."""
 
     @property
     def has_tier(self) -> bool:
-        """Whether its runners can keep offloaded blocks in a tier."""
+        """Whether its runners support a tier of offloaded blocks."""
 
     @property
     def scales_blocks(self) -> bool:
-        """Whether its cache can have blocks of several numbers of tokens (see kv_groups)."""
+        """Whether block sizes may differ between groups, see kv_groups."""
 
     @property
     def has_draft_models(self) -> bool:
-        """Whether its runners can propose drafts with a second model."""
+        """Whether its runners support a draft model."""
 
     @property
     def num_speculative_rows(self) -> int:
-        """Rows that a step of decodes computes in about the time of one; 0: more than there are."""
+        """Rows that a decode step computes in about the time of one row; 0: unlimited."""
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: Parts) -> FreeMemory:
-        """The memory from which the KV cache gets a share; `parts` have no cache yet."""
+        """The memory that is available to the KV cache; `parts` have no cache yet."""
 
     def runner(self, parts: Parts) -> ModelRunner:
-        """A runner with its KV cache."""
+        """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """Steps to run before the first request, so that its steps are as fast as later ones."""
+        """Warm-up steps, so that the steps of the first request are as fast as later ones."""

@@ -1,4 +1,4 @@
-"""The memory and processors that the machine, or the container, has for this process."""
+"""The memory and processors that the machine or container allows this process."""
 
 import os
 from collections.abc import Collection
@@ -16,7 +16,7 @@ _GROUP_FILES = (
 def available_memory_bytes(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Memory that can still be used: of the machine, and within the limit of the control group.
+    """Available memory in bytes: of the machine, and within the limits of control groups.
 
     Limits of enclosing groups count too.
     """
@@ -55,7 +55,7 @@ def usable_processors(
     cgroup: Path = Path("/sys/fs/cgroup"),
     devices: Path = Path("/sys/devices/system/cpu"),
 ) -> Processors:
-    """What this process may use, by its affinity and the control groups that it is in."""
+    """The processors that this process may use, by its affinity and its control groups."""
     allowed = _allowed()
     return Processors(len(allowed), _num_cores(allowed, devices), _quota(proc, cgroup))
 
@@ -67,12 +67,12 @@ def _allowed() -> Collection[int]:
 
 
 def _num_cores(allowed: Collection[int], devices: Path) -> int:
-    """Cores of the processors; each counts as one if the machine does not list them."""
+    """The number of cores; every processor counts as one if the machine does not list cores."""
     return len({_core(processor, devices) for processor in allowed})
 
 
 def _core(processor: int, devices: Path) -> str:
-    """The processors on the same core, as the kernel lists them."""
+    """The list of processors on the same core, as text from the kernel."""
     topology = devices / f"cpu{processor}" / "topology"
     siblings = _read_text(topology / "core_cpus_list") or _read_text(
         topology / "thread_siblings_list"
@@ -81,7 +81,7 @@ def _core(processor: int, devices: Path) -> str:
 
 
 def _quota(proc: Path, cgroup: Path) -> float | None:
-    """The least of the groups' limits, in seconds per second."""
+    """The minimum of the groups' limits, in seconds of processor time per second."""
     limits = []
     for group in _control_groups(proc, cgroup, "cpu"):
         limit, _, period = _read_text(group / "cpu.max").strip().partition(" ")
@@ -94,9 +94,9 @@ def _quota(proc: Path, cgroup: Path) -> float | None:
 
 
 def _control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """Directories that may hold limits of the controller: the process's group and those around it,
-    in both versions of control groups. Within a container the files are at the root, whatever the
-    group's name is outside.
+    """Directories that may have limits of the controller: the process's group and its parents, in
+    both versions of control groups. In a container the files are at the root, whatever the group's
+    name outside.
     """
     groups = [cgroup, cgroup / controller]
     for line in _read_text(proc / "self/cgroup").splitlines():

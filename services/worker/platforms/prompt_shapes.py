@@ -1,4 +1,4 @@
-"""Steps of given shapes, to measure memory and compile kernels before the first request."""
+"""Steps of given shapes, which measure memory and compile kernels before the first request."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import StepRunner
 
 _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
-"""The parameters that take the most work to sample on a device."""
+"""The sampling parameters that need the most work on a device."""
 
 _FIRST_TOKENS = 256
-"""Most tokens of the first prompt: enough to touch every weight and kernel."""
+"""Maximum of tokens in the first prompt: enough to use every weight and kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class PromptShape:
 
 
 def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """Steps that together take the most memory: those of decodes, which the device may record, then
-    the one with the most tokens and sampled rows.
+    """The steps that determine the maximum of memory: decode steps, which the device may record,
+    then the step with the most tokens and sampled rows.
     """
     tokens = limits.max_num_batched_tokens
     num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)
@@ -38,7 +38,7 @@ def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def first_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """A prompt, a chunk after it, and a decode after both, as far as the limits allow them."""
+    """A prompt, a chunk after it, and a decode after both, within the limits."""
     prompt = min(_FIRST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
     first = max(prompt // 2, 1)
     shapes = [
@@ -52,9 +52,9 @@ def first_shapes(limits: BatchLimits) -> list[PromptShape]:
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
     """Steps that together need every kernel that is compiled for a number of lanes.
 
-    The largest come first, so that the device can record the later ones in the same memory. If
-    there are windows, chunks follow as many tokens as the widest window has, because these take
-    further kernels.
+    The largest steps come first, so that the device can record later ones in the same memory. If
+    layers have windows, chunks follow as many computed tokens as the widest window, since this case
+    needs further kernels.
     """
     buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
     chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
@@ -62,7 +62,7 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
 
 
 def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> None:
-    """Runs one step over an empty batch, and empties it. All its tokens share block 1."""
+    """Runs one step over an empty batch, then empties the batch. All its tokens share block 1."""
     length = shape.num_computed + shape.num_tokens
     tables = tuple(np.ones(-(-length // size), np.int32) for size in limits.block_sizes)
     count = shape.num_requests
@@ -84,20 +84,20 @@ def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> 
 
 
 def _decodes(limits: BatchLimits) -> list[PromptShape]:
-    """A step of decodes for every power of two, falling."""
+    """A decode step for every power of two, in descending order."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """The powers of two up to `most`, falling."""
+    """The powers of two up to `most`, in descending order."""
     return [1 << exponent for exponent in reversed(range(most.bit_length()))]
 
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
-    """Chunks that are cut into `most_lanes` lanes or more than half as many; None if impossible.
+    """Chunks that need more than half of `most_lanes` lanes, and at most all; None if impossible.
 
-    Short chunks give many lanes with few tokens.
+    Short chunks need many lanes for few tokens.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

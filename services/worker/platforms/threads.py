@@ -1,16 +1,16 @@
-"""How many threads a worker computes with on the CPU: the rule, and what was measured for it.
+"""The number of threads that a worker computes with on the CPU: the rule, and its measurements.
 
 Measured on two processors that run all four services, with a model of 135 million parameters and 8
 and 32 requests at once:
 
-* One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves the
-  other services a processor. Beside another process that keeps a processor busy both are equal.
-* A team waits for its last thread: a process that takes one processor now and then slows all n
-  threads, while one thread less costs 1/n, which is less from ENOUGH_TO_SPARE processors on. Other
+* One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves a
+  processor to the other services. If another process keeps a processor busy, both are equal.
+* A team waits for its last thread, so a process that occasionally uses a processor slows all n
+  threads. One thread less costs 1/n, which is less from ENOUGH_TO_SPARE processors on. Other
   services can run on idle hyperthreads of the cores in use; then every core computes.
 * A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise, on a
   virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as long.
-* Two threads on one core share its arithmetic and its cache, so cores are counted.
+* Two threads on one core share its arithmetic units and its cache, so cores are counted.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ ENOUGH_TO_SPARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """What a process may use: processors that it may run on, the cores that they are on, and the
-    processor time that it gets in a second, in seconds; None for no limit.
+    """The processors that a process may use, and their cores. `quota`: processor time in seconds
+    per second; None for no limit.
     """
 
     num_allowed: int
@@ -31,7 +31,7 @@ class Processors:
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """How many, and why, as a clause for the log."""
+    """The number of threads, and the reason as a clause for the log."""
 
     num_threads: int
     reason: str
@@ -45,8 +45,8 @@ def choose_threads(
 ) -> ThreadChoice:
     """The threads of one of `num_sharers` workers on these processors; at least one.
 
-    A quota is rounded down: threads that use it up before its period ends all stand still for the
-    rest of it, the one that answers the scheduler among them.
+    A quota is rounded down: if threads use it up before its period ends, all threads of the process
+    are suspended for the rest of the period, including the thread that answers the scheduler.
     """
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:
@@ -62,7 +62,7 @@ def choose_threads(
 
 
 def _cores(processors: Processors) -> tuple[int, list[str]]:
-    """Cores that can be kept busy, and what they were counted from."""
+    """The number of cores that can be kept busy, and how it was determined."""
     cores, allowed = processors.num_cores, processors.num_allowed
     text = f"{cores} core{'s' if cores > 1 else ''}"
     reasons = [text if cores == allowed else f"{allowed} processors on {text}"]

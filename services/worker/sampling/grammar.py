@@ -97,7 +97,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Keeps the last `most` cached grammars that compile slowly, or that compile quickly."""
+        """Keeps the `most` last used of the slow, or of the fast, cached grammars."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
