@@ -51,17 +51,17 @@ from services.gateway.parts import Parts
 SERVICE_NAME = "stepwell.gateway.v1.Inference"
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _ADMIN_CONNECTIONS = 64
-"""Connections of operators that may be open."""
+"""Most open connections of operators."""
 _MAX_EXPORTS = 64
-"""Exports of spans that are served at once."""
+"""Most concurrent exports of spans."""
 _OTHER_RPCS = 256
-"""Calls besides those that generate, such as health checks, that are served at once."""
+"""Concurrent calls allowed in addition to generating ones, such as health checks."""
 _GRPC_IDLE_MILLISECONDS = 300_000
-"""A gRPC connection without a call is closed after this time."""
+"""A gRPC connection without calls is closed after this time."""
 
 
 def http_server(parts: Parts, max_connections: int) -> HttpServer:
-    """The server of the clients' API over HTTP, for up to `max_connections`."""
+    """The HTTP server of the clients' API, for up to `max_connections`."""
     settings = parts.settings
     inference, gate = parts.inference, parts.gate
     budget = BodyBudget(settings.max_buffered_body_bytes, settings.body_timeout_seconds)
@@ -120,7 +120,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
-    """The server of operators' calls, which clients do not reach; None without an address."""
+    """The HTTP server of operators' calls, separate from the clients'; None without an address."""
     settings = parts.settings
     if settings.admin_address is None:
         return None
@@ -153,7 +153,7 @@ def admin_server(parts: Parts) -> HttpServer | None:
 
 
 def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
-    """The routes of displays, such as `/ui`; see their classes for `sees_all`."""
+    """The routes of displays, such as `/ui`. The route classes document `sees_all`."""
     activity = ActivityRoutes(
         parts.activity,
         parts.history.history,
@@ -169,7 +169,7 @@ def _view_routes(parts: Parts, *, sees_all: bool) -> Sequence[Route]:
 
 
 def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
-    """The server of the clients' API over gRPC, for up to `max_connections`."""
+    """The gRPC server of the clients' API, for up to `max_connections`."""
     settings, servicer = parts.settings, _inference_servicer(parts)
     max_streams = settings.max_concurrent_requests + settings.max_client_sessions
     server = GrpcServer(
@@ -177,10 +177,10 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
         options={
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_allowed_incoming_connections": max_connections,
-            # A connection needs no more streams than there may be requests and sessions.
+            # One connection needs at most as many streams as requests and sessions are allowed.
             "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
-            # From connecting to the first frame, and to the settings in it.
+            # Time limits from connecting to the first frame, and to the settings in it.
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
             "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
         },
@@ -236,7 +236,7 @@ def _request_interceptor(parts: Parts, servicer: InferenceServicer) -> RequestIn
 
 
 def trace_server(parts: Parts) -> GrpcServer | None:
-    """The server of OTLP, to which the other services send spans; None without a store."""
+    """The OTLP server, which receives the other services' spans; None without a store."""
     if parts.traces is None:
         return None
     server = GrpcServer(max_concurrent_rpcs=_MAX_EXPORTS, tls=parts.internal_tls)

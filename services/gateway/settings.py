@@ -33,7 +33,7 @@ DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
 
 
 def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
-    """A check: each is an address, or a name in DNS."""
+    """Checks that each entry is an address or a name in DNS."""
     for address in addresses:
         check = is_dns_address if address.startswith(DNS) else is_listen_address
         if check(address) is not None:
@@ -42,7 +42,7 @@ def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
 
 
 def _are_named_paths(entries: tuple[str, ...]) -> str | None:
-    """A check: each is a name and a path, and no name stands twice."""
+    """Checks that each entry is a name and a path, without repeated names."""
     names = [entry.partition("=")[0] for entry in entries]
     if not all(entry.partition("=")[0] and entry.partition("=")[2] for entry in entries):
         return "must be name=path each"
@@ -50,13 +50,13 @@ def _are_named_paths(entries: tuple[str, ...]) -> str | None:
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
-    """The JSON object in a text that was checked; without a text an empty one."""
+    """Parses a JSON object in checked text; empty without a text."""
     value: dict[str, Any] = json.loads(text or "{}")
     return value
 
 
 def _is_json_object(text: str) -> str | None:
-    """A check: the text is a JSON object."""
+    """Checks that the text is a JSON object."""
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
@@ -267,11 +267,11 @@ class GatewaySettings(ClientSettings):
 
     @property
     def trace_store_max_traces(self) -> int:
-        """Traces that are kept at once."""
+        """Most traces in the store."""
         return self.trace_store_max_bytes // 2**15
 
     def require_admin_key(self) -> None:
-        """Raises SettingError where other machines reach operators' calls without a key."""
+        """Raises SettingError if other machines can reach operators' calls without a key."""
         address = self.admin_address
         if address is not None and not self.admin_key and not is_on_this_machine(address):
             raise SettingError(
@@ -279,7 +279,7 @@ class GatewaySettings(ClientSettings):
             )
 
     def require_tool_call_parser(self) -> None:
-        """Raises SettingError where calls are to be read whose form is not known."""
+        """Raises SettingError if automatic tool calls are enabled without a parser."""
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise SettingError("--enable-auto-tool-choice needs --tool-call-parser")
 
@@ -289,7 +289,9 @@ class GatewaySettings(ClientSettings):
 
     @property
     def known_schedulers(self) -> tuple[str, ...]:
-        """The schedulers that need no registry. Raises SettingError where there can be none."""
+        """The schedulers that need no registry. Raises SettingError if there are
+        none and no registry.
+        """
         if self.schedulers is None:
             return DEFAULT_SCHEDULERS if self.redis_url is None else ()
         if not self.schedulers and self.redis_url is None:
@@ -298,10 +300,10 @@ class GatewaySettings(ClientSettings):
 
     @property
     def generation_overrides(self) -> dict[str, Any]:
-        """Defaults of sampling parameters that the operator sets."""
+        """The operator's defaults of sampling parameters."""
         return _json_object(self.override_generation_config)
 
     @property
     def chat_template_variables(self) -> dict[str, Any]:
-        """Variables of the chat template that a request may change."""
+        """Chat template variables that a request may override."""
         return _json_object(self.default_chat_template_kwargs)

@@ -1,4 +1,4 @@
-"""Tenants: limits, fair shares and caches are kept apart by them."""
+"""Tenants: each has its own limits, fair share and cache."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from services.common.errors import PermissionDenied
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of one or more API keys, and what it may use; None is no limit of its own.
+    """The owner of one or more API keys, with its limits. None means no limit for the tenant.
 
-    Where requests of several tenants compete, each gets a share in proportion to its `weight`.
-    Tokens per minute are counted as prompt tokens that are not cached, and generated ones.
+    If requests of several tenants compete, shares are proportional to `weight`. Tokens per minute
+    count uncached prompt tokens and generated tokens.
     """
 
     tenant_id: str
@@ -19,17 +19,17 @@ class Tenant:
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
-    """No request of it is scheduled with a smaller `priority`, which would run earlier."""
+    """Smallest `priority` of its requests. Smaller values are scheduled earlier."""
     models: frozenset[str] | None = None
-    """The models that the key of the request may ask for; None: all."""
+    """The models that the request's key may use; None: all."""
     cache_salt: str = ""
-    """Its prompts are cached apart from those of tenants with another one."""
+    """Tenants with different salts do not share cached prompts."""
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
     def check_model(self, model: str) -> None:
-        """Raises PermissionDenied for a model that the tenant may not use."""
+        """Raises PermissionDenied if the tenant may not use the model."""
         if not self.may_use(model):
             raise PermissionDenied(
                 f"this API key does not have access to model {model!r}",
@@ -38,14 +38,14 @@ class Tenant:
             )
 
     def effective_priority(self, priority: int) -> int:
-        """The priority of a request that asks for this one."""
+        """The priority of a request whose client asked for `priority`."""
         ceiling = self.priority_ceiling
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """The cache salt of a request whose client gave `cache_salt`.
+        """The cache salt of a request whose client set `cache_salt`.
 
-        Salts of clients hold no NUL, so that no client can name what belongs to another tenant.
+        Clients' salts contain no NUL, so no client can construct the salt of another tenant.
         """
         if not self.cache_salt:
             return cache_salt
@@ -53,4 +53,4 @@ class Tenant:
 
 
 ANYONE = Tenant("")
-"""The tenant of every request where no keys are asked for."""
+"""The tenant of all requests if no keys are needed."""

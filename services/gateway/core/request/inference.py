@@ -1,4 +1,4 @@
-"""The service behind every protocol: from a checked request to a running generation."""
+"""The service behind all protocols: checks requests, and makes the generations that run."""
 
 import asyncio
 from collections import Counter
@@ -33,16 +33,16 @@ from services.gateway.core.text.parsing.output_formats import NO_FORMATS, Output
 from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 
 _TOKENS_CHECKED_AT_A_TIME = 65_536
-"""Tokens of prompts that are checked in one turn of the event loop."""
+"""Prompt tokens that are checked in one iteration of the event loop."""
 _MAX_NAMES = 8
-"""Models that an error names."""
+"""Most models listed in an error."""
 _ANSWERS_AT_A_TIME = 32
-"""Answers of a request above which the event loop turns between two pieces of work for them."""
+"""For requests with more answers, the event loop runs between two stages of preparation."""
 
 
 class Inference:
-    """Checks the requests of clients, tokenizes their prompts, and makes the generations that run
-    at the engine. HTTP and gRPC are served from it.
+    """Checks clients' requests, tokenizes their prompts, and makes generations to run at the
+    engine. HTTP and gRPC use it.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Inference:
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
-        """Of one request `max_choices` bounds the answers, `max_items` the values in its lists, and
-        `max_logprobs` the log-probabilities of answers that are not streamed. `stream_interval`
-        tokens of a stream are sent together. `draw_seed` gives seeds below 2**64.
+        """Limits for one request: `max_choices` answers, `max_items` values in its lists, and
+        `max_logprobs` log-probabilities in answers that are not streamed. In a stream,
+        `stream_interval` tokens are sent together. `draw_seed` returns seeds below 2**64.
         """
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
@@ -83,8 +83,8 @@ class Inference:
         self._unix_nanos = unix_nanos
 
     def check_model(self, name: str | None, tenant: Tenant = ANYONE) -> None:
-        """Raises NotFound unless the name is the model's or an adapter's, or none is given, and
-        PermissionDenied where the tenant may not use it.
+        """Raises NotFound if a name is given that is neither the model's nor an adapter's. Raises
+        PermissionDenied if the tenant may not use it.
         """
         if (adapter := self.adapters.find(name)) is not None:
             tenant.check_model(adapter.name)
@@ -98,7 +98,7 @@ class Inference:
         tenant.check_model(self.model_name)
 
     def _names_for(self, tenant: Tenant) -> str:
-        """The models that a tenant may use, as far as a sentence goes."""
+        """The models that a tenant may use, as text for an error; at most _MAX_NAMES of them."""
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
         allowed = [repr(name) for name in names if tenant.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
@@ -107,20 +107,20 @@ class Inference:
     def limits(self) -> ModelLimits:
         """The limits of a request. Raises Unavailable before the first replica is ready.
 
-        A sequence ends at the tokens that the model's configuration names and, as in vLLM, at the
-        tokenizer's own: fine-tunes for chat often change the tokenizer alone.
+        End-of-sequence tokens are those in the model's configuration and, as in vLLM, the
+        tokenizer's own. Fine-tuned chat models often change only the tokenizer.
         """
         limits = self._engine.limits()
         eos_token_id = self.tokenizer.eos_token_id
         if eos_token_id is None or eos_token_id in limits.eos_token_ids:
             return limits
-        if eos_token_id >= limits.vocab_size:  # the model has no such token, and never gives it
+        if eos_token_id >= limits.vocab_size:  # The model cannot generate this token.
             return limits
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
     def check_pools(self, task: PoolingTask | None = None) -> Pooler:
-        """What the model answers prompts with in place of tokens. Raises InvalidArgument if it does
-        not, or does something else than this task.
+        """The model's pooler. Raises InvalidArgument if the model generates text, or if it embeds
+        while `task` is scores, or the reverse.
         """
         pooler = self.limits().pooler
         if pooler is None:
@@ -139,19 +139,19 @@ class Inference:
         return pooler
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """Raises ResourceExhausted where the engine is known to refuse one more request, or
+        """Raises ResourceExhausted if the engine is known to refuse another request, or
         DeadlineExceeded.
 
-        Called before the prompt is tokenized: under overload most requests are refused.
+        Called before the prompt is tokenized, since under overload most requests are refused.
         """
         self._engine.check_room(tenant, deadline)
 
     def arriving(
         self, tenant: Tenant, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
-        """Counts a request that is read, tokenized and prepared from now on, until the `end` of the
-        Arrival. Raises what `check_room` does. One whose answer is there already needs no room, and
-        is not counted.
+        """Counts a request that is being read, tokenized and prepared, until the Arrival's `end`.
+        Raises ResourceExhausted or DeadlineExceeded if there is no room. If `needs_room` is false,
+        since the answer already exists, the request is not counted.
         """
         if not needs_room:
             return Arrival(Counter(), tenant)
@@ -163,9 +163,10 @@ class Inference:
         trace: TraceHeaders = UNTRACED,
         deadline: float | None = None,
     ) -> Generation:
-        """Checks a request. Raises InvalidArgument or OutOfRange before anything is sent.
+        """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange before
+        anything is sent.
 
-        The event loop turns while many tokens are checked.
+        With many tokens, the event loop runs between the checks.
         """
         limits = self.limits()
         request = in_session(self._defaults.bounded(request))
@@ -199,12 +200,12 @@ class Inference:
         return generation
 
     async def check_form(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidArgument for a form that cannot be compiled."""
+        """Raises InvalidArgument for a constraint that cannot be compiled."""
         limits = self.limits()
         await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
 
     def again(self, generation: Generation, identity: Identity) -> Generation:
-        """The same request under another identity, from its beginning."""
+        """A new generation of the same request, with another identity."""
         request = replace(generation.request, request_id=identity.request_id)
         first = generation.sequences[0]
         sequences = to_engine_requests(
@@ -219,22 +220,22 @@ class Inference:
 
     @staticmethod
     async def _turn_for(num_answers: int) -> None:
-        """Lets the event loop turn where the next piece of work is for many answers."""
+        """Yields to the event loop if the next stage is for many answers."""
         if num_answers > _ANSWERS_AT_A_TIME:
             await asyncio.sleep(0)
 
     def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
-        """The run of a generation, whose pieces go to the sink. If they are not streamed, as many
-        tokens are put at once as may be.
+        """The delivery of a generation to the sink. If it is not a stream, as many tokens as
+        possible are put at once.
         """
         source = generation.source or self._engine
         min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
         return Delivery(generation, source, sink, min_tokens)
 
     def check_num_choices(self, num_prompts: int, n: int, best_of: int | None = None) -> None:
-        """Raises InvalidArgument for more answers than one request may have.
+        """Raises InvalidArgument if one request would have too many answers.
 
-        Called before the prompts are tokenized, too.
+        Also called before the prompts are tokenized.
         """
         name, each = ("n", n) if best_of is None else ("best_of", best_of)
         if num_prompts * each > self._max_choices:
@@ -245,7 +246,7 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange for more log-probabilities than are held until an answer is whole."""
+        """Raises OutOfRange for too many log-probabilities in answers that are not streamed."""
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
             + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)
@@ -259,7 +260,7 @@ class Inference:
             )
 
     def check_num_items(self, field: str, num_items: int) -> None:
-        """Raises OutOfRange for more values in a field than one request may hold."""
+        """Raises OutOfRange if a field has too many values for one request."""
         if num_items > self.max_items:
             raise OutOfRange(
                 f"{field} holds {num_items} items; one request may hold {self.max_items}",
@@ -269,8 +270,8 @@ class Inference:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
     ) -> list[list[int]]:
-        """Token ids of prompts, or of what is `kept` of them. Raises OutOfRange for one that
-        cannot fit.
+        """Token ids of prompts, truncated if `kept` is given. Raises OutOfRange for
+        a prompt that cannot fit.
         """
         limits = self.limits()
         if kept is not None:
@@ -290,7 +291,9 @@ class Inference:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], kept: Truncation | None = None
     ) -> list[tuple[list[int], int]]:
-        """See Tokenizer. Raises OutOfRange for a pair that cannot fit, unless a part is kept."""
+        """Token ids of pairs; see Tokenizer. Raises OutOfRange for a pair that cannot fit, if it is
+        not truncated.
+        """
         limits = self.limits()
         if kept is not None:
             return await self.tokenizer.encode_truncated(pairs, kept, add_special_tokens=True)
@@ -303,8 +306,9 @@ class Inference:
     def truncation(
         self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
     ) -> Truncation | None:
-        """What is kept of prompts; None if all of each. `max_tokens` are tokens of the answer. The
-        end is kept for generation and the beginning for vectors, unless `side` is the other one.
+        """The truncation of prompts; None if they are not truncated. `max_tokens` is the answer's
+        maximum length. By default the end is kept for generation, and the beginning for vectors;
+        `side` overrides this.
         """
         if num_tokens is None:
             return None
@@ -316,7 +320,7 @@ class Inference:
         return truncation(num_tokens, most, keeps_end=keeps_end)
 
     def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
-        """Raises OutOfRange for a text with more characters than fit as tokens."""
+        """Raises OutOfRange for a text with too many characters to fit as tokens."""
         longest = limits.capacity * self.tokenizer.max_token_bytes
         for number, length in enumerate(lengths):
             if length > longest:
@@ -324,7 +328,7 @@ class Inference:
                 raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of any text. Raises OutOfRange for more of them than one answer holds."""
+        """Token ids of any text. Raises OutOfRange if they are too many for one answer."""
         try:
             [token_ids] = await self.tokenizer.encode(
                 [text], add_special_tokens=add_special_tokens, max_tokens=self.max_items
@@ -337,15 +341,15 @@ class Inference:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids. Raises OutOfRange for more of them than one request may hold."""
+        """Text of token ids. Raises OutOfRange if they are too many for one request."""
         self.check_num_items("tokens", len(token_ids))
         return await self.tokenizer.detokenize(token_ids)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of words that must not appear, each also as it follows a space.
+        """Token sequences of words that must not appear, also as they are tokenized after a space.
 
-        The rule is vLLM's: the form with the space counts when it differs in its first token and
-        is as long.
+        By vLLM's rule, the variant with the space is used only if it has a different first token
+        and the same length.
         """
         if not words:
             return ()
@@ -378,5 +382,5 @@ def _too_long(error: TextTooLong, limits: ModelLimits, num_texts: int) -> Stepwe
 
 
 def _width(num_logprobs: int | None) -> int:
-    """Columns of a row of log-probabilities."""
+    """Columns in a row of log-probabilities."""
     return 0 if num_logprobs is None else num_logprobs + 1

@@ -1,4 +1,4 @@
-"""Sequences that have not ended, with their tokens so far, and the mailbox of their reader."""
+"""Unfinished sequences with their tokens so far, and the mailbox of their reader."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,34 +15,35 @@ from services.gateway.core.request.progress import Progress
 from services.gateway.core.request.request import EngineRequest
 
 MAX_LOSSES_COMPUTED = 5
-"""Replicas that may be lost while they compute a sequence, without a token from it."""
+"""Most replicas lost while computing a sequence, without a new token."""
 MAX_LOSSES_WAITED = 50
-"""The same for replicas at whose queue it waits: it is hardly the cause of these losses."""
+"""Most replicas lost while the sequence waits in their queue. It is unlikely to cause these losses.
+"""
 
 
 @dataclass(slots=True)
 class Losses:
-    """Replicas that were lost under a sequence since its last token."""
+    """Replicas lost under a sequence since its last token."""
 
     computing: bool = False
-    """Whether it was scheduled by the replica that has it, and got no token there yet."""
+    """Whether its current replica has scheduled it and generated no token yet."""
     num_computed: int = 0
-    """Losses while it was computed."""
+    """Losses while it was being computed."""
     num_waited: int = 0
-    """Losses while it waited there."""
+    """Losses while it was waiting at the replica."""
 
     @property
     def are_suspicious(self) -> bool:
-        """Whether the sequence may be their cause: losses while it only waited count less."""
+        """Whether the sequence may be their cause. More losses are allowed while it only waits."""
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
-        """Starts over, since a token came."""
+        """Resets the counts after a new token."""
         self.computing = False
         self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
-        """Counts the loss of the replica that has the sequence."""
+        """Counts the loss of the sequence's replica."""
         if self.computing:
             self.num_computed += 1
         else:
@@ -56,64 +57,65 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One sequence that has not ended: its request and all its tokens so far, which is all that a
-    replica needs to go on with it.
+    """One unfinished sequence. Its request and its tokens so far are all that a
+    replica needs to continue it.
     """
 
     request: EngineRequest
     index: int
-    """Its place among the sequences of its client's request."""
+    """Its index among the sequences of its client's request."""
     number: int
-    """Grows in the order of arrival."""
+    """Increases in order of arrival."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
     """Addresses of the replicas that refused it."""
     was_accepted: bool = False
-    """Whether a replica has taken it: from then on it waits where it would be refused before."""
+    """Whether a replica has accepted it. After that it waits in cases in which a
+    new request is refused.
+    """
     num_times_taken_back: int = 0
-    """How often it was preempted, or left a replica that could not run steps."""
+    """How often it was preempted, or taken back from a replica that could not run steps."""
     was_called_invalid: bool = False
     """Whether a replica refused it as invalid."""
     was_sent: bool = False
-    """Whether it was sent to a replica, at least once."""
+    """Whether it was sent to a replica at least once."""
     was_stopped: bool = False
     """Whether a stop string ended it."""
     wait_until: float | None = None
-    """When its present wait for a replica ends, on the event loop's clock; None if it waits for
-    none.
+    """End of its current wait for a replica, on the event loop's clock; None if it does not wait.
     """
     release: Callable[[], None] = _nothing
-    """Aborts it at the replica that has it."""
+    """Aborts it at its replica."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
-    """Log-probabilities of its prompt that were delivered."""
+    """Rows of prompt log-probabilities that were delivered."""
     _num_repeated_rows: int = 0
-    """The part of these that its present replica sends again."""
+    """Delivered rows that the current replica will send again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
 
     @property
     def has_output(self) -> bool:
-        """Whether anything that depends on the model was delivered."""
+        """Whether any model output was delivered."""
         return bool(self.output_token_ids or self._num_prompt_rows)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still to come."""
+        """Whether log-probabilities of the prompt are still expected."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """Takes over the output that the sequence has from elsewhere."""
+        """Adopts earlier output of the sequence."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
 
     def sent(self, release: Callable[[], None], route: Route) -> None:
-        """Notes that the sequence was sent to a replica, where `release` aborts it. It sends all
-        log-probabilities of the prompt, also those that were delivered.
+        """Records that the sequence was sent to a replica. `release` aborts it there. The replica
+        sends all log-probabilities of the prompt, including those already delivered.
         """
         self.release = release
         self.was_sent = True
@@ -122,8 +124,8 @@ class Inflight:
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """Notes that the sequence was scheduled. Of its cached tokens only the first number is
-        delivered: later ones follow a loss.
+        """Records that the sequence was scheduled. The number of cached tokens is delivered only
+        before any output, since later ones follow a loss.
         """
         self.was_accepted = True
         self.losses.computing = True
@@ -132,7 +134,7 @@ class Inflight:
             self._delta().num_cached_tokens = num_cached_tokens
 
     def tokens(self, token_ids: list[int]) -> None:
-        """Appends new tokens. The list is kept, and must not be used for anything else."""
+        """Appends new tokens. Takes ownership of the list."""
         if not token_ids:
             return
         self.was_accepted = True
@@ -143,8 +145,8 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Notes that the session of its replica ended. The next wait for a replica may last as long
-        as the first.
+        """Records that its replica's session ended. The time limit of its next wait
+        for a replica starts anew.
         """
         self.was_accepted = True
         self.wait_until = None
@@ -154,7 +156,7 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
-        """Aborts the sequence at its replica; it goes on later, or at another replica."""
+        """Aborts the sequence at its replica, to continue it later or at another replica."""
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -164,12 +166,12 @@ class Inflight:
         self.trace.left(cause)
 
     def logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the tokens that came last."""
+        """Adds log-probabilities of the last tokens."""
         delta = self.mailbox.open_delta(self.index)
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the prompt, but for those that were delivered before."""
+        """Adds log-probabilities of the prompt, without rows delivered before."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -190,12 +192,12 @@ class Inflight:
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
-        """Ends the sequence with an error, which its reader gets."""
+        """Ends the sequence with an error, which is delivered to its reader."""
         self.trace.timeline.end("failed")
         self._delta().error = error
 
     def aborted(self) -> None:
-        """Ends the sequence at its replica, since its reader wants no more of it."""
+        """Ends the sequence at its replica, since its reader needs no more output."""
         self.release()
         self.trace.timeline.end("aborted")
 
@@ -204,8 +206,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """How the sequence ends by the tokens that came; None if it goes on. For a sequence whose end
-    was lost with its replica.
+    """How the sequence ends by its tokens; None if it is not finished. Used if the end was lost
+    with the replica.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -216,10 +218,10 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """The sequences of one client request, and their output since it was read last.
+    """The sequences of one client request, and their output since it was last read.
 
-    It holds at most one delta per sequence, so a reader that has stopped costs no more than the
-    tokens of its own request.
+    There is at most one delta per sequence, so a stopped reader costs no more memory than its own
+    request's tokens.
     """
 
     def __init__(
@@ -229,44 +231,50 @@ class Mailbox:
         drop: Callable[[Inflight], None],
         nanos: Callable[[], int],
     ) -> None:
-        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted one.
-        `nanos` is a steady clock, for their timelines.
+        """`numbers` counts sequences in order of arrival. `drop` is called for each aborted
+        sequence. `nanos` is the steady clock of the timelines.
         """
         self.nanos = nanos
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[Route] = []
-        """Where its sequences were sent, in order; one that was sent again has several."""
+        """Routes of its sequences in the order of sending. A sequence that was sent
+        again has several.
+        """
         self.waits: list[Wait] = []
-        """The waits of its sequences that did not go to a replica at once, or were preempted, in
-        the order in which they ended.
+        """Waits of its sequences that were not sent to a replica at once, or were preempted, in the
+        order of their ends.
         """
         self.traces = [inflight.trace for inflight in self.inflights]
-        """Where each sequence was."""
+        """The trace of each sequence."""
         self._unfinished = set(range(len(requests)))
         self._drop = drop
         self._deltas: dict[int, Delta] = {}
         self._on_news: Callable[[], None] = _nothing
         self._min_tokens = 1
         self._begun: set[int] = set()
-        """Sequences of which tokens were taken."""
+        """Sequences whose first tokens were taken."""
 
     def delta(self, index: int) -> Delta:
-        """The delta to add to; calls `on_news` of its reader."""
+        """The sequence's current delta, to be added to. Notifies the reader."""
         delta = self.open_delta(index)
         self._on_news()
         return delta
 
     def open_delta(self, index: int) -> Delta:
-        """The delta to add to, without a call of `on_news`: another addition makes it."""
+        """The sequence's current delta, to be added to. Does not notify the reader: another
+        addition does.
+        """
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta()
         return delta
 
     def add_tokens(self, index: int, token_ids: list[int]) -> None:
-        """Adds tokens to the delta, which keeps the list if they are its first."""
+        """Adds tokens to the delta. Takes ownership of the list if these are the
+        delta's first tokens.
+        """
         delta = self._deltas.get(index)
         if delta is None:
             delta = self._deltas[index] = Delta(token_ids)
@@ -276,15 +284,15 @@ class Mailbox:
             self._on_news()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news` whenever something is added to a delta; it must not take the delta in
-        that call. For tokens alone it is called with the first ones of a sequence, and then each
-        time that `min_tokens` or more have come.
+        """Calls `on_news` after additions to a delta. The callback must not take the delta. If only
+        tokens are added, it is called for a sequence's first tokens, and then whenever at least
+        `min_tokens` have accumulated.
         """
         self._on_news, self._min_tokens = on_news, min_tokens
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The output since the last call: (index of the sequence, its delta), each index at most
-        once.
+        """The output since the last call: (index of the sequence, its delta), each
+        index at most once.
         """
         deltas, self._deltas = self._deltas, {}
         for index, delta in deltas.items():
@@ -295,7 +303,7 @@ class Mailbox:
         return list(deltas.items())
 
     def resume(self, progress: Sequence[Progress]) -> list[Inflight]:
-        """Lets sequences go on from there; returns those that have not ended."""
+        """Resumes sequences from their progress; returns the unfinished ones."""
         going_on = []
         for inflight, one in zip(self.inflights, progress, strict=True):
             inflight.resume(one)
@@ -308,13 +316,13 @@ class Mailbox:
         return going_on
 
     def abort(self, index: int) -> None:
-        """Ends a sequence whose text is complete; later deltas of it are dropped. Idempotent."""
+        """Ends a sequence whose text is complete. Later output is dropped. Idempotent."""
         if index in self._unfinished:
             self.inflights[index].was_stopped = True
             self._abort(index)
 
     def close(self) -> None:
-        """Aborts the sequences that have not ended, and lets go of all. Idempotent."""
+        """Aborts the unfinished sequences and drops all references. Idempotent."""
         for index in tuple(self._unfinished):
             self._abort(index)
         self.inflights = []

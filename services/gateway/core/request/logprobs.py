@@ -5,15 +5,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 LOWEST_LOGPROB = -9999.0
-"""JSON has no -inf; this is what OpenAI's API writes for a token that could not be."""
+"""OpenAI's value for the log-probability of an impossible token, since JSON has no -inf."""
 
 
 @dataclass(slots=True)
 class LogprobRows:
-    """A dense matrix, row-major: column 0 is the position's token, the others the best, in order.
+    """A row-major matrix. Column 0 is the position's token, the others are the most probable tokens
+    in descending order.
 
-    `token_ids` and `logprobs` hold rows x `width` values, `ranks` one per row, each as packed
-    numbers of 4 bytes: in lists they would take nine times as much.
+    `token_ids` and `logprobs` have rows x `width` values, `ranks` has one per row. All are packed
+    numbers of 4 bytes: lists would take nine times the memory.
     """
 
     width: int
@@ -41,7 +42,7 @@ class LogprobRows:
         self.ranks += other.ranks
 
     def part(self, start: int, stop: int | None = None) -> "LogprobRows":
-        """The rows from `start` on, up to `stop` where given."""
+        """The rows from `start` to `stop`; without `stop`, to the end."""
         first, last = start * self.width, None if stop is None else stop * self.width
         return LogprobRows(
             self.width,
@@ -51,7 +52,7 @@ class LogprobRows:
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[float], int]]:
-        """Each row: its token ids, their log-probabilities, the rank of its own token."""
+        """Each row: its token ids, their log-probabilities, and the rank of its own token."""
         for row, rank in enumerate(self.ranks):
             cells = slice(row * self.width, (row + 1) * self.width)
             yield (
@@ -62,7 +63,7 @@ class LogprobRows:
 
 
 def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | None:
-    """Rows followed by more rows, either of which may be missing. May grow `rows` in place."""
+    """Rows followed by more rows; either may be None. May extend `rows` in place."""
     if rows is None or more is None:
         return more if rows is None else rows
     rows.extend(more)

@@ -1,4 +1,4 @@
-"""The limits that the replicas set to requests."""
+"""The limits that replicas set for requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from services.common.request.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a request: the tightest of all replicas that are ready.
+    """The limits of a request: the tightest over all ready replicas.
 
-    `capacity` is the longest sequence, prompt and output together, that model and pool can hold.
+    `capacity` is the most tokens of a sequence, prompt plus output, that fit in both model and
+    pool.
     """
 
     max_model_len: int
@@ -28,7 +29,7 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt: one that is to be continued must leave room for a token."""
+        """Most prompt tokens. A model that generates needs space for one more token."""
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 

@@ -1,12 +1,12 @@
-"""Where an engine resumes a sequence."""
+"""The state from which an engine resumes a sequence."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The output of a sequence so far: its tokens, the number of rows of log-probabilities of its
-    prompt, and whether it has ended.
+    """The output of a sequence so far: its tokens, its rows of prompt log-probabilities, and
+    whether it has ended.
     """
 
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""A client's request, and its sequences, which are sent to engines."""
+"""A client's request, and the sequences that are sent to engines for it."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles of a conversation over gRPC, whose turns have no calls."""
+"""Roles of messages over gRPC, which have no tool calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """Its text, where the client wants it back."""
+    """Its text, if the client wants it returned."""
     offsets: list[int] | None = None
-    """Where in `text` each token starts, in characters."""
+    """The start of each token in `text`, in characters."""
     embeds: PromptEmbeds | None = None
-    """Embeddings in place of the tokens, which are placeholders then."""
+    """Embeddings instead of tokens. The token ids are then placeholders."""
     num_first_text_tokens: int = 0
-    """See PoolingParams."""
+    """Tokens before the second text of a pair; see PoolingParams."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request at the edge, of HTTP or gRPC: `n` answers to each prompt."""
+    """A client's request over HTTP or gRPC: `n` answers to each prompt."""
 
     request_id: str
     prompts: tuple[Prompt, ...]
@@ -49,51 +49,51 @@ class ClientRequest:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
-    """Special tokens that are part of the text all the same: marks of its form."""
+    """Special tokens that are kept in the text, since they mark the parts of its format."""
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
-    """Whether the whole prompt is computed, even if part of it is cached."""
+    """Whether the whole prompt is computed even if a part is cached."""
     default_max_tokens: int | None = None
-    """Used where `sampling.max_tokens` is None; None: as many as fit."""
+    """Maximum length if `sampling.max_tokens` is None; None: as many tokens as fit."""
     prompt_only: bool = False
-    """Whether nothing but the prompt is asked for (echo with max_tokens 0)."""
+    """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
-    """Requests with the same one are expected to repeat one another's prompts; empty: not given."""
+    """Requests with the same id are expected to share prompt prefixes; empty: not given."""
     tenant: Tenant = ANYONE
     best_of: int | None = None
-    """Answers to each prompt that are generated, of which the best `n` are returned; None: `n`."""
+    """Answers generated for each prompt, of which the best `n` are returned; None: `n`."""
     pooling: PoolingParams | None = None
-    """How each prompt is pooled into a vector; None if answers are generated."""
+    """How prompts are pooled into vectors; None if answers are generated."""
     session: "ClientSession | None" = None
-    """The session of which it is a turn; None if it stands alone."""
+    """The session that it is a turn of; None without a session."""
     turn: int = 0
-    """The number of that turn, from 0."""
+    """The turn's number, from 0."""
     output_form: OutputForm | None = None
-    """How its answers are parsed; None: they are text."""
+    """How its answers are parsed; None: they are plain text."""
     adapter: Adapter | None = None
-    """The adapter that it names in place of the model."""
+    """The LoRA adapter that it names in place of the model."""
 
     @property
     def num_candidates(self) -> int:
-        """Answers that are generated to each prompt; `n` of them are returned."""
+        """Answers generated for each prompt; `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Answers that are generated to all prompts."""
+        """Answers generated for all prompts."""
         return len(self.prompts) * self.num_candidates
 
     @property
     def is_ranked(self) -> bool:
-        """Whether answers are generated that are not returned."""
+        """Whether more answers are generated than returned."""
         return self.num_candidates > self.n
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence, complete: seed, max_tokens and end-of-sequence tokens are set; priority and
-    cache_salt are those that the tenant gets.
+    """One complete sequence: seed, max_tokens and end-of-sequence tokens are set, and the tenant's
+    rules are applied to priority and cache_salt.
     """
 
     request_id: str
@@ -105,24 +105,26 @@ class EngineRequest:
     trace: TraceHeaders = UNTRACED
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
-    """When the client gives up, on the engine's clock; None without a deadline."""
+    """The client's deadline on the engine's clock; None without a deadline."""
     session_id: str = ""
     tenant: Tenant = ANYONE
     num_choices: int = 0
-    """The client's n, in the first sequence of a prompt; 0 in the others."""
+    """The client's n in the first sequence of a prompt; 0 in the others."""
     pooling: PoolingParams | None = None
     """How its prompt is pooled; None if an answer is generated."""
     skip_reading_prefix_cache: bool = False
-    """Whether its whole prompt is computed, even if part of it is cached."""
+    """Whether its whole prompt is computed even if a part is cached."""
     session: "ClientSession | None" = None
-    """The session of which it is a turn, whose tokens its prompt begins with; None if it stands
-    alone.
+    """The session that it is a turn of, whose tokens are the start of its prompt;
+    None without a session.
     """
     adapter: Adapter | None = None
 
     @property
     def adapter_digest(self) -> bytes:
-        """SHA-256 of its adapter's files, a part of its block hashes; empty without an adapter."""
+        """SHA-256 of its adapter's files, which is part of its block hashes; empty
+        without an adapter.
+        """
         return b"" if self.adapter is None else self.adapter.digest
 
 
@@ -137,8 +139,8 @@ def to_engine_requests(
 ) -> list[EngineRequest]:
     """The sequences of a checked request, prompt by prompt.
 
-    Where the request names no seed, those of its sequences are derived from `seed`. Where the best
-    answers are to be found, each comes with the log-probabilities of its tokens.
+    If the request has no seed, the sequences' seeds are derived from `seed`. If the best answers
+    are to be selected, log-probabilities of their tokens are requested.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates

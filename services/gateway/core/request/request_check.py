@@ -20,12 +20,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a client may name its request so: the name stands in logs, traces and answers."""
+    """Whether a client may use this request id, which appears in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
 def check_request_id(name: str) -> None:
-    """Raises InvalidArgument unless `is_request_id`."""
+    """Raises InvalidArgument if the request id is not valid."""
     if not is_request_id(name):
         raise InvalidArgument(
             "request_id must be 1 to 128 printable ASCII characters, without spaces",
@@ -34,7 +34,9 @@ def check_request_id(name: str) -> None:
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument that names what cannot be served; prompts are checked apart."""
+    """Raises InvalidArgument, with the field, for an invalid request. Prompts are
+    checked separately.
+    """
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
     if request.num_candidates < request.n:
@@ -93,7 +95,7 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
-    """The error about a prompt, which says the prompt's number where there are several."""
+    """The error about a prompt. If there are several prompts, it includes the prompt's number."""
     if error.field != "prompt" or num_prompts == 1:
         return error
     name = f"prompt[{number}]"
@@ -102,7 +104,9 @@ def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellEr
 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
-    """The refusal of a prompt that has `size`, such as "600 tokens"."""
+    """The error for a prompt that is too long. `size` is its length as text, such
+    as "600 tokens".
+    """
     sentence = f"{_context_length(limits)} prompt has {size}"
     if limits.pooler is None:
         sentence += ", which leaves no room for an answer"
@@ -114,10 +118,10 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """The beginning of an error about what is too long.
+    """The first words of an error about length.
 
-    Clients recognize such an error by it, which is OpenAI's and vLLM's: LiteLLM searches the text
-    for it, LangChain compares the code.
+    They are OpenAI's and vLLM's words, by which clients recognize the error: LiteLLM searches for
+    this text. LangChain compares the code.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:
@@ -126,7 +130,7 @@ def _context_length(limits: ModelLimits) -> str:
 
 
 def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument for a request that the model is not made for."""
+    """Raises InvalidArgument if the model does not support the kind of request."""
     pooler = limits.pooler
     if request.pooling is None and pooler is not None:
         kind = "scores" if pooler.task is PoolingTask.CLASSIFY else "embeddings"

@@ -1,4 +1,4 @@
-"""Sampling parameters that a server sets where a request does not."""
+"""The server's defaults of sampling parameters."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,17 +8,17 @@ from services.gateway.core.request.request import ClientRequest
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Defaults of a server's requests, as a generation_config.json gives them."""
+    """A server's defaults, as read from a generation_config.json."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Parameters that a client may leave out, each at its default."""
+    """The default of each sampling parameter."""
     max_tokens: int | None = None
-    """Length of answers whose client, and whose API, names none; None: as many tokens as fit."""
+    """Maximum answer length if neither client nor API sets one; None: as many tokens as fit."""
     most_tokens: int | None = None
-    """Most tokens of an answer, also if its client asks for more; None: no bound."""
+    """Upper bound on every answer's length, even if the client asks for more; None: no bound."""
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """The request with the defaults and bounds of its length."""
+        """The request with defaults and bounds applied to its length."""
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

@@ -1,4 +1,4 @@
-"""Which tokens of a prompt are kept that is too long for its client."""
+"""Truncation of prompts that exceed the client's limit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps `num_tokens` tokens of a prompt, special ones included: the last, or the first."""
+    """Keeps `num_tokens` tokens of a prompt, including special ones: the last or the first."""
 
     num_tokens: int
     keeps_end: bool
 
     def kept(self, token_ids: list[int]) -> list[int]:
-        """The tokens of a prompt that are kept."""
+        """The kept tokens of a prompt."""
         return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
 
 
 def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
-    """The truncation that a client asks for; -1 keeps the `most` tokens that a prompt may have.
-    Raises InvalidArgument for a number that keeps none, or more than that.
+    """The truncation that a client requested. -1 keeps `most` tokens, the longest possible prompt.
+
+    Raises InvalidArgument if the number is less than 1 or more than `most`.
     """
     if num_tokens == _AS_MANY_AS_FIT:
         num_tokens = most
@@ -36,8 +37,8 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
-    """How much is kept of two texts of these lengths, `most` together: the longer is shortened
-    until they are alike, then both ("longest_first" of the tokenizers package).
+    """How many tokens are kept of two texts with these lengths, `most` in total. The longer one is
+    shortened until both are equal, then both ("longest_first" of the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

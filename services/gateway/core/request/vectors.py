@@ -1,4 +1,4 @@
-"""Vectors of prompts: their numbers, and how alike two of them are."""
+"""Vectors of prompts: decoding and similarity."""
 
 import math
 from array import array
@@ -9,7 +9,7 @@ from services.common.request.byte_order import little_endian
 
 
 def numbers(values: bytes) -> "array[float]":
-    """The numbers of little-endian float32."""
+    """Decodes little-endian float32 numbers."""
     vector = array("f", values)
     little_endian(vector)  # type: ignore[arg-type]
     return vector

@@ -1,9 +1,9 @@
-"""Sessions of clients: a prompt that grows turn by turn, by what the client adds and what is
-generated.
+"""Sessions of clients: a prompt that grows in turns, by the client's input and the generated
+output.
 
-A session is its tokens, and only the gateway has them. Between two turns its replica keeps their
-blocks, and a place to go on at once; if it cannot, the next turn is a request like any other, with
-all the tokens.
+A session consists of its tokens, which only the gateway stores. Between two turns a replica keeps
+the session's blocks and a place, so that the next turn can start at once. If the replica cannot,
+the next turn is a normal request with all tokens.
 """
 
 from collections.abc import Sequence
@@ -23,26 +23,28 @@ class Holder(Protocol):
     """A replica that keeps sessions between their turns."""
 
     def release(self, handle: int) -> None:
-        """Ends a session there. Does nothing if it has ended."""
+        """Ends a session at the replica. Does nothing if it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldSession:
-    """A session that a replica keeps between two turns. The last three fields are those of its
-    last turn.
+    """A session that a replica keeps between two turns. The last three fields are from its last
+    turn.
     """
 
     holder: Holder
     handle: int
     """The handle of the session at the replica."""
     num_tokens: int
-    """Tokens of the session that are kept, from the first on."""
+    """The number of the session's leading tokens that are kept."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
 
     def fits(self, request: EngineRequest) -> bool:
-        """Whether a turn may go on from there: its request must be the last turn's, but longer."""
+        """Whether the next turn can continue from there. It must have more tokens, the same
+        priority, cache salt and adapter, and must not skip the prefix cache.
+        """
         return (
             self.num_tokens < len(request.prompt_token_ids)
             and not request.skip_reading_prefix_cache
@@ -57,7 +59,7 @@ class HeldSession:
 
 
 class ClientSession:
-    """One session; at most one turn of it runs at a time."""
+    """One session. At most one of its turns runs at a time."""
 
     def __init__(
         self, session_id: str, tenant: Tenant, created: int, sessions: "ClientSessions"
@@ -67,17 +69,19 @@ class ClientSession:
         self.tenant = tenant
         self.created = created
         self.token_ids: list[int] = []
-        """The tokens that the prompt of the next turn begins with."""
+        """The tokens before the next turn's prompt."""
         self.num_turns = 0
-        """Turns that were completed."""
+        """Completed turns."""
         self.is_in_turn = False
         self.held: HeldSession | None = None
         self.ended: StepwellError | None = None
-        """Why it takes no further turn, once it has ended."""
+        """The error for further turns, after the session has ended; else None."""
         self._sessions = sessions
 
     def check_idle(self) -> None:
-        """Raises FailedPrecondition while a turn runs, or what ended the session."""
+        """Raises FailedPrecondition if a turn is running, or the session's error if
+        it has ended.
+        """
         if self.ended is not None:
             raise self.ended
         if self.is_in_turn:
@@ -88,8 +92,8 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """Begins a turn, by its number from 0. Raises FailedPrecondition if another one runs, or
-        came before it.
+        """Starts the turn with this number, from 0. Raises FailedPrecondition if another turn is
+        running, or was completed first.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -102,8 +106,8 @@ class ClientSession:
         self._sessions.turn_began(self)
 
     def end_turn(self, token_ids: list[int] | None) -> None:
-        """Ends the turn: the session has these tokens from here on, or those that it had before if
-        the turn was not completed (None).
+        """Ends the turn. `token_ids` are the session's new tokens; None if the turn was not
+        completed, and the tokens are unchanged.
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -114,17 +118,21 @@ class ClientSession:
         self._sessions.turn_ended(self)
 
     def take_held(self) -> HeldSession | None:
-        """Takes what a replica keeps of the session; the caller continues or releases it."""
+        """Removes and returns the session kept at a replica. The caller continues
+        or releases it.
+        """
         held, self.held = self.held, None
         return held
 
     def release(self) -> None:
-        """Ends the session at the replica that keeps it, if one does."""
+        """Ends the session at the replica that keeps it, if any."""
         if (held := self.take_held()) is not None:
             held.release()
 
     def hold(self, held: HeldSession) -> None:
-        """Notes that a replica keeps the session; a session that has ended is released there."""
+        """Records that a replica keeps the session. If the session has ended, it is
+        released there.
+        """
         if self.ended is None:
             self.held = held
         else:
@@ -132,8 +140,9 @@ class ClientSession:
 
 
 def in_session(request: ClientRequest) -> ClientRequest:
-    """The request of a turn with its whole prompt: what the session has, then its own. Raises
-    InvalidArgument for what a session cannot do, FailedPrecondition while another turn runs.
+    """The request of a turn with its whole prompt: the session's tokens, then the turn's own.
+    Raises InvalidArgument for a parameter that sessions do not support, FailedPrecondition while
+    another turn runs.
     """
     session = request.session
     if session is None:
@@ -167,9 +176,9 @@ def tokens_after(
     *,
     by_token: bool,
 ) -> list[int]:
-    """The tokens of a session after a turn with this output. A token that ended the turn (end of
-    sequence or a stop token, `by_token`) is left out, as in vLLM; others stay, also those of a stop
-    string.
+    """The session's tokens after a turn with this output. If `by_token`, the token that ended the
+    turn (end of sequence, or a stop token) is left out, as in vLLM. Other tokens are kept,
+    including those of a stop string.
     """
     tokens = [*request.prompt_token_ids, *output_token_ids]
     if reason is FinishReason.STOP and by_token:

@@ -1,4 +1,4 @@
-"""All sessions of clients at this gateway: how many there may be, and for how long."""
+"""The client sessions at this gateway, bounded in number and time."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,19 +10,19 @@ from services.gateway.core.sessions.client_session import ClientSession
 from services.gateway.core.tenant import ANYONE, Tenant
 
 MAX_ENDED = 4096
-"""Sessions that ended last, of which it is remembered why."""
+"""Number of ended sessions whose error is remembered."""
 EXPIRED = "SESSION_EXPIRED"
 
 
 class TooManySessions(QuotaExceeded):
-    """A tenant has as many sessions open as it may."""
+    """The tenant has reached its number of open sessions."""
 
     reason = "TOO_MANY_SESSIONS"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds of the sessions of a gateway."""
+    """Limits of a gateway's sessions."""
 
     max_sessions: int
     max_sessions_per_tenant: int
@@ -31,7 +31,7 @@ class SessionLimits:
 
 
 class ClientSessions:
-    """Opens sessions, finds them by their id, and ends those that are idle for too long."""
+    """Opens sessions, finds them by id, and ends those that are idle for too long."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ClientSessions:
     ) -> None:
         self.limits = limits
         self.num_expired = 0
-        """Sessions that ended since they were idle for too long."""
+        """Sessions ended for being idle too long."""
         self._clock = clock
         self._new_id = new_id
         self._unix_seconds = unix_seconds
@@ -62,8 +62,8 @@ class ClientSessions:
     def open(
         self, tenant: Tenant, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
-        """A new session. `on_ended` is called if it ends without its client. Raises TooManySessions
-        for one more than a tenant may have, ResourceExhausted for one more than all may.
+        """Opens a session. `on_ended` is called if it ends without its client. Raises
+        TooManySessions at the tenant's limit, and ResourceExhausted at the gateway's limit.
         """
         limits, num_own = self.limits, self._num_of_tenant[tenant.tenant_id]
         if tenant != ANYONE and num_own >= limits.max_sessions_per_tenant:
@@ -87,7 +87,9 @@ class ClientSessions:
         return session
 
     def find(self, session_id: str, tenant: Tenant) -> ClientSession:
-        """A session of the tenant. Raises NotFound, which says if it has ended."""
+        """The tenant's session with this id. Raises NotFound; the error differs if
+        the session has ended.
+        """
         session = self._sessions.get(session_id)
         if session is not None and session.tenant.tenant_id == tenant.tenant_id:
             return session
@@ -101,7 +103,7 @@ class ClientSessions:
         )
 
     def end(self, session: ClientSession) -> None:
-        """The client ends a session; a turn that runs goes on to its end. Idempotent."""
+        """Ends a session for its client. A running turn continues to its end. Idempotent."""
         self._end(
             session, NotFound(f"session {session.session_id} was ended", reason="SESSION_ENDED")
         )
@@ -111,15 +113,15 @@ class ClientSessions:
         for session in list(self._sessions.values()):
             self._end_and_tell(session, error)
 
-    # What sessions report.
+    # Calls from sessions.
 
     def turn_began(self, session: ClientSession) -> None:
-        """Stops the timer of a session that was idle."""
+        """Stops the session's idle timer."""
         if (timer := self._timers.pop(session.session_id, None)) is not None:
             timer.cancel()
 
     def turn_ended(self, session: ClientSession) -> None:
-        """Starts the timer of a session that is idle."""
+        """Starts the session's idle timer."""
         if session.ended is None:
             self._watch(session)
 

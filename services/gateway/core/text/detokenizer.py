@@ -1,16 +1,16 @@
-"""Tokens to text as they come, never half a character.
+"""Converts tokens to text incrementally, without splitting characters.
 
-All pieces together are what the tokenizer's `decode` makes of all tokens at once, but for a
-character that is cut at the very end, which is dropped. A token may end inside a character: its
-bytes are held back until the character is whole. Two ways, by what the tokenizer is:
+The joined pieces equal the tokenizer's `decode` of all tokens. The only exception is an incomplete
+character at the very end, which is dropped. A token may end inside a character: its bytes are held
+back until the character is complete. There are two methods, by the kind of tokenizer:
 
-* byte-level (GPT-2, Llama 3, Qwen): text is the concatenation of the tokens' bytes, so one
-  incremental UTF-8 decoder does it, exactly and in constant time per token;
-* any other: decode a short window with and without the new tokens and take the difference, as
-  text-generation-inference and vLLM do. The window starts a few tokens back, since a token's text
-  may depend on those before it. Where single bytes are tokens (SentencePiece's byte fallback: Llama
-  2, Mistral, Gemma), `decode` makes text of a whole run of them: the characters if all of it is
-  UTF-8, and one replacement character a byte if not. So a run is held back to its end.
+* Byte-level (GPT-2, Llama 3, Qwen): text is the concatenation of the tokens' bytes. One incremental
+  UTF-8 decoder converts it exactly, in constant time per token.
+* Any other: decode a short window with and without the new tokens, and take the difference, as in
+  text-generation-inference and vLLM. The window starts a few tokens earlier, since a token's text
+  may depend on the tokens before it. With byte tokens (SentencePiece's byte fallback: Llama 2,
+  Mistral, Gemma), `decode` converts a whole run of them: to characters if the run is valid UTF-8,
+  else to one replacement character per byte. So a run is held back until it ends.
 """
 
 import codecs
@@ -22,14 +22,14 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
 """A character has at most four bytes, hence at most four tokens."""
 _CONTEXT_TOKENS = 6
-"""Tokens of the prompt with which a window begins."""
+"""Prompt tokens at the start of a window."""
 _MAX_SILENT_TOKENS = 24
-"""Tokens in a row without text after which they are dropped from a window."""
+"""After more consecutive tokens without text than this, the tokens are dropped from the window."""
 _SPACE = 0x20
 
 
 class ByteDetokenizer:
-    """Text of one sequence, piece by piece, for tokenizers whose tokens are byte strings."""
+    """Incremental text of one sequence, for tokenizers whose tokens are byte strings."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skipped: frozenset[int]
@@ -52,17 +52,17 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is held back and is text all the same; a cut character is dropped."""
+        """The held-back text; an incomplete character is dropped."""
         self._decoder.reset()
         return ""
 
 
 class WindowDetokenizer:
-    """Text of one sequence, piece by piece, for all other tokenizers.
+    """Incremental text of one sequence, for all other tokenizers.
 
-    `_window[:_read]` is the context: tokens whose text was given out, or the end of the prompt.
-    `_window[_read:]` has made no text yet. `_run` holds the bytes of the byte tokens that came
-    last; they are never part of the window, but for the last one of a run that has ended.
+    `_window[:_read]` is the context: tokens whose text was returned, or the end of the prompt.
+    `_window[_read:]` has produced no text yet. `_run` has the bytes of the latest byte tokens. Byte
+    tokens are not in the window, except the last one of a finished run.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WindowDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        # `decode` passes over all special tokens, or over none.
+        # `decode` skips either all special tokens or none.
         self._skip_special_tokens = skipped == tokenizer.special_ids
         self._num_given_characters = 0
         self._run = _ByteRun()
@@ -82,7 +82,7 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Length of the text so far, whole characters that are held back included."""
+        """Length of the text so far, including complete characters that are held back."""
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -92,7 +92,7 @@ class WindowDetokenizer:
 
     def _step(self, token_id: int) -> str:
         if token_id in self._skipped or not self._tokenizer.token_bytes(token_id):
-            return ""  # `decode` passes over it, too: it does not even end a run
+            return ""  # `decode` also skips this token: it does not even end a run.
         byte = self._tokenizer.byte_values.get(token_id)
         if byte is not None:
             self._run.append(token_id, byte)
@@ -109,23 +109,23 @@ class WindowDetokenizer:
             return ""
         if self._may_be_cut(text) and num_waiting < _MAX_TOKENS_OF_CHARACTER:
             return ""
-        # What was just given out is the next context.
+        # The text just returned is the next context.
         del self._window[: self._read]
         self._read = len(self._window)
         return text
 
     def _may_be_cut(self, text: str) -> bool:
-        """Whether more tokens could make a character of the text's end."""
+        """Whether more tokens could change the last character of the text."""
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """The text of the bytes that were held back, since a token that is no byte follows them."""
+        """The text of the held-back bytes, after a token that is not a byte token."""
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()
         text = run.text()
         if run.values[0] == _SPACE and text[0] == " ":
-            # The tokenizer may drop a space that everything begins with.
+            # The tokenizer may drop a leading space.
             before = self._decode(self._window)
             if self._decode([*self._window, run.first_id]) == before:
                 text = text[1:]
@@ -159,9 +159,9 @@ def new_detokenizer(
     skip_special_tokens: bool,
     shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """A detokenizer for what follows the prompt. Special tokens that are `shown` are not skipped.
+    """A detokenizer for the output after a prompt. Special tokens in `shown` are not skipped.
 
-    A prompt of token ids may end inside a character, which the output then completes.
+    A prompt given as token ids may end inside a character, which the output completes.
     """
     skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
@@ -170,10 +170,11 @@ def new_detokenizer(
 
 
 def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of a prompt, special tokens included, and where in it each token starts.
+    """The text of a prompt, including special tokens, and the start of each token within it.
 
-    Offsets count characters; a token that holds a part of one starts where the character does. A
-    character that the prompt does not complete is left to the answer, which goes on with it.
+    Offsets count characters. A token that contains part of a character starts where the character
+    does. An incomplete character at the prompt's end is omitted; it belongs to the answer, which
+    completes it.
     """
     detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
     pieces, offsets = [], []
@@ -191,7 +192,7 @@ class _ByteRun:
         self.values = bytearray()
         self.first_id = self.last_id = -1
         self.num_whole_characters = 0
-        """Characters that the bytes complete."""
+        """Complete characters in the bytes."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:
@@ -208,13 +209,13 @@ class _ByteRun:
             return _REPLACEMENT * len(self.values)
 
     def drop_cut_character(self) -> None:
-        """Removes the bytes at the end that begin a character and do not complete it."""
+        """Removes an incomplete character's bytes from the end."""
         pending, _ = self._decoder.getstate()
         del self.values[len(self.values) - len(pending) :]
 
 
 def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """The last of these tokens, where they are bytes of a character that is not whole yet."""
+    """The byte tokens of an incomplete character at the end of these tokens."""
     run = _ByteRun()
     for token in token_ids:
         byte = tokenizer.byte_values.get(token)

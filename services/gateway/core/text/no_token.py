@@ -1,4 +1,4 @@
-"""Why no token could be chosen, where it was the request and not the model."""
+"""Explains why no token could be sampled, if the request is the cause."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """The error of a request that ended after `output` since no logit could be used.
+    """The error of a request that ended after `output` because no logit was usable.
 
-    None if the request is not at fault: then the model itself made NaN.
+    None if the request is not the cause. In that case the model itself computed NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
@@ -35,8 +35,8 @@ def why_no_token(
 
 
 def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
-    """The error of a request that ended after `output` since no token was left that conforms, if
-    other parameters ban tokens: it names them.
+    """The error of a request that ended after `output` because no token conformed to its
+    constraint. It names the parameters that ban tokens; None if there are none.
     """
     sampling = request.sampling
     banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
@@ -51,7 +51,7 @@ def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidAr
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
-    """Whether all tokens that may come next are banned: they would complete a bad word, or end the
+    """Whether every possible next token is banned, because it would complete a bad word, or end the
     answer before `min_tokens`.
     """
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])

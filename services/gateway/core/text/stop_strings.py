@@ -1,18 +1,19 @@
-"""Stop strings in a stream of text: found wherever the stream is cut, never shown by accident.
+"""Finds stop strings in a stream of text, independent of how it is split, and never shows a part of
+one.
 
-Text that may turn out to be the start of a stop string is held back. A match is the one that ends
-first, and of those the longest, so that the result does not depend on how the text was cut.
+Text that may be the start of a stop string is held back. The match that ends first is used, and
+among equals the longest, so that the result does not depend on how the text was split.
 
-The search is Knuth, Morris and Pratt's (1977): each character moves each stop string's state, the
-length of its longest beginning that the text ends with, in constant time on average. The longest of
-these states is also how much text is held back.
+The algorithm is Knuth, Morris and Pratt's (1977). Each stop string has a state: the length of its
+longest prefix with which the text ends. Each character updates the states in constant time on
+average. The largest state is also the length of the held-back text.
 """
 
 from collections.abc import Sequence
 
 
 class StopPatterns:
-    """The stop strings of one request, shared by all its answers."""
+    """The stop strings of one request, shared by its answers."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
@@ -23,14 +24,14 @@ class StopStrings:
     """Finds the stop strings of a request in the text of one answer."""
 
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
-        """`include` leaves the stop string itself in the text."""
+        """With `include`, the stop string itself is part of the text."""
         self._stops = stops
         self._include = include
         self._states = [0] * len(stops.patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown, and the stop string that ended it, if one did."""
+        """The text that can be shown, and the stop string that ended it; None if there is none."""
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
         num_before = len(self._held)
@@ -46,12 +47,14 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the answer."""
+        """The held-back text at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Moves every state by one character; the longest stop string that is complete with it."""
+        """Updates every state with one character; returns the longest stop string
+        that it completes.
+        """
         states = self._states
         complete = None
         for number, pattern in enumerate(self._stops.patterns):
@@ -64,11 +67,11 @@ class StopStrings:
 
 
 class _Pattern:
-    """One stop string, with the part of its border table that was needed so far.
+    """One stop string, with the needed part of its border table.
 
-    `_borders[i]` is the length of the longest proper beginning of `text[:i + 1]` that it also ends
-    with. The table grows with the longest state reached, so that a long stop string costs nothing
-    until text resembles it.
+    `_borders[i]` is the length of the longest proper prefix of `text[:i + 1]` that is also its
+    suffix. The table grows with the largest state reached, so a long stop string costs nothing
+    until the text resembles it.
     """
 
     __slots__ = ("_borders", "text")
@@ -78,7 +81,7 @@ class _Pattern:
         self._borders = [0]
 
     def next_state(self, state: int, character: str) -> int:
-        """The state after one more character. The text is over once the stop string is complete."""
+        """The state after one more character. Not called after the stop string is complete."""
         text, borders = self.text, self._borders
         while state and text[state] != character:
             state = borders[state - 1]

@@ -1,6 +1,6 @@
-"""What happened in the last minutes: latencies, rates, queues and pools in time, and events.
+"""History of the last minutes: latencies, rates, queues and pools over time, and events.
 
-Everything is bounded: MAX_BINS bins of BIN_SECONDS, MAX_VALUES latencies of a kind in each, and
+Everything is bounded: MAX_BINS bins of BIN_SECONDS, MAX_VALUES latencies of each kind per bin, and
 MAX_EVENTS events. Times are in seconds since 1970.
 """
 
@@ -17,7 +17,7 @@ MAX_EVENTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica at one time; without `incarnation` its scheduler did not answer."""
+    """A replica's status at one time; `incarnation` is empty if its scheduler did not respond."""
 
     name: str
     is_ready: bool
@@ -34,7 +34,7 @@ class ReplicaStatus:
 
 @dataclass(slots=True)
 class Event:
-    """Something that people should know of; equal ones of a bin are one, with a count."""
+    """An event for operators. Equal events within BIN_SECONDS are merged, with a count."""
 
     unix_seconds: float
     kind: str
@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(slots=True)
 class Bin:
-    """BIN_SECONDS of time."""
+    """The statistics of one interval of BIN_SECONDS."""
 
     began: int
     first_token: list[float] = field(default_factory=list)
@@ -58,21 +58,21 @@ class Bin:
     num_running: int = 0
     num_waiting: int = 0
     held_share: float = 0.0
-    """Share of the blocks of all pools that are held."""
+    """Fraction of blocks in use, over all pools."""
 
 
 class History:
-    """Bins and events, the newest last."""
+    """Bins and events, newest last."""
 
     def __init__(self) -> None:
         self._bins: deque[Bin] = deque(maxlen=MAX_BINS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._statuses: Mapping[str, ReplicaStatus] = {}
         self._were_ready: set[str] = set()
-        """Addresses of replicas that have been ready."""
+        """Addresses of replicas that were ready at some time."""
 
     def bins(self, now: float) -> list[Bin]:
-        """The bins, up to the present one."""
+        """The bins up to the current one."""
         self._bin(now)
         return list(self._bins)
 
@@ -82,7 +82,7 @@ class History:
     def answered(
         self, now: float, whole: float, first_token: float | None, num_tokens: int, *, failed: bool
     ) -> None:
-        """A request has ended that an engine had taken; its times are in seconds."""
+        """Records the end of a request that an engine had scheduled. Times are in seconds."""
         one = self._bin(now)
         one.num_ended += 1
         one.num_tokens += num_tokens
@@ -97,12 +97,14 @@ class History:
             one.per_token.append((whole - first_token) / (num_tokens - 1))
 
     def refused(self, now: float, reason: str) -> None:
-        """A request was refused."""
+        """Records a refused request."""
         self._bin(now).num_refused += 1
         self._note(now, "refused", "", reason.replace("_", " "))
 
     def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
-        """The replicas by address, and how many sequences wait at the gateway, at this time."""
+        """Records a sample: the status of each replica by address, and the number of sequences
+        waiting at the gateway.
+        """
         one = self._bin(now)
         one.num_running = sum(status.num_running for status in statuses.values())
         one.num_waiting = num_queued + sum(status.num_waiting for status in statuses.values())
@@ -122,8 +124,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """The present bin; those without anything before it are filled in. A queue and a pool are
-        as they were until the next sample.
+        """The current bin. Missing bins before it are added; until the next sample they have the
+        last numbers of queues and pools.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
@@ -146,8 +148,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """What has changed at a replica, as a kind of event and a sentence. The state of a scheduler
-    that does not answer is not known, and is no change.
+    """The changes of a replica's status, each as a kind of event and a sentence. While a scheduler
+    does not respond, its state is unknown and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "it cannot run steps"
@@ -164,7 +166,7 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
-    """Both of them; None without values."""
+    """The median and the 99th percentile; None without values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

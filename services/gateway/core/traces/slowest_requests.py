@@ -1,4 +1,4 @@
-"""The slowest requests of each minute."""
+"""Selects the slowest requests of each minute."""
 
 from heapq import heappush, heapreplace
 
@@ -6,19 +6,21 @@ _MINUTE_SECONDS = 60.0
 
 
 class SlowestRequests:
-    """Selects requests at their end: each that is among the `num_kept` slowest so far of its
-    minute. So the slowest ones of a whole minute are always among those selected; of N requests in
-    random order about num_kept * (1 + ln(N / num_kept)) are.
+    """Selects requests when they end. A request is selected if it is among the `num_kept` slowest
+    of its minute so far. So the slowest of the whole minute are always selected. Of N requests in
+    random order, about num_kept * (1 + ln(N / num_kept)) are selected.
     """
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._minute = -1
         self._slowest: list[float] = []
-        """A heap of the times of the slowest ones in this minute."""
+        """A heap of the longest durations in this minute."""
 
     def is_among(self, seconds: float, now: float) -> bool:
-        """Whether a request that took `seconds` is selected. `now` is on a steady clock."""
+        """Whether a request with this duration in seconds is selected. `now` is on
+        a steady clock.
+        """
         minute = int(now // _MINUTE_SECONDS)
         if minute != self._minute:
             self._minute, self._slowest = minute, []

@@ -1,7 +1,7 @@
-"""Where the time of a request went, from its arrival to its end at the gateway.
+"""The parts of a request's time, from its arrival to its end at the gateway.
 
-The timeline of the request gives all of it. In place of its part GENERATE stand the parts of the
-sequence that ended last: the waits at the gateway, and of its last replica what that reported.
+They are the request's timeline. Its part GENERATE is replaced by the parts of the sequence that
+ended last: the waits at the gateway, and the times that the last replica reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +23,17 @@ from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 EngineParts = Mapping[str, Sequence[TimePart]]
-"""Parts of sequences at the replicas that have them, by the id of the sequence."""
+"""Parts of sequences at their current replicas, by sequence id."""
 
 _NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
-"""Of parts that are not the gateway's own work; waits have the name of their reason."""
+"""Names of parts that are not the gateway's own work. Waits are named by their reason instead."""
 
 
 def request_parts(
     timeline: Timeline, traces: Sequence[SequenceTrace], now: int, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """The parts of a request's time up to its end, or up to `now` if it goes on; their sum is all
-    of it. `so_far` has the parts of sequences that are still at a replica.
+    """The parts of a request's time up to its end, or up to `now` while it runs. They add up to the
+    whole time. `so_far` has the parts of sequences that are still at a replica.
     """
     last = max(traces, key=lambda trace: trace.timeline.ended or now, default=None)
     parts: list[TimePart] = []
@@ -48,7 +48,9 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """The parts of a sequence's time within bounds; what it does not cover is the gateway's."""
+    """The parts of a sequence's time from `began` to `ended`. The remaining time is
+    counted as the gateway's.
+    """
     parts: list[TimePart] = []
     num_sent = 0
     for stretch, first, last in _stretches(trace.timeline, ended):
@@ -71,7 +73,9 @@ def _sequence_parts(
 def _stay_parts(
     trace: SequenceTrace, start: int, end: int, so_far: Sequence[TimePart]
 ) -> list[TimePart]:
-    """The last stay at a replica: as that reported it, else by what the gateway has seen of it."""
+    """The parts of the last stay at a replica: as reported by the replica, else by the gateway's
+    own observations.
+    """
     reported = so_far if trace.times is None else trace.times.parts
     if not reported:
         admitted = end if trace.admitted is None else min(max(trace.admitted, start), end)
@@ -82,7 +86,7 @@ def _stay_parts(
             TimePart(DECODE, end - first),
         ]
     left, parts = end - start, []
-    for part in reported:  # two clocks: what the replica counts beyond the stay is cut
+    for part in reported:  # The replica's clock differs, so its parts are cut at the stay's end.
         length = min(part.nanos, left)
         left -= length
         parts.append(TimePart(part.name, length, part.request_id, part.step))
@@ -96,7 +100,7 @@ def _name(stretch: Stretch) -> str:
 
 
 def _stretches(timeline: Timeline, now: int) -> Iterator[tuple[Stretch, int, int]]:
-    """Each part with its beginning and its end."""
+    """Each part with its start and its end."""
     for one, following in pairwise(timeline.stretches):
         yield one, one.began, following.began
     last = timeline.stretches[-1]

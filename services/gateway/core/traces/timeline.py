@@ -1,5 +1,5 @@
-"""Where the time of a request goes at the gateway, as numbers: spans are made of them in the end,
-if the request is to have any.
+"""The timeline of a request at the gateway, as numbers. Spans are made from it at
+the end, if needed.
 """
 
 import enum
@@ -9,40 +9,40 @@ from dataclasses import dataclass
 from services.common.telemetry import names
 
 MAX_STRETCHES = 64
-"""Kept of one timeline; sequences that are refused again and again would have thousands."""
+"""Most parts of a timeline. A sequence that is refused repeatedly would have thousands."""
 
 Details = Mapping[str, str | int | float | bool]
 
 
 class Part(enum.Enum):
-    """What is being done with a request, or a sequence of one."""
+    """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """Its key and its tenant's limits are looked up, and whether there is room for it."""
+    """Key, tenant limits and room are checked."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
     PREPARE = names.SPAN_GATEWAY_PREPARE
-    """Its parameters are checked, and its sequences made."""
+    """Parameters are checked, and sequences are made."""
     WAIT = names.SPAN_GATEWAY_WAIT
-    """It waits here, for a reason that its details name."""
+    """The request waits at the gateway. The details have the reason."""
     GENERATE = names.SPAN_GATEWAY_GENERATE
-    """From its start at the fleet to the end of its last sequence."""
+    """From the start at the fleet to the end of the last sequence."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
     """A replica is chosen for a sequence."""
     ENGINE = names.SPAN_GATEWAY_ENGINE
     """A sequence is at a replica."""
     RESUBMIT = names.SPAN_GATEWAY_RESUBMIT
-    """A sequence has left a replica without its end, for a cause that its details name, and waits
-    for the next one.
+    """A sequence has left a replica before its end, and waits for the next replica. The details
+    have the cause.
     """
     WRITE = names.SPAN_GATEWAY_WRITE
-    """The client is sent what the sequences gave it last."""
+    """The last output of the sequences is sent to the client."""
 
 
 @dataclass(slots=True)
 class Stretch:
-    """The time of one part, from `began` to the next one's beginning."""
+    """One part of a timeline, from `began` to the start of the next part."""
 
     part: Part
     began: int
@@ -51,10 +51,10 @@ class Stretch:
 
 
 class Timeline:
-    """Parts in a row: each begins where the one before it ends, so that together they are the whole
-    time. Times are nanoseconds of the given clock.
+    """Consecutive parts: each starts at the end of the previous one, so together they cover the
+    whole time. Times are nanoseconds of the given clock.
 
-    Beyond MAX_STRETCHES, time counts to the last part that is kept.
+    After MAX_STRETCHES parts, further time is added to the last part.
     """
 
     __slots__ = ("_nanos", "ended", "num_dropped", "stretches")
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The present part, or the last one."""
+        """The current part; after the end, the last one."""
         return self.stretches[-1].part
 
     @property
@@ -80,8 +80,8 @@ class Timeline:
     def enter(
         self, part: Part, details: Details | None = None, outcome: str = "", at: int | None = None
     ) -> None:
-        """The part before ends, with an outcome, and this one begins, now or at an earlier time.
-        Goes on with a part of the same kind and details; does nothing after the end.
+        """Ends the current part with an outcome and starts `part`, now or at an earlier time. Does
+        nothing if kind and details are unchanged, or after the end.
         """
         last = self.stretches[-1]
         if self.ended is not None or (last.part is part and last.details == details):
@@ -93,18 +93,18 @@ class Timeline:
         self.stretches.append(Stretch(part, self._nanos() if at is None else at, details))
 
     def explain(self, details: Details) -> None:
-        """Adds details to the present part."""
+        """Sets the details of the current part."""
         if not self.num_dropped:
             self.stretches[-1].details = details
 
     def end(self, outcome: str = "") -> None:
-        """Ends the present part. Idempotent: the first end counts."""
+        """Ends the current part. Idempotent: only the first end counts."""
         if self.ended is None:
             self.stretches[-1].outcome = outcome
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """The time of some parts, up to the end or, before it, up to now."""
+        """The total time of some parts, up to the end; before the end, up to now."""
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)
         return sum(end - stretch.began for stretch, end in pairs if stretch.part in parts)

@@ -1,4 +1,4 @@
-"""Traces that are kept in memory where no collector is set: the newest ones, within bounds."""
+"""Traces kept in memory if no collector is configured: the newest ones, within bounds."""
 
 import enum
 from collections.abc import Iterator
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 
 class SpanRole(enum.Enum):
-    """What a span stands for in its trace."""
+    """The role of a span in its trace."""
 
     REQUEST = "request"
-    """It is the whole of a client's request here: the trace can be listed."""
+    """The whole of a client's request at this gateway. Its trace can be listed."""
     STEP = "step"
-    """It has no parent and is no client's request: the trace is that of an engine step."""
+    """A span without a parent that is not a client's request. Its trace is an engine step."""
     PART = "part"
-    """Any other one."""
+    """Any other span."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """A span as it came, in OTLP's bytes, with the service that made it and, of a request, its id
-    and its tenant's; both are empty elsewhere.
+    """A span as received, encoded in OTLP, with the service that made it. For a request it also has
+    the request's id and tenant; otherwise these are empty.
     """
 
     service: str
@@ -28,22 +28,22 @@ class StoredSpan:
     request_id: str = ""
     tenant_id: str = ""
     is_wanted: bool = False
-    """Whether the trace is kept for what the request was: failed or slow."""
+    """Whether its trace is worth keeping, since the request failed or was slow."""
 
 
 @dataclass(slots=True)
 class StoredTrace:
-    """The spans of a trace that came so far."""
+    """The received spans of a trace."""
 
     trace_id: str
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request, once that has ended, or of one that runs."""
+    """The span of the client's request, after its end or of a running one; None before."""
     encoded: set[bytes] = field(default_factory=set)
-    """The spans' bytes, where a span may come twice."""
+    """The spans' bytes, to detect repeated spans."""
     is_running: bool = False
-    """Whether it was made of a request that runs: nothing of it is in the store."""
+    """Whether it was made from a running request, and is not in the store."""
 
     @property
     def request_id(self) -> str:
@@ -55,36 +55,37 @@ class StoredTrace:
 
 
 class TraceStore:
-    """At most `max_traces` traces and `max_bytes` bytes of spans; the oldest are dropped for new
-    ones. Half of either is for requests that have ended: engine steps cannot displace them. Of the
-    rest, steps are dropped before requests that go on. A trace alone takes an eighth of the bytes
-    at most; its further spans are dropped.
+    """Stores at most `max_traces` traces and `max_bytes` bytes of spans. The oldest are dropped for
+    new ones.
 
-    Of the requests that have ended, those that are wanted for what they were are dropped after the
-    others, as long as they are at most a quarter of `max_traces`, and those that lists showed last
-    as long as they are at most an eighth.
+    Half of both limits is reserved for ended requests, so that engine steps cannot displace them.
+    Among the other traces, steps are dropped before unfinished requests. A single trace has at most
+    an eighth of the bytes; its further spans are dropped.
+
+    Two groups of ended requests are dropped last: failed or slow requests, up to a quarter of
+    `max_traces`, and requests that were listed recently, up to an eighth.
     """
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._ended: dict[str, StoredTrace] = {}
-        """Traces of requests that have ended."""
+        """Traces of ended requests, by trace id."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
-        """Of the others, those of engine steps."""
+        """Ids of the engine-step traces in `_others`."""
         self._wanted: dict[str, None] = {}
-        """Of those that have ended, the ones that are wanted for what they were."""
+        """Ids of the failed or slow requests in `_ended`."""
         self._shown: dict[str, None] = {}
-        """Of those that have ended, the ones that lists showed last."""
+        """Ids of the recently listed requests in `_ended`."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Adds a span to its trace, which may be new, unless it is there: a service sends what it
-        had no answer for again. Trace ids are 32 hexadecimal digits.
+        """Adds a span to its trace, or to a new trace. A span that is already stored is ignored,
+        since services repeat exports that were not confirmed. Trace ids are 32 hexadecimal digits.
         """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
@@ -110,13 +111,13 @@ class TraceStore:
             self._drop_one()
 
     def shown(self, trace_id: str) -> None:
-        """Notes that a list showed a trace, which may be read next."""
+        """Marks a trace as recently listed, since it may be read next."""
         _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
     def find(self, name: str) -> StoredTrace | None:
-        """The trace of that id, or the newest one of the request of that id. A client's own id, and
-        the id of one sequence of a request, are found too: the request's ends with the one, and
-        begins the other.
+        """The trace with this id, or the newest trace of the request with this id. A client's own
+        request id is accepted, which is the end of the gateway's id, and a sequence's id, which
+        starts with it.
         """
         trace_id = name.lower()
         if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
@@ -124,7 +125,7 @@ class TraceStore:
         return next((one for one in self.requests() if is_called(one.request_id, name)), None)
 
     def requests(self) -> Iterator[StoredTrace]:
-        """Traces of requests that have ended, the last one first."""
+        """Traces of ended requests, newest first."""
         return reversed(self._ended.values())
 
     def _drop_one(self) -> None:
@@ -143,7 +144,7 @@ class TraceStore:
 
 
 def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
-    """Adds an id as the newest one, in place of the oldest if there are too many."""
+    """Adds an id as the newest one. Removes the oldest if there are too many."""
     ids.pop(trace_id, None)
     ids[trace_id] = None
     if len(ids) > most:
@@ -151,7 +152,9 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether the name is a request's id, the client's own one for it, or that of a sequence."""
+    """Whether the name is a request's id, the client's own id of the request, or the id of one of
+    its sequences.
+    """
     if not request_id:
         return False
     return request_id == name or request_id.endswith(f"-{name}") or name.startswith(request_id)

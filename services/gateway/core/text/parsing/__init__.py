@@ -1,1 +1,1 @@
-"""From a model's text to what it means: content, reasoning, calls of tools, as the text comes."""
+"""Parses a model's text incrementally into content, reasoning and tool calls."""

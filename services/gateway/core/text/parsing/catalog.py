@@ -1,4 +1,4 @@
-"""The formats by vLLM's names of their parsers."""
+"""The formats by the names of their parsers in vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What a format writes around the arguments of a call, of which each is JSON. {name} in
-    `begin` is the tool's name; every `begin` starts with `trigger`.
+    """The text that a format writes around a call's arguments, which are JSON. `begin` contains
+    {name} for the tool's name. Every `begin` starts with `trigger`.
     """
 
     trigger: str
@@ -42,20 +42,20 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls. Without an `envelope`, calls in the model's own form cannot be
-    held to the schemas of their tools. `id_length`: of ids that the chat template takes, where it
-    takes no other.
+    """How a model writes tool calls. Without an `envelope`, grammars cannot constrain the arguments
+    of calls in this format. `id_length` is the length of call ids that the chat template requires;
+    None if it accepts any.
     """
 
     make: Callable[[Schemas], ReadAnswer]
     marks: tuple[str, ...]
-    """The texts around its calls that models may have as special tokens."""
+    """Texts around calls that may be special tokens of a model."""
     envelope: Envelope | None = None
     id_length: int | None = None
 
 
 def _same(read: ReadAnswer) -> Callable[[Schemas], ReadAnswer]:
-    """A format that needs no schemas."""
+    """Adapts a reader that needs no schemas."""
     return partial(_without_schemas, read)
 
 
@@ -138,4 +138,4 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The reasoning that is a part of its answers' format, which reads it."""
+"""The reasoning format that is part of the harmony answer format, whose reader also reads it."""

@@ -1,4 +1,4 @@
-"""Control characters in the strings of JSON that a model writes."""
+"""Escapes control characters in the strings of a model's JSON."""
 
 import re
 
@@ -7,8 +7,9 @@ _SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
 
 
 class ControlEscaper:
-    """Escapes control characters that stand raw in strings of a JSON text, which comes in pieces.
-    Models write them often, and JSON does not allow them.
+    """Escapes raw control characters in strings of a JSON text that is fed in pieces.
+
+    Models often write them, and JSON does not allow them.
     """
 
     def __init__(self) -> None:
@@ -16,7 +17,7 @@ class ControlEscaper:
         self._after_backslash = False
 
     def feed(self, text: str) -> str:
-        """The next piece of the text, escaped."""
+        """Escapes the next piece of the text."""
         pieces: list[str] = []
         at = 0
         while at < len(text):
@@ -33,7 +34,9 @@ class ControlEscaper:
         return "".join(pieces)
 
     def _next_mark(self, text: str, at: int) -> int:
-        """Where the next character is that begins, ends or breaks a string; else the end."""
+        """The position of the next quote, backslash or control character that
+        matters; else the end.
+        """
         if self._in_string:
             found = _IN_STRING.search(text, at)
             return len(text) if found is None else found.start()
@@ -51,7 +54,7 @@ class ControlEscaper:
 
 
 def _escape(character: str) -> str:
-    """What stands for a character after a backslash."""
+    """The escape code of a character after a backslash."""
     if character >= " ":
         return character
     return _SHORT.get(character) or f"u{ord(character):04x}"

@@ -13,14 +13,14 @@ class ContentDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text that the model thought before it answered."""
+    """Reasoning text before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """The name of a tool that is called; `call` counts the calls of one answer from 0."""
+    """The start of a tool call. `call` numbers the calls of one answer from 0."""
 
     call: int
     name: str
@@ -28,8 +28,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the arguments of a call that has started; joined they are JSON, unless the
-    model broke off or wrote something else.
+    """A part of a started call's arguments. The joined parts are JSON if the model wrote valid
+    arguments to the end.
     """
 
     call: int
@@ -37,12 +37,12 @@ class CallArguments:
 
 
 OutputEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
-"""Events come in the order of the model's text."""
+"""Events are in the order of the model's text."""
 
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A call as far as it was written."""
+    """A call with the arguments written so far."""
 
     name: str
     arguments: str
@@ -53,10 +53,10 @@ MessagePart = ContentDelta | ReasoningDelta | ParsedCall
 
 @dataclass(slots=True)
 class _Part:
-    """Pieces of one text: of content, of reasoning, or of the arguments of a call."""
+    """Pieces of one text: content, reasoning, or a call's arguments."""
 
     kind: type[ContentDelta] | type[ReasoningDelta] | None
-    """None: of a call."""
+    """None for a call."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class _Part:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """The events of one answer, put together."""
+    """The joined events of one answer."""
 
     _parts: list[_Part] = field(default_factory=list)
     _calls: list[_Part] = field(default_factory=list)
@@ -104,7 +104,7 @@ class ParsedMessage:
         return [ParsedCall(call.name, call.text) for call in self._calls]
 
     def _part(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> _Part:
-        """The last part, if it is of that kind, or a new one."""
+        """The last part if it has this kind, else a new part."""
         if not self._parts or self._parts[-1].kind is not kind:
             self._parts.append(_Part(kind))
         return self._parts[-1]

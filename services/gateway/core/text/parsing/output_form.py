@@ -1,4 +1,4 @@
-"""How the answers of a request are parsed: calls, reasoning, content."""
+"""How a request's answers are parsed into calls, reasoning and content."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,29 +16,31 @@ from services.gateway.core.text.parsing.sink import Sink
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """How to read the answers of one request."""
+    """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """The model's own way to write calls; None: its calls are content."""
+    """The model's own call format; None: calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """JSON schemas of the tools' parameters, by the tools' names."""
+    """JSON schemas of the tools' parameters by tool name."""
     is_call_list: bool = False
-    """Whether a grammar makes the answer a list of calls, see `read_call_list`."""
+    """Whether a grammar forces the answer to be a list of calls; see `read_call_list`."""
     named: str | None = None
-    """The tool whose arguments a grammar makes the answer; None: there is none."""
+    """The tool whose arguments the answer is, forced by a grammar; None without one."""
     reasoning: ReasoningFormat | None = None
-    """How the model marks its reasoning; None: it is not told apart."""
+    """How the model marks its reasoning; None: reasoning is not parsed."""
     begins_in_reasoning: bool = False
-    """Whether the prompt ends inside of reasoning."""
+    """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False
-    """Whether the answer is read by gpt-oss's channels, with `tools` or without."""
+    """Whether the answer is parsed by gpt-oss's channels, with or without `tools`."""
     open_message: str = ""
-    """What the prompt has of the message in a channel that the answer goes on with."""
+    """The start of an unfinished channel message in the prompt, which the answer continues."""
     single_call: bool = False
-    """Whether calls after the first are dropped. Without `tools` all in channels are."""
+    """Whether calls after the first are dropped. In channels without `tools`, all
+    calls are dropped.
+    """
 
     unserved_fields: tuple[str, ...] = ()
-    """Fields of the request that ask for a form to which answers are not held."""
+    """Request fields with a structured-output constraint that is not enforced."""
 
     def make_parser(self) -> OutputParser:
         """The parser of one answer."""

@@ -1,4 +1,4 @@
-"""How a server's model writes what is not content, by its settings."""
+"""The output formats of a server's model, by its settings."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The formats that vLLM's flags of the same names choose; empty: none.
+    """Formats chosen by settings named like vLLM's flags; empty: none.
 
-    `auto_tools`: a model may call tools as it likes, in its own form.
+    `auto_tools`: the model may choose to call tools, in its own format.
     """
 
     reasoning_parser: str = ""
@@ -36,4 +36,4 @@ class OutputFormats:
 
 
 NO_FORMATS = OutputFormats()
-"""The formats of a server whose answers are content."""
+"""The formats of a server whose answers are only content."""

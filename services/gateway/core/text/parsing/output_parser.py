@@ -9,30 +9,30 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""Reads an answer in one format, without its reasoning, to the end."""
+"""Reads an answer without its reasoning, to the end, in one format."""
 
 
 class OutputParser(Protocol):
-    """Reads the text of one answer. However the text is cut, joined events are the same; the time
-    is linear in the text.
+    """Parses the text of one answer. The joined events do not depend on how the text is split. The
+    time is linear in the text's length.
     """
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what was fed so far ends within the reasoning."""
+        """Whether the text so far ends inside reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """The events that are certain after the text so far, since the last call."""
+        """Adds text; returns the events that are now certain."""
 
     def finish(self) -> Sequence[OutputEvent]:
-        """The rest, once the text has ended."""
+        """Ends the text; returns the remaining events."""
 
 
 class FormatParser:
-    """An OutputParser of reasoning, in one format, before an answer in another.
+    """An OutputParser for reasoning in one format, followed by an answer in another.
 
-    The formats are written as generators over a Reader, which hold their place between two
-    pieces of text; nothing is read twice but a marker that may have been cut.
+    The formats are written as generators over a Reader, which keep their state between two pieces
+    of text. Only a marker that may be incomplete is read twice.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class FormatParser:
         max_calls: int | None = None,
         before: str = "",
     ) -> None:
-        """Calls beyond `max_calls` are dropped. `before` is text of the prompt that decides what
-        follows it, and makes no events.
+        """Calls beyond `max_calls` are dropped. `before` is text of the prompt that affects parsing
+        and produces no events.
         """
         self._reader = Reader()
         self._sink = Sink(max_calls)

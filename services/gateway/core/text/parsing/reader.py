@@ -1,4 +1,4 @@
-"""Text that comes in pieces, and the ways to read it that every format is made of."""
+"""A text that is fed in pieces, and the reading operations that formats are built from."""
 
 import re
 from collections.abc import Callable, Generator
@@ -7,24 +7,24 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Reads text: yields where more is needed than there is, and returns what it found."""
+"""A read operation: yields if it needs more text, and returns its result."""
 Take = Callable[[str], None]
-"""Is given text in pieces."""
+"""Receives text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
-"""What is passed over at once in JSON outside strings: no quote and no bracket."""
+"""JSON outside of strings that can be skipped at once: no quotes or brackets."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-"""The same within strings, by their quote: not that quote, and no backslash."""
+"""The same inside strings, by their quote: no such quote and no backslash."""
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
 
 class Malformed(Exception):
-    """The text is not what its format says."""
+    """The text does not match its format."""
 
 
 class Reader:
-    """Reads text in its order."""
+    """Reads a text sequentially."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -33,11 +33,11 @@ class Reader:
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
-        """Keeps what is read from here on, in case that it is not what it seems to be."""
+        """Starts recording the text that is read, so that it can be treated as content instead."""
         self._recorded = []
 
     def recorded(self) -> str:
-        """The text since the recording began; it ends the recording."""
+        """The recorded text. Ends the recording."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -49,17 +49,19 @@ class Reader:
         self._has_ended = True
 
     def peek(self, count: int) -> Reading[str]:
-        """The next characters, which are not read; fewer at the end."""
+        """The next characters, without reading them; fewer at the end of the text."""
         while len(self._text) - self._at < count and not self._has_ended:
             yield
         return self._text[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Reads characters that were peeked at."""
+        """Reads characters after a `peek`."""
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
-        """Reads white space, and peeks at the character after it; empty at the end."""
+        """Reads white space, and returns the next character without reading it;
+        empty at the end.
+        """
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -71,8 +73,8 @@ class Reader:
             yield
 
     def starts_with(self, *literals: str) -> Reading[str]:
-        """Reads one of these if it comes next, and says which; empty if none does. Of two that
-        begin alike the longer one comes first.
+        """Reads one of these literals if the text starts with it; returns it, or an empty string.
+        If one literal is a prefix of another, the longer one must be first.
         """
         while True:
             ahead = self._text[self._at : self._at + max(map(len, literals))]
@@ -87,8 +89,8 @@ class Reader:
             yield
 
     def until(self, markers: tuple[str, ...], take: Take) -> Reading[str]:
-        """Passes on the text before the first of these markers, and says which it was; empty if
-        the text ended without one. The marker is read.
+        """Reads up to and including the first of these markers. Passes the text before it to
+        `take`. Returns the marker; empty if the text ended without one.
         """
         pattern, starts = _search(markers)
         while True:
@@ -104,13 +106,15 @@ class Reader:
             yield
 
     def text_until(self, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
-        """The text before the first of these markers, and which it was."""
+        """Reads up to and including the first of these markers; returns the text
+        before it, and the marker.
+        """
         pieces: list[str] = []
         marker = yield from self.until(markers, pieces.append)
         return "".join(pieces), marker
 
     def rest(self, take: Take) -> Reading[None]:
-        """Passes on all text to the end."""
+        """Passes all remaining text to `take`."""
         while True:
             self._take_to(len(self._text), take)
             if self._has_ended:
@@ -118,8 +122,8 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Passes on what a pattern, a run of one class of characters, matches, and peeks at the
-        character after it; empty at the end.
+        """Reads the text that a pattern (a run of one character class) matches, and passes it to
+        `take`. Returns the next character without reading it; empty at the end.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -132,8 +136,9 @@ class Reader:
             yield
 
     def json_value(self, take: Take) -> Reading[None]:
-        """Passes on the text of one JSON value, without checking more of it than where it ends.
-        Raises Malformed where none begins, or the text ends within it.
+        """Reads one JSON value and passes its text to `take`. Only its end is determined; its
+        syntax is not checked. Raises Malformed if no value starts here, or the text ends inside the
+        value.
         """
         first = yield from self.skip_space()
         if first == '"':
@@ -144,7 +149,7 @@ class Reader:
             yield from self._json_scalar(take)
 
     def json_text(self) -> Reading[str]:
-        """One JSON value as it is written."""
+        """The text of one JSON value."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)
@@ -164,8 +169,9 @@ class Reader:
                 return
 
     def quoted(self, take: Take) -> Reading[None]:
-        """Passes on a string between two of the character that comes next, where a backslash
-        escapes the character after it. Raises Malformed where the text ends within it.
+        """Reads a quoted string and passes it to `take`. The next character is the quote. A
+        backslash escapes the character after it. Raises Malformed if the text ends inside the
+        string.
         """
         quote = self._text[self._at]
         self._take_to(self._at + 1, take)
@@ -198,19 +204,19 @@ class Reader:
 
 
 def drop(_text: str) -> None:
-    """A Take for text that means nothing."""
+    """A Take that ignores its text."""
 
 
 @lru_cache(64)
 def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """A pattern of the markers, and every text that one of them begins with but is not."""
+    """A pattern that matches the markers, and the set of all their proper prefixes."""
     ordered = sorted(markers, key=len, reverse=True)
     starts = frozenset(marker[:count] for marker in markers for count in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, ordered))), starts
 
 
 def _num_held(text: str, at: int, markers: tuple[str, ...], starts: frozenset[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a marker."""
+    """How many characters at the end of the text may be the start of a marker."""
     longest = min(max(map(len, markers)) - 1, len(text) - at)
     for count in range(longest, 0, -1):
         if text[-count:] in starts:

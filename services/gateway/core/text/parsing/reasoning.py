@@ -1,4 +1,6 @@
-"""Reasoning before an answer, between two markers, the first of which often ends the prompt."""
+"""Reasoning before an answer, between two markers. The first marker is often at the
+end of the prompt.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,21 +10,20 @@ from services.gateway.core.text.parsing.sink import Sink
 
 
 class ReasoningState(Enum):
-    """The place of an answer's first character, by its prompt."""
+    """Where an answer starts relative to its reasoning, by its prompt."""
 
     AHEAD = "ahead"
-    """Before the reasoning, if there is some."""
+    """Before the reasoning, which is optional."""
     INSIDE = "inside"
-    """Within the reasoning."""
+    """Inside the reasoning."""
     OVER = "over"
-    """Behind the reasoning."""
+    """After the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks what it thinks. `is_assumed`: it thinks without being asked to, so that
-    an answer begins with reasoning unless the prompt has ended it. `answer` is a further mark, of
-    a part that is no reasoning.
+    """How a model marks its reasoning. With `is_assumed` an answer starts with reasoning, except if
+    the prompt has ended it. `answer` is an additional mark that starts a part without reasoning.
     """
 
     start: str
@@ -35,10 +36,12 @@ class ReasoningFormat:
         return tuple(filter(None, (self.start, self.end, self.answer)))
 
     def state_after(self, prompt: str, turn: str) -> ReasoningState:
-        """The state at the end of a prompt, whose last part `turn` begins the answer.
+        """The state at the end of a prompt. `turn` is the prompt's last part, in which the answer
+        starts.
 
-        The last mark in that part decides, as in vLLM's `is_reasoning_end`. Without one, an end in
-        an earlier turn refutes that reasoning is assumed; a start that was left open there is text.
+        The last mark in `turn` decides, as in vLLM's `is_reasoning_end`. Without a mark there, an
+        end mark in an earlier turn overrides `is_assumed`. An unclosed start mark in an earlier
+        turn is plain text.
         """
         last = self._last_mark(turn)
         if last is not None:
@@ -54,14 +57,14 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class PromptedReasoning:
-    """The reasoning of answers to one prompt."""
+    """The reasoning format, and its state after one prompt."""
 
     form: ReasoningFormat
     state: ReasoningState
 
 
 def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:
-    """Reads the reasoning that comes first, if there is some."""
+    """Reads the reasoning at the start, if any."""
     if not sink.in_reasoning:
         space: list[str] = []
         first = yield from _leading_space(reader, space)
@@ -83,6 +86,8 @@ def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
 
 
 def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
-    """Models that were put into their reasoning by the prompt sometimes mark its start again."""
+    """Reads a repeated start mark. Models sometimes write it again though the prompt has already
+    started the reasoning.
+    """
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

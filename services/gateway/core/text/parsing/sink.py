@@ -1,4 +1,4 @@
-"""Where the readers of formats put what they find."""
+"""Collects the events of format readers."""
 
 from services.gateway.core.text.parsing.control_escaper import ControlEscaper
 from services.gateway.core.text.parsing.events import (
@@ -11,9 +11,8 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events. White space that content or reasoning begins with after something else, or ends
-    with before something else, belongs to the format and is dropped. Control characters in strings
-    of arguments are escaped.
+    """Makes events. White space at a boundary between content, reasoning and calls belongs to the
+    format, and is dropped. Control characters in the strings of arguments are escaped.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -27,13 +26,13 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
-        """The events since the last time."""
+        """The events since the last call."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
 
     def drop_space(self) -> None:
-        """Forgets white space that was held back."""
+        """Drops held-back white space."""
         self._space.clear()
 
     def content(self, text: str) -> None:
@@ -51,7 +50,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """A call has begun; its number."""
+        """Starts a call; returns its number."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -61,7 +60,7 @@ class Sink:
         return self.num_calls - 1
 
     def arguments(self, text: str) -> None:
-        """More arguments of the last call."""
+        """Adds arguments to the last call."""
         self._arguments.append(text)
 
     def whole_call(self, name: str, arguments: str) -> None:
@@ -69,7 +68,7 @@ class Sink:
         self.arguments(arguments)
 
     def end(self) -> None:
-        """The text has ended. White space at the end of an answer without calls is its own."""
+        """Ends the text. White space at the end of an answer without calls is kept."""
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()
@@ -79,7 +78,7 @@ class Sink:
         return self._max_calls is not None and self.num_calls >= self._max_calls
 
     def _close_arguments(self) -> None:
-        """Makes one event of the arguments since the last one."""
+        """Makes one event of the collected arguments."""
         text = self._escaper.feed("".join(self._arguments))
         if text and (self._max_calls is None or self.num_calls <= self._max_calls):
             self._events.append(CallArguments(self.num_calls - 1, text))

@@ -1,4 +1,4 @@
-"""Special tokens as marks of an answer's format, and as the bounds of a prompt's turns."""
+"""Special tokens as marks of an answer's format, and as boundaries of a prompt's turns."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ class SpecialTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
-        """By the marks of the formats that were in use together."""
+        """Results by the marks of the formats in use."""
 
     def marks(self, marks: tuple[str, ...]) -> frozenset[int]:
         """The special tokens whose text is one of these marks, or a part of one."""
@@ -26,8 +26,8 @@ class SpecialTokens:
         return found
 
     def open_turn(self, prompt: str, token_ids: Sequence[int], marks: tuple[str, ...]) -> str:
-        """The text of a prompt's last turn: what follows its last special token that is no mark of
-        these. The whole prompt if there is none.
+        """The text of a prompt's last turn: everything after the last special token that is not one
+        of these marks. The whole prompt if there is no such token.
         """
         boundaries = self._all - self.marks(marks)
         for at in range(len(token_ids) - 1, -1, -1):

@@ -1,1 +1,1 @@
-"""How models write calls of tools. Each reader takes an answer apart, to its end."""
+"""Readers of models' tool-call formats. Each reads an answer to its end."""

@@ -1,4 +1,4 @@
-"""A call as a JSON object: its name, and its arguments as they come."""
+"""Reads a call that is a JSON object with a name and arguments."""
 
 import json
 from collections.abc import Callable, Container
@@ -16,12 +16,12 @@ def read_call_object(
     needs_arguments: bool = False,
     names: Container[str] | None = None,
 ) -> Reading[None]:
-    """Reads {"name": …, "arguments": {…}}, with "parameters" for the second as well. Before the
-    call has a name and arguments, text that is no such object raises Malformed, and reads as
-    content; after that a call that is broken off is left as it is.
+    """Reads {"name": …, "arguments": {…}}; "parameters" is also accepted for the arguments.
 
-    With `needs_arguments` an object without any is none; else its arguments are empty. With `names`
-    an object of another name is none.
+    Until the call has a name and arguments, other text raises Malformed, and the caller treats it
+    as content. After that, a truncated call is left incomplete. Without arguments, they are empty;
+    with `needs_arguments`, Malformed is raised instead. With `names`, an object with another name
+    raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
@@ -50,7 +50,9 @@ def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Rea
 
 
 class _Call:
-    """Puts a call into the sink as its members are read: its name and arguments in any order."""
+    """Puts a call into the sink while its members are read. Name and arguments may
+    be in any order.
+    """
 
     def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
         self.has_started = False
@@ -72,7 +74,7 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
-        """The object has ended, or the call was broken off after it had started."""
+        """Ends the call: its object has ended, or was truncated after the call had started."""
         if self.has_started:
             return
         if self._name is None or needs_arguments:
@@ -82,7 +84,7 @@ class _Call:
 
     def _read_arguments(self) -> Reading[None]:
         first = yield from self._reader.skip_space()
-        if first == '"':  # JSON in a string
+        if first == '"':  # The arguments are JSON in a string.
             text = yield from _string(self._reader)
         elif self._name is None:
             text = yield from self._reader.json_text()
@@ -100,7 +102,7 @@ class _Call:
         if self._names is not None and self._name not in self._names:
             raise Malformed
         self.has_started = True
-        self._reader.recorded()  # no content any more, whatever follows
+        self._reader.recorded()  # From here on the text is not content.
         self._sink.call(self._name)
 
 

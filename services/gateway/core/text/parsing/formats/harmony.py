@@ -1,4 +1,4 @@
-"""gpt-oss's harmony: messages in channels, each with a header that says what it is."""
+"""gpt-oss's harmony format: messages in channels, each with a header."""
 
 import re
 
@@ -13,8 +13,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
-    """Channel analysis is reasoning, final is content; commentary to functions.f is a call, and
-    to the user content, which comes before calls.
+    """Reads messages by channel: analysis is reasoning, final is content. Commentary with a
+    recipient is a call; without one it is content before calls.
     """
     yield from reader.starts_with(_START)
     while not (yield from _is_at_end(reader)):
@@ -39,7 +39,7 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def open_message(prompt: str) -> str:
-    """The beginning of the message that an answer to this prompt goes on with."""
+    """The start of an unfinished message at the prompt's end, which the answer continues."""
     _, start, message = prompt.rpartition(_START)
     return message if start else ""
 

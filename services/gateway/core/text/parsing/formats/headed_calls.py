@@ -1,4 +1,4 @@
-"""Calls whose name stands before their arguments: Mistral and DeepSeek."""
+"""Call formats with the name before the arguments: Mistral and DeepSeek."""
 
 import re
 
@@ -16,8 +16,8 @@ DEEPSEEK_MARKS = (_CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEP)
 
 
 def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
-    """[TOOL_CALLS]name[ARGS]{…}, [TOOL_CALLS]name{…} or, of older models, [TOOL_CALLS][{"name": …,
-    "arguments": …}].
+    """Reads [TOOL_CALLS]name[ARGS]{…}, [TOOL_CALLS]name{…}, and the format of older models:
+    [TOOL_CALLS][{"name": …, "arguments": …}].
     """
     opened = yield from reader.until((_TOOL_CALLS,), sink.content)
     while opened:
@@ -42,7 +42,7 @@ def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
-    """Its tag, function, its separator, the name, and JSON in a fence."""
+    """Reads calls of DeepSeek V3: tag, "function", separator, name, and JSON in a code fence."""
     while (yield from _next_call(reader, sink)):
         yield from reader.text_until((_SEP,))
         name, _ = yield from reader.text_until(("\n",))
@@ -52,15 +52,15 @@ def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
-    """Its tag, the name, its separator, and JSON."""
+    """Reads calls of DeepSeek V3.1: tag, name, separator, and JSON."""
     while (yield from _next_call(reader, sink)):
         name, _ = yield from reader.text_until((_SEP,))
         yield from _arguments(reader, sink, name)
 
 
 def _next_call(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Reads to the beginning of a call. What stands between the tags around all calls and is none
-    is dropped; other text is content.
+    """Reads up to the start of a call; returns whether there is one. Within the tags around all
+    calls, text outside of calls is dropped. Other text is content.
     """
     take = sink.content if not sink.num_calls else drop
     marker = _CALLS_BEGIN

@@ -1,6 +1,4 @@
-"""Calls as JSON objects: between tags (Hermes, Qwen), on their own (Llama 3), in a list, and as
-nothing but arguments.
-"""
+"""Calls as JSON objects: between tags (Hermes, Qwen), separate (Llama 3), or in a list."""
 
 import re
 from collections.abc import Container
@@ -16,7 +14,7 @@ _NO_OBJECT = re.compile(r"[^{\[<]+")
 
 
 def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, any number of them."""
+    """Reads any number of <tool_call>{"name": …, "arguments": {…}}</tool_call>."""
     opened = yield from reader.until((_OPEN,), sink.content)
     while opened:
         reader.record()
@@ -35,9 +33,9 @@ def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_llama3_json(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """{"name": …, "parameters": {…}}, also several, joined by ; or in a list. At the beginning,
-    after a tag and after a call it may have any name; after other text it is a call of one of the
-    tools of these names, or content.
+    """Reads {"name": …, "parameters": {…}}, also several, joined by ; or in a list. At the
+    beginning, after a tag, and after a call, any name is accepted. After other text, an object is a
+    call only if its name is in `names`; otherwise it is content.
     """
     is_expected = True
 
@@ -73,7 +71,7 @@ def read_llama3_json(names: Container[str], reader: Reader, sink: Sink) -> Readi
 
 
 def read_call_list(reader: Reader, sink: Sink) -> Reading[None]:
-    """[{"name": …, "arguments": {…}}, …]: what grammars that force a call are made for."""
+    """Reads [{"name": …, "arguments": {…}}, …], the format that forced-call grammars produce."""
     reader.record()
     try:
         if (yield from reader.skip_space()) != "[":

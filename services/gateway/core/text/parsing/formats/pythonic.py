@@ -9,7 +9,7 @@ from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading
 from services.gateway.core.text.parsing.sink import Sink
 
 MAX_CALL_CHARACTERS = 65_536
-"""A longer call is content: it is parsed as a whole."""
+"""Longer calls are treated as content, since a call is parsed as a whole."""
 
 _NO_LIST = re.compile(r"[^\[<]+")
 _NAME = re.compile(r"[\w.\-]+")
@@ -20,8 +20,8 @@ PYTHONIC_MARKS = (_START, _END)
 
 
 def read_pythonic(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """[f(a=1), g()]. At the beginning and after a mark calls may have any name; after other text
-    the first one is a call of one of the tools of these names, or content.
+    """Reads [f(a=1), g()]. At the beginning and after a mark, any name is accepted. After other
+    text, the first call is accepted only if its name is in `names`; otherwise the text is content.
     """
     is_expected = True
 
@@ -73,7 +73,9 @@ def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Read
 
 
 def _nested(reader: Reader, take: Take) -> Reading[None]:
-    """Passes on a text in parentheses."""
+    """Reads a parenthesized text and passes it to `take`. Raises Malformed if it is
+    too long or not closed.
+    """
     depth, size = 0, 0
 
     def counted(text: str) -> None:
@@ -99,7 +101,7 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """The keyword arguments of a call, which are literals, as JSON."""
+    """Converts a call's keyword arguments, which are literals, to JSON."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -116,7 +118,7 @@ def _literal(node: ast.expr) -> object:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Reads true, false and null as JSON does."""
+    """Accepts true, false and null as in JSON."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node

@@ -1,4 +1,4 @@
-"""What values of arguments are, by the schemas of the tools, where a format writes plain text."""
+"""Types of argument values by the tools' schemas, for formats that write values as plain text."""
 
 import ast
 import json
@@ -16,21 +16,21 @@ _IMPLIED: dict[str, frozenset[str]] = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "multipleOf", "exclusiveMinimum"}),
 }
-"""Keywords that say of a schema without types which one it is about."""
+"""Keywords that imply a type in schemas without a type."""
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_SCHEMAS = 256
-"""Schemas that are looked at for one value."""
+"""Most schemas that are visited for one value."""
 _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """The JSON of a value that is written as plain text: of a type that its schema allows, if the
-    text is one of these, else a string.
+    """The JSON of a value written as plain text. If the text is a value of a type that the schema
+    allows, that value; else a string.
 
-    References, alternatives and enumerations are followed. A text that an enumeration has as a
-    string is one; otherwise other types go before strings. The value of a parameter without a
-    schema is a string.
+    References, alternatives and enumerations are followed. If an enumeration contains the text as a
+    string, it is a string. Otherwise other types have precedence over strings. Without a schema for
+    the parameter, the value is a string.
     """
     root = schemas.get(tool, {})
     found = _Schema(root)
@@ -55,8 +55,8 @@ def is_json(text: str) -> bool:
 
 
 class _Schema:
-    """One tool's schema. Looks at a bounded number of its parts; a part that refers to itself says
-    nothing more.
+    """One tool's schema. Visits a bounded number of its subschemas. A schema that
+    refers to itself adds nothing.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class _Schema:
         self._num_left = _MAX_SCHEMAS
 
     def of_property(self, schema: object, key: str) -> dict[str, Any] | None:
-        """What the schema of an object says of a property; None for nothing."""
+        """The schema of an object's property; None if there is none."""
         found: list[object] = []
         others: list[object] = []
         for one in self._all(schema, set()):
@@ -88,7 +88,7 @@ class _Schema:
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-        """A schema and those that it is made of, through references and alternatives."""
+        """The schema and its subschemas, through references and alternatives."""
         if not isinstance(schema, Mapping) or id(schema) in seen or not self._takes_one():
             return
         seen.add(id(schema))
@@ -98,7 +98,9 @@ class _Schema:
             yield from self._all(part, seen)
 
     def _types(self, schema: object, above: frozenset[int]) -> frozenset[str] | None:
-        """None for a schema that is one of those above it, and says nothing of its own."""
+        """The types that a schema allows; None if it is an instance of a schema
+        above it (recursion).
+        """
         if id(schema) in above or not self._takes_one():
             return None
         if not isinstance(schema, Mapping):
@@ -112,7 +114,7 @@ class _Schema:
         return types | {"null"} if schema.get("nullable") is True else types
 
     def _bounds(self, schema: Mapping[str, Any], above: frozenset[int]) -> Iterator[frozenset[str]]:
-        """What each keyword of a schema leaves of all types."""
+        """The types that each keyword of a schema allows."""
         declared = schema.get("type")
         names = [declared] if isinstance(declared, str) else declared
         if isinstance(names, list):
@@ -132,7 +134,7 @@ class _Schema:
                 yield types
 
     def _referred(self, schema: Mapping[str, Any]) -> object:
-        """What a schema refers to; None for nothing."""
+        """The target of a schema's reference; None without one."""
         ref = schema.get("$ref")
         found = find_ref(self._root, ref) if isinstance(ref, str) else None
         return None if found is None else found[0]
@@ -170,13 +172,13 @@ def _types_of(value: object) -> frozenset[str]:
 
 
 def _is_whole(value: object, types: frozenset[str]) -> bool:
-    """Whether a value is written with a fraction, where only integers are allowed."""
+    """Whether a float must be written as an integer, since only integers are allowed."""
     return isinstance(value, float) and "number" not in types
 
 
 def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
-    """What a text may be besides a string, each with its JSON: that which is encoded in a string
-    only where strings are not allowed.
+    """Possible values of a text other than a string, each with its JSON. A value encoded in a JSON
+    string is included only if strings are not allowed.
     """
     named = _PYTHON_NAMES.get(text, text)
     if "boolean" in types and text.lower() in ("true", "false"):
@@ -199,7 +201,7 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
 
 
 def _json(text: str) -> Any:
-    """The value of a JSON text; None if it is none, and for null."""
+    """The value of a JSON text; None for invalid JSON, and for null."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -207,7 +209,7 @@ def _json(text: str) -> Any:
 
 
 def _loose(text: str) -> Any:
-    """The value of a JSON text whose strings have raw line breaks."""
+    """The value of a JSON text whose strings may have raw line breaks."""
     return json.loads(text, strict=False)
 
 

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, one by one: Qwen 3.5 and Qwen3-Coder, DeepSeek V3.2."""
+"""Call formats with each argument between tags: Qwen 3.5, Qwen3-Coder, DeepSeek V3.2."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of a format; `outer` stand around all calls."""
+    """The tags of a format. `outer` tags are around all calls."""
 
     outer_open: str
     outer_close: str
@@ -24,15 +24,15 @@ class _Tags:
     value_open: str
     value_close: str
     value: Callable[[Schemas, str, str, str], tuple[str, str]]
-    """The key and the JSON of a value, from the schemas, the tool, the text of the value's tag, and
-    the value as it is written.
+    """Returns the key and the JSON of a value. The arguments are the schemas, the tool, the text of
+    the value's tag, and the value's text.
     """
     name: Callable[[str], str]
-    """The tool's name, from the text of a call's tag."""
+    """Returns the tool's name from the text of a call's tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts around calls and values that models may have as special tokens."""
+        """Texts around calls and values that may be special tokens of a model."""
         outer = self.outer_open, self.outer_close
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 
@@ -47,8 +47,8 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
 
 
 def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
-    """Reads a call after its tag, and says which tag ended it. What is not closed ends where
-    something begins, or what is around it ends.
+    """Reads a call after its tag; returns the tag that ended it. A value or call without a closing
+    tag ends at the next opening tag, or at an outer closing tag.
     """
     head, closed = yield from reader.text_until((">",))
     if not closed:
@@ -115,10 +115,10 @@ DSML_TAGS = _Tags(
 
 
 def read_qwen_xml(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
-    """<tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
+    """Reads <tool_call><function=f><parameter=k>v</parameter></function></tool_call>."""
     yield from _read(QWEN_TAGS, schemas, reader, sink)
 
 
 def read_deepseek_v32(schemas: Schemas, reader: Reader, sink: Sink) -> Reading[None]:
-    """DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
+    """Reads DSML: <｜DSML｜invoke name="f"><｜DSML｜parameter name="k" string="true">v</…></…>."""
     yield from _read(DSML_TAGS, schemas, reader, sink)
