@@ -231,7 +231,7 @@ class UpSettings:
     speculative_config: str | None = passed_to(
         "worker",
         doc="JSON: guess tokens that follow and verify them beside the next one, see "
-        "docs/speculation.md (default: no speculation)",
+        "docs/performance.md (default: no speculation)",
     )
     num_blocks: int | None = passed_to(
         "worker", doc="blocks of the KV cache, instead of its memory", check=at_least(2)

@@ -108,7 +108,7 @@ class WorkerSettings(ServiceSettings):
         None,
         doc="JSON: guess tokens that follow, and verify them beside the next one; with method "
         "ngram, suffix, or draft_model and model, num_speculative_tokens, num_rows, and what else "
-        "the method takes, see docs/speculation.md (default: no speculation)",
+        "the method takes, see docs/performance.md (default: no speculation)",
         check=speculative_config_problem,
     )
     kernels: KernelsSetting = setting(

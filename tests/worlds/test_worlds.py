@@ -1,5 +1,5 @@
 """Random worlds of all families, each to its end, with what must hold of every step; then its log
-replayed, bit for bit. More of them: `python -m tests.worlds`, see docs/replaying.md.
+replayed, bit for bit. More of them: `python -m tests.worlds`, see docs/contributing.md.
 """
 
 from collections import Counter

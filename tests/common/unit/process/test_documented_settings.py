@@ -20,7 +20,7 @@ PAGES = (
     "failures.md",
     "kubernetes.md",
     "scaling.md",
-    "parallel.md",
+    "performance.md",
     "security.md",
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
@@ -32,6 +32,8 @@ OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}
 OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
 OTHERS |= {"--once", "--width", "--slowest", "--failed", "--attributes"}
+OTHERS |= {"--link", "--every", "--seconds", "--streams", "--gateways", "--schemas", "--count"}
+OTHERS |= {"--kills", "--seed"}
 
 
 def test_flags_named_in_the_documentation_exist() -> None:
