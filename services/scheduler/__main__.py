@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until run_service has frozen what is imported here
+    gc.disable()  # until run_service has frozen the objects that the imports create
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
 
 import asyncio
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""After the drain, for a step whose requests have ended: its trace should be complete."""
+"""Time after the drain for a step whose requests have ended, so that its trace is complete."""
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """Everything behind the service's port, put together over a replica that is open."""
+    """The gRPC server and all parts behind it, over an open replica."""
 
     def __init__(
         self,
@@ -254,9 +254,9 @@ class SchedulerService:
         )
 
     async def _drain(self) -> None:
-        """Refuses new requests, lets running ones end within the drain time, and waits for the last
-        step. Once no step can run, as when the whole replica stops, it ends the sessions at once:
-        their gateways send the requests elsewhere.
+        """Refuses new requests, waits up to the drain time for running requests to end, and waits
+        for the last step. If no step can run any more, for example because the whole replica
+        stops, it ends the sessions at once: their gateways send the requests to other replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -1,5 +1,5 @@
-"""Puts together what gateways and routers of other projects use of a scheduler, as far as the
-settings ask for it: vllm.grpc.engine, and KV events. What is not asked for is not imported.
+"""Builds the interfaces for gateways and routers of other projects: vllm.grpc.engine and KV events.
+Only interfaces that the settings enable are imported and built.
 """
 
 import logging
@@ -31,12 +31,13 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 
 class Ecosystem:
-    """Made before the pool is opened, whose changes `recorder` gets; None if nothing needs them."""
+    """The interfaces for other projects. Created before the pool is opened, because `recorder`
+    receives the pool's changes. `recorder` is None if no interface needs them.
+    """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
-        """`tls` is for vllm.grpc.engine, whose clients are services, too. Raises InvalidArgument if
-        a package that the settings need is not installed, or a setting has no effect without
-        another one.
+        """`tls` secures vllm.grpc.engine, whose clients are services, too. Raises InvalidArgument
+        if a required package is not installed, or if a setting needs another one that is not set.
         """
         self._settings = settings
         self._tls = tls
@@ -91,7 +92,7 @@ class Ecosystem:
         shape: ReplicaShape,
         opened: scheduler_pb2.SessionOpened,
     ) -> None:
-        """Adds vllm.grpc.engine on a server of its own, if it is wanted."""
+        """Adds vllm.grpc.engine on a server of its own, if the settings enable it."""
         settings = self._settings
         if settings.vllm_grpc_address is None:
             return
@@ -128,13 +129,13 @@ class Ecosystem:
         )
 
     async def start(self) -> None:
-        """Listens. Raises Unavailable if the address is taken."""
+        """Starts the server. Raises Unavailable if the address is in use."""
         if self._server is not None and self._settings.vllm_grpc_address is not None:
             address = await self._server.start(self._settings.vllm_grpc_address)
             logger.info("serving %s on %s", VLLM_ENGINE, address)
 
     async def run(self) -> None:
-        """Sends events again to subscribers that ask for it, until cancelled."""
+        """Replays events to subscribers that request it, until cancelled."""
         if self._publisher is not None:
             await self._publisher.serve_replay()
 

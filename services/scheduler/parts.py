@@ -1,4 +1,4 @@
-"""The core of a scheduler with what it reaches through adapters."""
+"""Builds the core of a scheduler and the adapters around it."""
 
 import itertools
 import time
@@ -37,7 +37,7 @@ from services.scheduler.settings import SchedulerSettings
 
 
 class Parts:
-    """Put together over a replica that is open; see SchedulerService for their life."""
+    """The parts of a scheduler over an open replica. `SchedulerService` runs and drains them."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Parts:
         cache_node: str,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`cache_node` is the name of the pool in the directory, `set_ready` tells clients whether
-        steps can run.
+        """`cache_node`: the pool's name in the directory. `set_ready` publishes whether steps can
+        run.
         """
         description, config = shape.description, scheduler.config
         incarnation, counts, steps = uuid.uuid4().hex, StepCounts(), WatchedSteps()
@@ -95,7 +95,7 @@ class Parts:
             requests,
             speculation,
         )
-        """The metrics of the engine and its requests."""
+        """Collectors of the metrics of the engine and its requests."""
         self.adapters = AdapterLoader(
             workers,
             description.max_cpu_loras,
@@ -114,13 +114,13 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
-        """The first message to a gateway in its session."""
+        """The first message to a gateway in each session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 
 
 def _max_num_sessions(settings: SchedulerSettings, config: SchedulerConfig) -> int:
-    """Sessions that may be kept: by default half of the requests that run at once."""
+    """The largest number of clients' sessions: by default half of the requests that may run."""
     if settings.max_num_sessions is None:
         return config.max_running // 2
     return settings.max_num_sessions

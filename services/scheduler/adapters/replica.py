@@ -1,4 +1,4 @@
-"""Opens pool and workers together, as one generation, and again after either was lost."""
+"""Opens pool and workers together as one generation, and reopens them after a loss of either."""
 
 import asyncio
 import logging
@@ -26,48 +26,52 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""Reasons of refusals that are waited for: others may take their place."""
+"""Reasons of temporary refusals: the owner may leave, or another process may replace this one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """The first rank's description, which holds for all, and the smallest number of blocks."""
+    """The description of the first rank, which is valid for all ranks, and the smallest number of
+    blocks of any rank.
+    """
 
     description: worker_pb2.DescribeResponse
     num_blocks: int
 
     @property
     def block_size(self) -> int:
-        """Tokens per block, of every group but those of states that each step overwrites."""
+        """Tokens per block in all groups, except in groups of states that each step overwrites."""
         return self.description.groups[0].block_size
 
     @property
     def pipeline_parallel_size(self) -> int:
-        """Stages that the model is divided into."""
+        """Number of stages that the model is divided into."""
         return num_stages(self.description)
 
     @property
     def pooler(self) -> Pooler | None:
-        """How the model pools prompts into vectors; None if it generates."""
+        """How the model pools prompts into vectors; None if it generates tokens."""
         return pooler_from_proto(self.description.pooler)
 
     @property
     def takes_whole_prompts(self) -> bool:
-        """Whether a prompt is computed in one step, and none of it is cached."""
+        """Whether each prompt is computed in one step, without prefix caching."""
         return self.pooler is not None and self.pooler.takes_whole_prompts
 
     @property
     def groups(self) -> tuple[KVCacheGroup, ...]:
-        """The groups of layers that share the pool."""
+        """The KV-cache groups that share the pool."""
         groups = map(kv_cache_group_from_proto, self.description.groups)
         return tuple(group for group in groups if group is not None)
 
 
 class ReplicaClient:
-    """A `Replica` over pool and workers. The model and its KV cache may not change while this
-    process runs, because arriving requests are checked against them: `open` raises
-    FailedPrecondition if they did. What the pool refuses for good is raised as InvalidArgument.
-    Both only at the second time in a row: one wrong message ends nothing.
+    """A `Replica` over pool and workers.
+
+    The model and its KV cache must not change while this process runs, because arriving requests
+    are checked against them. `open` raises FailedPrecondition if they changed, and InvalidArgument
+    if the pool refuses permanently. Both are raised only if the same error occurs twice in a row,
+    so that a single wrong message does not end the process.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class ReplicaClient:
         workers: WorkerGroup,
         configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
-        """`configure` derives the scheduler's configuration from what the workers describe; it may
-        raise FailedPrecondition.
+        """`configure` derives the scheduler's configuration from the replica's shape. It may raise
+        FailedPrecondition.
         """
         self._pool = pool
         self._workers = workers
@@ -85,14 +89,17 @@ class ReplicaClient:
         self._shape: ReplicaShape | None = None
         self._incarnations: list[str] = []
         self.on_new_workers: Callable[[], None] = lambda: None
-        """Called before the first step of workers that are other processes than those before."""
+        """Called before the first step of new worker processes."""
         self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
-        """Awaited then, too. It may raise StepwellError if one is away."""
+        """Awaited before the first step of new worker processes. May raise StepwellError if a
+        worker is unreachable.
+        """
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers without limit, and opens them as a new generation. Logs what
-        it waits for: after `QUIET_SECONDS`, which they usually take to start, or at once if they
-        belong to another scheduler or are of another protocol.
+        """Waits for pool and workers without limit, and opens them as a new generation.
+
+        Logs why it waits: at once if they belong to another scheduler or have another protocol,
+        otherwise after `QUIET_SECONDS`, their usual start time.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -118,7 +125,7 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Calls `on_lost` when pool or workers are lost, also if no call to them is in progress."""
+        """Sets a callback for losses of pool or workers, also when no call is in progress."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -132,7 +139,7 @@ class ReplicaClient:
         shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
-            # The scheduler keeps counting the blocks that it was configured with.
+            # The scheduler's number of blocks does not change after the first opening.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         config = self._configure(shape)
         generation = await self._pool.open(
@@ -183,7 +190,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """The error in the KV cache that a rank describes; None if there is none."""
+    """What is wrong with a rank's description of its KV cache; None if it is valid."""
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):
@@ -205,14 +212,14 @@ _NAMES = {
     "max_loras": "another max_loras or max_cpu_loras",
     "max_cpu_loras": "another max_loras or max_cpu_loras",
 }
-"""Names of fields for operators, where a field's own name says too little."""
+"""Descriptions of fields for operators, if the field's name is not clear enough."""
 _MAY_CHANGE = frozenset(
     {
         *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
         *("dtype", "kv_cache_dtype", "seen_generation"),
     }
 )
-"""Fields of which another value changes nothing here, or is looked at elsewhere."""
+"""Fields whose change has no effect, or is handled elsewhere."""
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:

@@ -1,4 +1,4 @@
-"""The configuration of the scheduler, from its settings and what the replica can do."""
+"""Derives the scheduler's configuration from its settings and the replica's description."""
 
 from dataclasses import replace
 
@@ -17,12 +17,12 @@ from services.scheduler.core.transfers.offloading_connector import OffloadingCon
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2
-"""A token of a prompt, and one to generate."""
+"""Tokens of the shortest sequence: one of a prompt, and one generated."""
 
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
-    """The configuration by the settings, for the steps that the workers are built for and the
-    sequences that the pool can hold. Raises FailedPrecondition if these do not fit together.
+    """The configuration from the settings, limited by the step sizes of the workers and the
+    capacity of the pool. Raises FailedPrecondition if settings and replica contradict each other.
     """
     built, whole = shape.description, shape.takes_whole_prompts
     num_stages = shape.pipeline_parallel_size
@@ -34,7 +34,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
         policy=settings.policy,
-        # The first stage does not know the token before the scheduler does.
+        # With several stages, the first stage gets sampled tokens only from the scheduler.
         async_scheduling=settings.async_scheduling and num_stages == 1,
         pipeline_parallel_size=num_stages,
         enable_prefix_caching=settings.enable_prefix_caching and not whole,
@@ -55,7 +55,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         kv_role=KVRole.BOTH if built.num_tier_blocks else None,
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
     )
-    if whole:  # a longer prompt gets the step for itself, and no part of it
+    if whole:  # prompts must not be cut
         config = replace(config, long_prefill_token_threshold=0)
     config = replace(config, max_model_len=max_request_tokens(config))
     _check(config, settings, shape)
@@ -63,9 +63,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
-    """Raises FailedPrecondition if the pool does not hold the shortest sequence, if a sequence
-    could get longer than the step that must hold it, if offloaded blocks could not be found, or if
-    states would have to be cached and cannot be.
+    """Raises FailedPrecondition in these cases: the shortest sequence does not fit in the pool; a
+    sequence could exceed a step that must contain all of it; offloaded blocks could not be found;
+    or states would have to be cached and cannot be.
     """
     has_tier = shape.description.num_tier_blocks > 0
     if config.max_model_len < SHORTEST_SEQUENCE:
@@ -93,7 +93,7 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
 
 
 def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingConnector | None:
-    """The connector to the workers' tier of offloaded blocks, if they have one."""
+    """The connector to the workers' tier of offloaded blocks; None if there is no tier."""
     num_tier_blocks = shape.description.num_tier_blocks
     return OffloadingConnector(config, num_tier_blocks) if num_tier_blocks else None
 
@@ -101,7 +101,7 @@ def make_connector(config: SchedulerConfig, shape: ReplicaShape) -> OffloadingCo
 def session_opened_to_proto(
     shape: ReplicaShape, config: SchedulerConfig, incarnation: str
 ) -> scheduler_pb2.SessionOpened:
-    """The first message of a session: what the replica serves, and its limits."""
+    """The first message of a session: the replica's model and limits."""
     built = shape.description
     return scheduler_pb2.SessionOpened(
         incarnation=incarnation,

@@ -1,4 +1,4 @@
-"""The operators' contract over an engine."""
+"""The gRPC service for operators, over an engine."""
 
 import logging
 from typing import Any
@@ -21,7 +21,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
-    """Each call is logged, since it changes what every client of the replica gets."""
+    """Serves operators' calls. Each call is logged, because it affects all clients."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Sessions of clients: requests that stay open between turns, and what they may hold meanwhile.
+"""Clients' sessions: requests that stay open between turns, and the resources that they keep.
 
-Not to be confused with the sessions of gateways, through which all requests come. What a client's
-session keeps here, blocks and a place, only saves computation: a gateway whose session has ended
-here sends its tokens again, as a new request.
+A client's session is not a gateway's session, the stream through which all requests arrive. The
+blocks and the slot that a client's session keeps only save computation: if the session was ended
+here, the gateway sends its tokens again as a new request.
 """
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -14,42 +14,42 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 KEPT_SECONDS = 1.0
-"""How long a session waits for input before it may be ended for others."""
+"""Least time that a session between turns is kept before it may be ended for other requests."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-"""Wait reasons of requests for which a session between turns may be ended."""
+"""Wait reasons of other requests for which a session between turns may be ended."""
 
 
 class ClientSessions:
-    """The sessions of one replica."""
+    """The clients' sessions of one replica."""
 
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
         """Sessions beyond `max_num_sessions` end with their turn."""
         self.num_given_up = 0
-        """Sessions that were ended since other requests lacked what they held."""
+        """Number of sessions that were ended to free their slot or blocks for other requests."""
         self._engine = engine
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
-        """When sessions between turns were first seen so, by their tokens."""
+        """When each session was first seen between turns, by session and number of tokens."""
 
     @property
     def open(self) -> list[Request]:
-        """The sessions that are in a turn, or between two."""
+        """All sessions, in a turn or between two turns."""
         return [request for request in self._engine.unfinished if request.resumable]
 
     @property
     def num_between_turns(self) -> int:
-        """How many wait for input."""
+        """How many sessions wait for input."""
         return len(self._engine.scheduler.queues.between_turns)
 
     @property
     def has_room(self) -> bool:
-        """Whether a further one may stay open."""
+        """Whether a further session may be opened."""
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:
-        """The session that a chunk goes on with. Raises Unavailable unless it waits for input,
-        after the tokens that the gateway expects.
+        """The session that a chunk continues. Raises Unavailable if it does not wait for input, or
+        if its number of tokens differs from the number that the gateway expects.
         """
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
@@ -64,22 +64,24 @@ class ClientSessions:
         return request
 
     def end(self, session: GatewaySession, handle: int) -> None:
-        """Ends a session whose gateway is told that its input was refused."""
+        """Ends a session whose input was refused. The gateway is sent the refusal separately."""
         request = session.requests.get(handle)
         if request is not None:
             self._sessions.disown(session, handle)
             self._engine.abort([request])
 
     def end_all(self) -> None:
-        """Ends those between two turns, and the others after their turn."""
+        """Ends all sessions: between two turns at once, otherwise after the present turn."""
         for request in self.open:
             self._engine.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session, if other requests wait for `reason`, and sessions that do not run hold
-        what these lack: the one that has waited for input the longest, and not only just. If none
-        does and nothing runs, sessions with input wait for each other's blocks, and the last one is
-        ended.
+        """Ends one session if other requests wait for slots or blocks. `reason` is the reason for
+        which they wait.
+
+        The victim is the session that has waited longest for input, provided that it has waited for
+        KEPT_SECONDS. If no session waits for input and nothing runs, sessions with input wait for
+        each other's blocks. Then the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

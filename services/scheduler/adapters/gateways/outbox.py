@@ -1,6 +1,6 @@
-"""Deltas for one gateway, collected until its stream takes them: one message for each step, or for
-several steps if the gateway reads more slowly than the engine runs steps. Their size is bounded by
-the lengths of the requests.
+"""Collects the deltas for one gateway until they are sent: one message for each step, or for
+several steps if the gateway reads more slowly than the engine runs steps. The lengths of the
+requests bound the size of the deltas.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ _MESSAGES = {
 
 
 class Outbox:
-    """Deltas of one session. Writers never wait; one reader waits, and takes all of them.
+    """Deltas of one session. Writers never wait. One reader waits for deltas and takes all of them.
 
-    Tokens of a step are kept in lists parallel to their handles. They are merged by handle only if
-    tokens of another step come before they were taken.
+    Tokens of a step are stored in lists parallel to their handles. They are merged by handle only
+    if the tokens of the next step arrive before the reader has taken them.
     """
 
     def __init__(self) -> None:
         self.has_deltas = False
         """Whether `take` has something to send."""
         self.num_quiet_calls = 0
-        """Calls of `Sessions.announce_to_quiet` since anything was taken."""
+        """Number of calls of `Sessions.announce_to_quiet` since the last message was taken."""
         self._step = 0
         self._num_ended = 0
         self._handles: Sequence[int] = ()
@@ -44,7 +44,7 @@ class Outbox:
         self._num_output: Sequence[int] = ()
         self._untaken: dict[int, list[int]] = {}
         self._num_output_of: dict[int, int] = {}
-        """Output tokens with those of `_untaken`, by handle."""
+        """Number of output tokens by handle, including the tokens in `_untaken`."""
         self._deltas = scheduler_pb2.StepDeltas()
         self._is_empty = True
         self._state: scheduler_pb2.ReplicaState | None = None
@@ -54,7 +54,7 @@ class Outbox:
         self._woken = asyncio.Event()
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """A request was scheduled for the first time."""
+        """Adds the first admission of a request."""
         self._deltas.admitted.add(handle=handle, num_cached_tokens=num_cached_tokens)
         self._is_empty = False
 
@@ -65,8 +65,9 @@ class Outbox:
         token_ids: Sequence[Sequence[int] | None],
         num_output: Sequence[int],
     ) -> None:
-        """New tokens of the requests of a step, and their output tokens with these, parallel to
-        `handles`; requests without new ones are left out.
+        """Adds the new tokens of the requests of a step. All lists are parallel to `handles`.
+        `num_output` counts output tokens, including the new ones. Requests without new tokens are
+        skipped.
         """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):
@@ -79,7 +80,7 @@ class Outbox:
             self._is_empty = False
 
     def logprobs(self, handle: int, item: worker_pb2.RequestLogprobs) -> None:
-        """Log-probabilities that go with new tokens, or of the prompt."""
+        """Adds log-probabilities of new tokens or of the prompt."""
         added = self._deltas.logprobs.add(handle=handle)
         if item.HasField("sampled"):
             added.sampled.CopyFrom(item.sampled)
@@ -88,46 +89,49 @@ class Outbox:
         self._is_empty = False
 
     def pooled(self, handle: int, values: bytes) -> None:
-        """The vector of a prompt; its end follows."""
+        """Adds the vector of a pooled prompt. The request's end follows."""
         self._deltas.pooled.add(handle=handle, values=values)
         self._is_empty = False
 
     def finished(self, handle: int, request: Request) -> None:
-        """The end of a request."""
+        """Adds the end of a request."""
         self._deltas.finished.append(_finished(handle, request))
         self._num_ended += 1
         self._is_empty = False
 
     def turn_ended(self, handle: int, turn: Request) -> None:
-        """The end of a turn of a session, which is as it was then."""
+        """Adds the end of a session's turn. `turn` is a copy of the session at that time."""
         self._deltas.turns.append(_finished(handle, turn))
         self._is_empty = False
 
     def rejected(self, rejection: scheduler_pb2.Rejection) -> None:
-        """A request was refused."""
+        """Adds the refusal of a request."""
         self._deltas.rejected.append(rejection)
         self._num_ended += 1
         self._is_empty = False
         self.flush()
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Whether a step can run; replaces an earlier one that was not taken."""
+        """Sets the state to send: whether a step can run. Replaces a state that was not taken."""
         self._state = state
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """How long the queue is; replaces an earlier one that was not taken. It goes with deltas,
-        or when `report` says so.
+        """Sets the queue state to send. Replaces an earlier one that was not taken. It is sent with
+        the next deltas, or because of `report`.
         """
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """How much there is to do, as with the queue."""
+        """Sets the load to send. Replaces an earlier one that was not taken. It is sent with the
+        next deltas, or because of `report`.
+        """
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Has queue and load taken that were noted. They may wait for the next deltas, until this
-        is called again: a message of their own costs as much as a step's.
+        """Makes queue state and load due if they were set. With `may_wait` they wait for the next
+        deltas, at most until the next call, because a message of their own costs as much as the
+        message of a step.
         """
         if self._queue is None and self._load is None:
             return
@@ -144,16 +148,18 @@ class Outbox:
             self._woken.set()
 
     def wake(self) -> None:
-        """Wakes the reader though there may be nothing to take."""
+        """Wakes the reader, even if there is nothing to take."""
         self._woken.set()
 
     async def wait(self) -> None:
-        """Waits for deltas or a state, or until `wake` was called since the last were taken."""
+        """Waits for deltas, a state, a due report, or a call of `wake`."""
         await self._woken.wait()
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """A state that was not taken yet; queue or load, where they are due without deltas."""
+        """Takes the state, if there is one. Otherwise takes queue state or load if they are due and
+        there are no deltas to carry them. None: there is nothing to send.
+        """
         response = None
         if self._state is not None:
             response = scheduler_pb2.SessionResponse(state=self._state)
@@ -175,7 +181,7 @@ class Outbox:
         return scheduler_pb2.SessionResponse(load=load)
 
     def take(self) -> scheduler_pb2.StepDeltas:
-        """All deltas that were collected."""
+        """Takes all collected deltas, with queue state and load if they were set."""
         deltas, self._deltas = self._deltas, scheduler_pb2.StepDeltas()
         handles, token_ids, num_output = self._handles, self._token_ids, self._num_output
         if self._untaken:
@@ -200,7 +206,7 @@ class Outbox:
         return deltas
 
     def _merge_by_handle(self) -> None:
-        """Adds the tokens of the last step to those of earlier steps."""
+        """Merges the tokens of the last step into the tokens of earlier steps."""
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
         self._num_output_of.update(zip(self._handles, self._num_output, strict=True))

@@ -12,16 +12,16 @@ from services.scheduler.core.engine.queue_estimate import MARGIN, QueueEstimate,
 from services.scheduler.core.output import WaitReason
 
 PERIOD_SECONDS = 0.1
-"""Period while requests wait or arrive."""
+"""Sampling period while requests wait or arrive."""
 QUIET_PERIOD_SECONDS = 1.0
-"""While none does: where a step takes long, looking would take as much time as the step."""
+"""Sampling period while no request waits or arrives, so that sampling takes little time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
-"""Wait reasons by which a replica is blocked, though fewer requests run than `max_num_seqs`."""
+"""Wait reasons of a replica that is full although fewer than `max_num_seqs` requests run."""
 
 
 class QueueWatch:
-    """Looks at the queue now and then, beside the engine's steps."""
+    """Samples the queue periodically, independently of the engine's steps."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class QueueWatch:
         self._arrived = asyncio.Event()
 
     def state_at_arrival(self) -> QueueState:
-        """The queue as it is now, when a request arrives."""
+        """The present queue state. Called when a request arrives."""
         self._arrived.set()
         return self._state()
 
     @property
     def _num_waiting(self) -> int:
-        """Requests that wait for something of the replica; sessions without input do not."""
+        """Number of requests that wait for the replica. Sessions without input are not counted."""
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:
@@ -68,8 +68,8 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """How many requests could run besides those that run, if they need as many blocks each.
-        Sessions without input keep their places and blocks.
+        """How many further requests could run if each needs as many blocks as a running one.
+        Sessions without input keep their slots and blocks.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
@@ -84,12 +84,12 @@ class QueueWatch:
 
     @property
     def estimated_wait_seconds(self) -> float:
-        """How long a request that comes now would wait."""
+        """How long a request that arrives now would wait."""
         state = self._state()
         return state.expected_wait(state.num_waiting)
 
     async def run(self) -> None:
-        """Looks until cancelled."""
+        """Samples the queue until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if not self._num_waiting:
@@ -101,8 +101,8 @@ class QueueWatch:
             self._look()
 
     def _look(self) -> None:
-        """Takes a sample, ends the requests whose time to be scheduled has passed, and sends the
-        gateways the queue's state and the load, where they changed.
+        """Takes a sample, ends requests that were not scheduled in time, and sends queue state and
+        load to the gateways if they changed.
         """
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:

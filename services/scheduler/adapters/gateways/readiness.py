@@ -1,4 +1,4 @@
-"""Sends sessions and the health service whether a step can run."""
+"""Publishes whether steps can run, to gateways' sessions and the health service."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,15 +11,16 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends its state to every session at each change, and to those that were
-    sent nothing for a second. `set_ready` is called at each change, for the health service.
+    """A `Readiness` that sends its state to every session at each change. A session that was sent
+    nothing for a second gets the state again. `set_ready` is called at each change, to update the
+    health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._sessions = sessions
         self._set_ready = set_ready
         self.cannot_run_steps = asyncio.Event()
-        """Set while pool or workers are away."""
+        """Set while pool or workers are unreachable."""
         self._reason = ""
         self._is_draining = False
         self._is_drained = False
@@ -42,7 +43,7 @@ class ReplicaReadiness:
         self._changed.set()
 
     def set_drained(self, drained: bool) -> None:
-        """Announces whether an operator wants new requests to be refused."""
+        """Announces whether new requests are refused by an operator's command."""
         self._is_drained = drained
         self._changed.set()
 

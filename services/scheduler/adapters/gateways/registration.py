@@ -1,4 +1,4 @@
-"""Registers the scheduler in Redis, where gateways find it, if the settings ask for it."""
+"""Registers the scheduler in Redis, where gateways find it, if the settings enable that."""
 
 import asyncio
 import logging
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""How long the drain may wait for Redis; without an answer the lease ends by itself."""
+"""How long the drain may wait for Redis. Without an answer the lease expires by itself."""
 
 logger = logging.getLogger(__name__)
 
 
 class Registration(Collector):
-    """The record of this scheduler in the registry, from `run` to `leave`. Nothing waits for Redis:
-    what fails is tried again a second later.
+    """The record of this scheduler in the registry, from `run` to `leave`. Serving does not wait
+    for Redis. A failed registration is tried again a second later.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises SettingError if gateways could not reach the address, or the package for Redis is
-        missing.
+        """Raises SettingError if gateways could not reach the address, or if the package for Redis
+        is missing.
         """
         _require_usable_address(settings)
         self._advertised = settings.advertise_address
@@ -45,13 +45,13 @@ class Registration(Collector):
         self._num_failures = 0
 
     async def require_usable(self) -> None:
-        """Raises SettingError where the URL leads to no Redis, or the password is wrong."""
+        """Raises SettingError if there is no Redis at the URL, or if the password is wrong."""
         if self._redis is not None:
             await self._redis.require_usable()
 
     async def run(self, address: str, model_name: str, node: str) -> None:
-        """Renews the lease until cancelled. `address` is where the scheduler listens, `node` a name
-        that no other process has.
+        """Renews the lease until cancelled. `address`: where the scheduler listens. `node`: a name
+        that is unique among processes.
         """
         if self._redis is None:
             return
@@ -73,9 +73,9 @@ class Registration(Collector):
             await asyncio.sleep(RENEW_SECONDS)
 
     async def leave(self) -> None:
-        """Removes the record, if Redis answers at once. `run` must not go on."""
+        """Removes the record, if Redis answers in time. `run` must have been cancelled."""
         if self._registry is not None and self._replica is not None:
-            with suppress(Unavailable):  # the lease ends
+            with suppress(Unavailable):  # the lease expires by itself
                 await self._registry.remove(self._replica, LEAVE_SECONDS)
                 logger.info("removed from the registry: gateways find this scheduler no more")
         self._is_registered = False
@@ -86,7 +86,7 @@ class Registration(Collector):
             await self._redis.close()
 
     def collect(self) -> Iterator[Metric]:
-        """Nothing where the scheduler does not register itself."""
+        """The metrics of the registration. Empty if the scheduler does not register itself."""
         if self._redis is None:
             return
         yield single(names.METRIC_REGISTRATION_UP, self._is_registered)
@@ -106,8 +106,8 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if the address to register is not where gateways reach the scheduler, or
-    is not used.
+    """Raises SettingError if gateways cannot reach the scheduler at the address to register, or if
+    an address is set but not used.
     """
     if settings.redis_url is None:
         if settings.advertise_address is not None:
@@ -122,7 +122,7 @@ def _require_usable_address(settings: SchedulerSettings) -> None:
 
 
 def _connection(url: str) -> "RedisConnection":
-    """To the Redis at a URL. Raises SettingError where the package for it is missing."""
+    """A connection to the Redis at `url`. Raises SettingError if its package is missing."""
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Checks requests that arrive: one that could never run is refused before it is queued."""
+"""Checks arriving requests, and refuses requests that could never run before they are queued."""
 
 import hashlib
 import time
@@ -29,22 +29,22 @@ _NO_SAMPLING = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class RequestIntake:
-    """Checks requests against the limits of the replica, and converts them to the core's form."""
+    """Checks requests against the limits of the replica, and converts them to the core's types."""
 
     config: SchedulerConfig
     vocab_size: int
     hidden_size: int
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
-    """The queue as it is now."""
+    """Returns the present queue state."""
     next_key: Callable[[], int]
-    """A key that no request had before."""
+    """Returns a key that no earlier request had."""
     pooler: Pooler | None = None
-    """How the model pools prompts into vectors; None if it generates."""
+    """How the model pools prompts into vectors; None if it generates tokens."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
-        """The request of a message. Raises InvalidArgument or OutOfRange, which name the field that
-        is wrong, or ResourceExhausted if the queue is full or too long.
+        """Converts a message to a request. Raises InvalidArgument or OutOfRange, which name the
+        invalid field, or ResourceExhausted if the queue is full or too long.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -91,8 +91,8 @@ class RequestIntake:
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
-        """Further input of a session that waits for it. Raises InvalidArgument or OutOfRange, which
-        name the field that is wrong.
+        """Converts a message to further input of a session. Raises InvalidArgument or OutOfRange,
+        which name the invalid field.
         """
         tokens = self._tokens(message.token_ids, "token_ids")
         if not tokens:
@@ -110,13 +110,15 @@ class RequestIntake:
         )
 
     def _may_read_prefix_cache(self, sampling: SamplingParams) -> bool:
-        """Whether what is cached of the prompt need not be computed again."""
+        """Whether a cached prefix of the prompt may be used."""
         if self.pooler is not None:
             return self.pooler.reads_prefix_cache
         return sampling.prompt_logprobs is None
 
     def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
-        """Raises InvalidArgument for an adapter where none is served, or one without a digest."""
+        """Raises InvalidArgument if the request has an adapter and this replica serves none, or if
+        the adapter's digest is invalid.
+        """
         if not message.HasField("adapter"):
             return
         digest = message.adapter.digest
@@ -130,8 +132,8 @@ class RequestIntake:
             )
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
-        """How the prompt is pooled; None where the model generates. Raises InvalidArgument for a
-        request that the model is not made for.
+        """How the prompt is pooled; None if the model generates tokens. Raises InvalidArgument if
+        the request does not match the kind of model.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -156,8 +158,8 @@ class RequestIntake:
         return params
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """When the request must have been scheduled; None: no limit. Raises ResourceExhausted if
-        the queue is full, or if the request would probably be scheduled later than that.
+        """The latest time at which the request may be scheduled first; None: no limit. Raises
+        ResourceExhausted if the queue is full, or if the expected wait exceeds the limit.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

@@ -1,4 +1,4 @@
-"""The scheduler's contract over an engine."""
+"""The scheduler's gRPC service over an engine."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
-"""Running requests whose spans one call may ask for."""
+"""The largest number of running requests whose spans one call may request."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Sessions in front of one engine. `opened` is the first message of each session."""
+    """Serves gateways' sessions over one engine. `opened` is the first message of each session."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """What the outbox collects, until the gateway ends its stream or the drain is done."""
+        """The messages of the outbox, until the gateway ends its stream or the drain ends."""
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:

@@ -1,4 +1,4 @@
-"""The sessions of gateways: which request came through which session, and what to send to each."""
+"""Gateways' sessions: maps each request to its session, and collects the messages to send."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,25 +24,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class GatewaySession:
-    """One gateway's stream, and the requests that came through it."""
+    """One gateway's stream, and the requests that arrived through it."""
 
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
-    """Messages that are to be sent to it."""
+    """Messages to be sent to the gateway."""
     requests: dict[int, Request] = field(default_factory=dict)
-    """Its requests that have not ended, by the handles that the gateway chose."""
+    """The unfinished requests, by the handles that the gateway chose."""
     queue_announced: QueueState | None = None
-    """The queue state that was sent last; None: none was."""
+    """The queue state that was sent last; None if none was sent."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     """The load that was sent last."""
     taken_number: int = 0
-    """Number of the last message that was taken."""
+    """Number of the last message that was received."""
     num_taken_requests: int = 0
-    """New requests in the messages up to that one."""
+    """Number of new requests in all received messages."""
     _num_sent: int = 0
 
     def take(self, message: scheduler_pb2.SessionRequest) -> None:
-        """Notes a message. Raises InvalidArgument unless it is the next one."""
+        """Records a received message. Raises InvalidArgument if its number is not the next one."""
         if message.number != self.taken_number + 1:
             raise InvalidArgument(
                 f"message {message.number} comes in place of {self.taken_number + 1}",
@@ -52,7 +52,7 @@ class GatewaySession:
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
 
     def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
-        """The next message to send, with its number and what was taken by then."""
+        """Sets the number of the next message to send, and acknowledges the received messages."""
         self._num_sent += 1
         response.number = self._num_sent
         response.taken_number = self.taken_number
@@ -60,7 +60,7 @@ class GatewaySession:
         return response
 
     def reject(self, handle: int, error: StepwellError) -> None:
-        """Answers a request that was refused."""
+        """Sends the refusal of a request."""
         self.outbox.rejected(
             scheduler_pb2.Rejection(
                 handle=handle,
@@ -78,14 +78,15 @@ class _Owner:
     session: GatewaySession
     handle: int
     num_uncomputed_tokens: int = 0
-    """Tokens of its prompt that were not computed after the last step."""
+    """Number of prompt tokens that were not computed after the last step."""
     num_prompt_rows: int = 0
-    """Rows of prompt log-probabilities that were sent: a recomputed prompt brings them again."""
+    """Number of prompt log-probability rows that were sent. A recomputed prompt returns them again.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The requests of a step that belong to one session: their indexes in it, and their handles."""
+    """The requests of a step that belong to one session: their indexes in the step, and handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -93,52 +94,52 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler: a `Delivery` that divides outputs among the sessions.
+    """All sessions of a scheduler: a `Delivery` that distributes outputs among the sessions.
 
-    Most steps have the same requests as the step before: which of them belong to which session is
-    found again only when they change.
+    Most steps have the same requests as the step before. The assignment of requests to sessions is
+    computed again only when the requests change.
     """
 
     def __init__(self) -> None:
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_completed = 0
-        """Finished requests that had been scheduled."""
+        """Number of finished requests that had been scheduled."""
         self.num_corrupted = 0
-        """Finished requests whose logits held NaN."""
+        """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
         """Whether a step can run, as last announced."""
         self._sessions: set[GatewaySession] = set()
         self._gateways: set[GatewaySession] = set()
-        """The sessions of gateways, without those of other contracts."""
+        """The sessions of gateways. Sessions of other gRPC services are not included."""
         self._owners: dict[Request, _Owner] = {}
         self._num_uncomputed = 0
-        """Tokens of prompts that are still to be computed, as far as steps have told."""
+        """Number of prompt tokens that are not computed yet, after the last step."""
         self._num_sent = 0, 0
-        """Requests, and those tokens, as they were sent last."""
+        """Numbers of requests and of uncomputed prompt tokens that were sent last."""
         self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
 
     def __len__(self) -> int:
-        """How many gateways are connected."""
+        """The number of connected gateways."""
         return len(self._gateways)
 
     def open(self, gateway_id: str) -> GatewaySession:
-        """A new session of a gateway."""
+        """Opens a session of a gateway."""
         session = self.open_call(gateway_id)
         self._gateways.add(session)
         self._send_load()
         return session
 
     def open_call(self, name: str) -> GatewaySession:
-        """A session for the requests of one call. It is sent tokens and ends, and no states."""
+        """Opens a session for the requests of one call. It gets tokens and ends, but no states."""
         session = GatewaySession(name)
         self._sessions.add(session)
         return session
 
     def close(self, session: GatewaySession) -> list[Request]:
-        """Removes a session; returns its requests, which are to be aborted."""
+        """Removes a session. Returns its requests, which the caller must abort."""
         self._sessions.discard(session)
         self._gateways.discard(session)
         unowned = list(session.requests.values())
@@ -149,13 +150,13 @@ class Sessions:
         return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sends every gateway whether a step can run."""
+        """Sends the replica's state, whether a step can run, to every gateway."""
         self.state = state
         for session in self._gateways:
             session.outbox.announce(state)
 
     def announce_to_quiet(self) -> None:
-        """Sends the state to every gateway that was sent nothing since the call before the last."""
+        """Sends the state to every gateway that was sent nothing during the last two calls."""
         for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:
@@ -164,10 +165,11 @@ class Sessions:
     def report(
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
-        """Sends how long the queue is, how much there is to do and how fast it is done to every
-        gateway that was not sent the same before: with the deltas of its next step, or alone if
-        none came before the next call. What is to be computed is counted anew: meanwhile it is
-        counted as the steps go, which leave out what is computed again.
+        """Sends the queue state and the load to every gateway, if they changed. They are sent with
+        the deltas of the gateway's next step, or alone if there are none before the next call.
+
+        The uncomputed prompt tokens are counted anew. Between two calls the count is only updated
+        from the steps, which ignores tokens that are computed again.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -197,12 +199,14 @@ class Sessions:
                 session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
-        """Compares two numbers in a step that only decodes, and none came or ended before it."""
+        """Sends the load if the number of requests or of uncomputed tokens has changed. Only
+        compares two numbers in a decode-only step without arrivals or ends.
+        """
         if self._num_sent != (len(self._owners), self._num_uncomputed):
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
-        """Counts what a step computes of prompts, and what it found of them in the cache."""
+        """Subtracts the prompt tokens that a step computes or found in the prefix cache."""
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
@@ -215,30 +219,32 @@ class Sessions:
                 owner.num_uncomputed_tokens = left
 
     def wake(self) -> None:
-        """Has the session of every gateway check whether it should end."""
+        """Makes the session of every gateway check whether it should end."""
         for session in self._gateways:
             session.outbox.wake()
 
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:
-        """Notes the session and the handle of a request."""
+        """Records the session and the handle of a request."""
         session.requests[handle] = request
         self._owners[request] = _Owner(session, handle, request.num_prompt_tokens)
         self._num_uncomputed += request.num_prompt_tokens
 
     def disown(self, session: GatewaySession, handle: int) -> None:
-        """Forgets a request that is about to end: the gateway knows that already."""
+        """Removes a request that is about to end, so that no end is sent to the gateway."""
         self._pop_owner(session.requests.pop(handle))
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
-        """Tells the gateway of a request that it has to go on elsewhere; it is about to end."""
+        """Sends the gateway a refusal of a request that is about to end here, so that the gateway
+        continues it on another replica.
+        """
         owner = self._owners.get(request)
         if owner is not None:
             owner.session.reject(owner.handle, error)
             self.disown(owner.session, owner.handle)
 
     def find(self, request_ids: Iterable[str]) -> list[Request]:
-        """The requests of these ids that have not ended."""
+        """The unfinished requests with these ids."""
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 
@@ -267,7 +273,7 @@ class Sessions:
         if plan.num_tokens > len(plan.requests) or plan.new:
             self._count_computed(plan)
         self._deliver_ends(update.ended)
-        if plan.requests or update.ended:  # a step without has no deltas that carry the load
+        if plan.requests or update.ended:  # other steps have no deltas to carry the load
             self._send_load_if_changed()
         for session in self._sessions:
             session.outbox.flush()
@@ -323,7 +329,7 @@ class Sessions:
         return owner
 
     def _shares_of(self, requests: Sequence[Request]) -> list[_Share]:
-        """The requests of a step by session."""
+        """The requests of a step, grouped by session."""
         if requests != self._sorted:
             shares: dict[GatewaySession, _Share] = {}
             for index, request in enumerate(requests):
@@ -340,7 +346,9 @@ class Sessions:
 
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
-    """Output tokens of each request of a step with its new ones, of a session those of its turn."""
+    """Number of output tokens of each request of a step, including the new tokens. For a session
+    whose turn ends, the output tokens of that turn.
+    """
     requests, turns = update.plan.requests, update.turns
     if turns:
         requests = [turns[one].turn if one in turns else one for one in requests]
@@ -350,7 +358,7 @@ def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
 def _unsent(
     owner: _Owner, item: worker_pb2.RequestLogprobs, num_computed: int
 ) -> worker_pb2.RequestLogprobs:
-    """Leaves out prompt rows that were sent before a preemption made the prompt be recomputed.
+    """Removes prompt rows that were already sent before a preemption and computed again after it.
 
     The first row of a chunk that starts at `num_computed` belongs to the prompt token after it.
     """

@@ -1,4 +1,4 @@
-"""Takes in the requests of all sessions, of every contract."""
+"""Accepts the requests of all sessions and gRPC services."""
 
 import asyncio
 import time
@@ -16,11 +16,11 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Longer prompts are hashed in a thread, so that no step waits for it."""
+"""Longer prompts are hashed in a thread, so that hashing delays no step."""
 
 
 class RequestSubmitter:
-    """Checks requests, hashes their prompts, and queues them at the engine."""
+    """Checks requests, hashes their prompts, and adds them to the engine."""
 
     def __init__(
         self,
@@ -31,10 +31,9 @@ class RequestSubmitter:
         grammars: GrammarPreparation,
     ) -> None:
         self.is_draining = False
-        """Whether this process stops: sessions of gateways end once their requests have."""
+        """Whether this process is stopping. A gateway's session then ends with its last request."""
         self.is_drained = False
-        """Whether new requests are refused because an operator wants it; sessions of gateways stay
-        open.
+        """Whether new requests are refused by an operator's command. Gateways' sessions stay open.
         """
         self._engine = engine
         self._intake = intake
@@ -43,19 +42,19 @@ class RequestSubmitter:
         self._grammars = grammars
 
     def drain(self) -> None:
-        """Refuses new requests from here on, and further turns."""
+        """Refuses new requests and further turns from here on."""
         self.is_draining = True
         self._client_sessions.end_all()
         self._sessions.wake()
 
     def refuse_new(self) -> None:
-        """Refuses new requests, and further turns, until `is_drained` is set back."""
+        """Refuses new requests and further turns until `is_drained` is set to False."""
         self.is_drained = True
         self._client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
-        """Queues a request; its tokens go to the outbox of `session`. Raises StepwellError if it is
-        refused, and then nothing of it is held.
+        """Queues a request, whose tokens are sent to the outbox of `session`. Raises StepwellError
+        if the request is refused; then nothing is stored.
         """
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
@@ -70,8 +69,8 @@ class RequestSubmitter:
         self._engine.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins the next turn of a client's session. Raises StepwellError if it is refused; then
-        the session has ended.
+        """Begins the next turn of a client's session. If the input is refused, ends the session and
+        raises StepwellError.
         """
         try:
             request = self._client_sessions.find(session, message)

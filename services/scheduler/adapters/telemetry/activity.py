@@ -1,6 +1,6 @@
 """The present activity of a replica, for `stepwell top` and `/ui`: RPC GetActivity.
 
-Steps are noted only while clients ask for them, and for `WATCHED_SECONDS` after.
+Steps are recorded only while clients request them, and for `WATCHED_SECONDS` afterwards.
 """
 
 import time
@@ -20,14 +20,14 @@ from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 WATCHED_SECONDS = 5.0
-"""How long steps are noted after they were asked for."""
+"""How long steps are recorded after a client requested them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""Most running requests, and most waiting ones, in one answer."""
+"""The largest number of running requests, and of waiting requests, in one answer."""
 MAX_REQUESTS_OF_STEP = 64
 
 MAX_CELLS = 65_536
-"""Most cells of a map of blocks, which is the pool's bound, too."""
+"""The largest number of cells in a map of blocks. The pool has the same limit."""
 _BLOCKS_TIMEOUT_SECONDS = 1.0
 
 _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
@@ -38,11 +38,11 @@ _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
 
 
 class WatchedSteps:
-    """The last steps, noted while they are watched."""
+    """Records the last steps while a client watches them."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
-        """Whether steps are to be noted."""
+        """Whether steps are recorded."""
         self._monotonic = monotonic
         self._watched_until = 0.0
         self._begun_nanos = 0
@@ -50,14 +50,16 @@ class WatchedSteps:
         self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
-        """The steps that were done after this one; 0: all. Further ones are noted for some time."""
+        """The recorded steps after `step`, or all recorded steps if it is 0. Keeps the recording on
+        for `WATCHED_SECONDS`.
+        """
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
-            step = 0  # of another process
+            step = 0  # the number is from an earlier process
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """A step is about to be planned. Ends the watch if steps were not asked for lately."""
+        """Called before a step is planned. Ends the recording if no client watches any more."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
@@ -66,24 +68,24 @@ class WatchedSteps:
             self._done.clear()
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """A step is decided."""
+        """Records a planned step."""
         if plan.requests:
             self._open[plan.step] = step_to_proto(plan, self._begun_nanos)
 
     def done(self, plan: SchedulerOutput) -> None:
-        """The tokens of a step have arrived."""
+        """Records that the tokens of a step have arrived."""
         step = self._open.pop(plan.step, None)
         if step is not None:
             step.done_unix_nanos = time.time_ns()
             self._done.append(step)
 
     def lost(self) -> None:
-        """The outputs of steps in flight are discarded."""
+        """Removes the steps in flight, whose outputs are discarded."""
         self._open.clear()
 
 
 class Activity:
-    """Answers GetActivity, with the map of blocks that the pool gives."""
+    """Answers GetActivity, including the map of blocks from the pool."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class Activity:
     async def message(
         self, request: scheduler_pb2.GetActivityRequest
     ) -> scheduler_pb2.GetActivityResponse:
-        """What the replica does now."""
+        """The present activity of the replica."""
         blocks = await self._blocks(request.max_cells) if request.max_cells else None
         reason = self._counts.wait_reasons.current
         return scheduler_pb2.GetActivityResponse(
@@ -115,7 +117,7 @@ class Activity:
         )
 
     async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
-        """None while the pool does not answer, or knows no such pool."""
+        """The pool's map of blocks; None if the pool does not answer or does not exist."""
         request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
         try:
             answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
@@ -125,7 +127,7 @@ class Activity:
 
 
 def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
-    """A planned step. A request with one token besides its drafts decodes."""
+    """Converts a planned step. A request with one token, apart from drafts, counts as decoding."""
     num_decode = sum(
         tokens
         for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
@@ -150,7 +152,9 @@ def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2
 def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
-    """The first requests that run, and that wait for `reason` or one of their own."""
+    """The first running requests, and the first waiting requests with their wait reasons. `reason`
+    is the reason of all waiting requests that were not passed over.
+    """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):
         yield _request_to_proto(request, None)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine, read from its counts at each scrape."""
+"""Prometheus metrics of an engine, collected from its counters at each scrape."""
 
 import time
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from services.scheduler.core.engine.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import WaitReason
 
 _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOVERY})
-"""vLLM's word for waits that more capacity would not end."""
+"""Wait reasons that count as "deferred" in vLLM's metric: more capacity would not end the wait."""
 
 
 class EngineCollector(Collector):
-    """An engine's queues, steps and losses."""
+    """Collects metrics of an engine's queues, steps and losses."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
 
 
 class ClientSessionsCollector(Collector):
-    """The sessions of clients."""
+    """Collects metrics of clients' sessions."""
 
     def __init__(self, client_sessions: ClientSessions) -> None:
         self._client_sessions = client_sessions

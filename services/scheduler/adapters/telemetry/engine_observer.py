@@ -1,4 +1,4 @@
-"""The observer of a replica's engine: traces, metrics, and watchers of its steps."""
+"""The observer of a replica's engine, for traces, metrics and recorded steps."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request
 
 
 class EngineObserver:
-    """A `StepObserver` that passes each call on to traces, metrics and watchers."""
+    """A `StepObserver` that forwards each call to traces, metrics and recorded steps."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Timelines of requests that have ended and were not sampled, in case their spans are wanted."""
+"""Stores timelines of ended requests that were not sampled, in case their spans are requested."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from services.scheduler.adapters.telemetry.request_spans import Attributes
 from services.scheduler.core.timelines.timeline import Timeline
 
 MAX_KEPT = 2048
-"""Requests; a timeline takes some kilobytes."""
+"""The largest number of stored timelines. A timeline has some kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
-    """What becomes the spans of one request."""
+    """The data from which the spans of one request are made."""
 
     timeline: Timeline
     attributes: Attributes
@@ -20,7 +20,7 @@ class KeptTrace:
 
 
 class KeptTraces:
-    """The newest timelines by request id. Each can be taken once."""
+    """The newest timelines by request id. Each timeline can be taken once."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
@@ -30,12 +30,12 @@ class KeptTraces:
         return len(self._traces)
 
     def add(self, request_id: str, trace: KeptTrace) -> None:
-        """Keeps a timeline, in place of the oldest one if there are too many."""
+        """Stores a timeline. Drops the oldest one if there are too many."""
         self._traces.pop(request_id, None)
         self._traces[request_id] = trace
         if len(self._traces) > self._most:
             self._traces.popitem(last=False)
 
     def take(self, request_id: str) -> KeptTrace | None:
-        """The timeline of a request; None if it is not kept."""
+        """Removes and returns the timeline of a request; None if it is not stored."""
         return self._traces.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""When single requests were passed over, and why. Times are nanoseconds since the epoch."""
+"""Records when single requests were passed over, and why. Times are nanoseconds since the epoch."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.phase_parts import ReasonStart
 
 MAX_WAITS = 256
-"""Waits of one request that are remembered, the newest ones."""
+"""Number of waits that are kept of one request. Older waits are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnWait:
-    """A request was passed over from `begin` on, up to `end`."""
+    """A time from `begin` to `end` in which a request was passed over."""
 
     begin: int
     end: int
@@ -23,13 +23,13 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Notes after each step which requests were passed over in it. A step in which none was, nor in
-    the one before it, costs nothing.
+    """Records for each step which requests were passed over. A step costs nothing if no request was
+    passed over in it and in the step before.
     """
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
-        """Requests that were passed over in the last step, and why."""
+        """Requests that were passed over in the last step, each with its reason."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 
@@ -39,14 +39,14 @@ class OwnWaits:
         return bool(self._last)
 
     def arrived(self, request: Request, now: int) -> None:
-        """Notes why a request waits that came before a step could look at it."""
+        """Records why a new request waits, before the first step that could admit it."""
         if request.grammar is GrammarStatus.COMPILING:
             self._last[request] = preparation_wait(request)
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Notes which requests were passed over in a step. The others wait for what the queue waits
-        for.
+        """Records which requests were passed over in a step. The other requests wait for the same
+        reason as the queue.
         """
         if passed_over == self._last:
             return
@@ -59,18 +59,18 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
-        """No step is planned for a while: all wait for the same."""
+        """Ends all waits, because no step is planned for a while and all requests wait for that."""
         self.planned({}, now)
 
     def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request that waits no longer, in order."""
+        """Removes and returns the waits of a request that no longer waits, in order."""
         reason = self._last.get(request)
         if reason is not None and request in self._begins:
             self._close(request, reason, now)
         return self._waits.pop(request, ())
 
     def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request that may go on to wait, in order."""
+        """The waits of a request up to now, in order. The last one may still last."""
         waits = tuple(self._waits.get(request, ()))
         reason, begin = self._last.get(request), self._begins.get(request)
         if reason is None or begin is None:
@@ -85,8 +85,8 @@ class OwnWaits:
 
 
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
-    """Why a request waited, each reason with its beginning: what the queue waited for (`starts`, in
-    order), and in its place its own reasons for as long as they lasted.
+    """The reasons for which a request waited, each with its start. During the request's `own` waits
+    their reasons replace the reasons of the queue, `starts`. Both arguments are in order.
     """
     if not own:
         return starts

@@ -1,7 +1,7 @@
-"""What is known of a phase of a request when it ends, or of one that goes on, so far.
+"""Completes the open phase of a timeline when it ends, or for a snapshot while it lasts.
 
-Of a wait that is why it lasted, of a prefill the chunk that is cut short, and of a decoding its
-steps. Only the timeline that is given changes.
+A waiting phase gets its reasons, a prefill the chunk that was cut short, and a decode phase its
+steps. Only the given timeline is changed.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ class Tracked:
     request: Request
     timeline: Timeline
     waiting: WaitStart | None
-    """While it waits: since when."""
+    """The start of the present wait; None while the request does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnds:
-    """By the sums over all steps, and the reasons for which the queue waited."""
+    """Completes phases from the sums over all steps and the wait reasons of the queue."""
 
     sums: StepSums
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
-        """Fills in the open phase of a timeline, which lasted until `end`, and then adds the pause
-        that it is in since. `own` are the request's own waits, if the phase is a wait.
+        """Completes the open phase of a timeline, which lasted until `end`. If `end` is before
+        `now`, adds a pause from `end` on. `own` are the waits in which the request was passed over.
         """
         timeline = tracked.timeline
         match timeline.current.kind:
@@ -56,7 +56,7 @@ class PhaseEnds:
         phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
 
     def _prefill(self, timeline: Timeline, end: int) -> None:
-        """The chunk in flight, if there is one, is cut short."""
+        """Adds the chunk in flight, if there is one, as a chunk that was cut short."""
         last_step = self.sums.last_step
         timeline.current.last_step = last_step
         if end > timeline.covered_until:
@@ -66,8 +66,8 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """Why a request waited, each reason with its beginning. Until a step was planned in which it
-    was not admitted, it waits for the next step.
+    """The reasons for which a request waited, each with its start. Until the first step that does
+    not admit the request, the reason is the wait for the next step.
     """
     changes = reasons.changes_since(waiting)
     starts = [

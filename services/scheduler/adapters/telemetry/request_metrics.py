@@ -1,7 +1,7 @@
-"""vLLM's histograms and counters of requests, from the calls of the engine.
+"""vLLM's histograms and counters of requests, updated by calls of the engine.
 
-In most steps every request gets one token. Those that got one in the step before, too, have the
-same time since their last token, and it is counted once for all of them.
+In most steps every request gets one token. All requests that also got one in the step before have
+the same time since their last token, so this time is counted once for all of them.
 """
 
 import time
@@ -44,8 +44,8 @@ _FINISHED_REASONS = (
     FinishReason.REPETITION.value,
     ERROR,
 )
-"""vLLM's; other reasons of ours are errors to it, and one whose time in the queue was over was
-refused.
+"""vLLM's finish reasons. Other reasons count as errors. A request that timed out in the queue is
+not counted, because it was refused.
 """
 
 
@@ -54,17 +54,17 @@ class _Times:
     """The times of a request, on the monotonic clock, in seconds."""
 
     arrived: float
-    """At the gateway, as far as its clock and this machine's agree."""
+    """Arrival at the gateway. Accurate only if the gateway's clock agrees with this machine's."""
     queued: float
     num_output_before: int
-    """Tokens with which it came from another replica."""
+    """Number of output tokens that an earlier replica had generated."""
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float = 0.0
 
 
 class RequestMetrics(Collector):
-    """Observes requests; read at each scrape."""
+    """Observes requests, and collects their metrics at each scrape."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The requests of the last step that go on, if each of its requests got a token in it."""
+        """The unfinished requests of the last step, if each request of the step got one token."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
@@ -88,7 +88,7 @@ class RequestMetrics(Collector):
         self._num_generation_tokens = 0
 
     def arrived(self, requests: Sequence[Request]) -> None:
-        """Requests were queued."""
+        """Records requests that were queued."""
         now, unix = self._monotonic(), self._unix_seconds()
         for request in requests:
             since_queued = max(0.0, unix - request.queued_unix_nanos / 1e9)
@@ -98,7 +98,7 @@ class RequestMetrics(Collector):
             )
 
     def admitted(self, requests: Sequence[Request]) -> None:
-        """Requests were admitted for the first time."""
+        """Records the first admission of requests."""
         for request in requests:
             times = self._requests.get(request)
             if times is not None and times.scheduled is None:
@@ -107,7 +107,7 @@ class RequestMetrics(Collector):
                     self._observe[names.METRIC_REQUEST_PARAMS_N](request.num_choices)
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        """A step's tokens have arrived."""
+        """Records the tokens of a step."""
         now, num_tokens = self._monotonic(), update.num_tokens
         self._num_generation_tokens += num_tokens
         has_drafts, num_computed = bool(plan.draft_token_ids), plan.num_tokens
@@ -126,7 +126,7 @@ class RequestMetrics(Collector):
             self._end(update)
 
     def _count_one_each(self, requests: Sequence[Request], now: float) -> None:
-        """Each of the requests of a step got one token."""
+        """Records a step in which each request got one token."""
         if requests == self._steady:
             self._latency.observe(now - self._steady_at, len(requests))
         else:
@@ -141,7 +141,7 @@ class RequestMetrics(Collector):
         self._steady, self._steady_at = requests, now
 
     def _end(self, update: EngineCoreOutputs) -> None:
-        """Requests and turns of sessions ended by a step."""
+        """Records the requests and turns of sessions that ended with a step."""
         over = {*update.ended, *update.turns}
         self._note_last_tokens(over.intersection(self._steady))
         self._steady = [request for request in self._steady if request not in over]
@@ -152,7 +152,7 @@ class RequestMetrics(Collector):
                 self._ended(end.turn, of_turn)
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Requests ended between steps."""
+        """Records requests that ended between steps."""
         if self._steady:
             self._leave_steady()
         for request in requests:
@@ -183,7 +183,7 @@ class RequestMetrics(Collector):
         self._steady = ()
 
     def _note_last_tokens(self, requests: Iterable[Request]) -> None:
-        """The last step gave these a token, and the next one may give them none."""
+        """Stores the time of the last token of requests that may get none in the next step."""
         for request in requests:
             if (times := self._requests.get(request)) is not None:
                 times.last_token = self._steady_at
@@ -198,7 +198,7 @@ class RequestMetrics(Collector):
             self._latency.observe((now - times.last_token) / num_tokens, num_tokens)
         else:
             times.first_token = now
-            if not times.num_output_before:  # otherwise the replica before has counted them
+            if not times.num_output_before:  # otherwise an earlier replica has counted them
                 first_token = self._histograms[names.METRIC_TIME_TO_FIRST_TOKEN]
                 first_token.observe_traced(now - times.arrived, _trace_id(request))
                 self._num_prompt_tokens += request.num_prompt_tokens
@@ -238,15 +238,15 @@ class RequestMetrics(Collector):
 
 
 def _num_left_out(plan: SchedulerOutput, update: EngineCoreOutputs) -> int:
-    """Drafts that the step had room for and that the workers did not propose."""
+    """Number of scheduled drafts that the workers did not propose."""
     return sum(map(len, plan.draft_token_ids.values())) - sum(update.num_draft_tokens)
 
 
 def _trace_id(request: Request) -> str:
-    """The trace of a request that is sampled; empty if it is not."""
+    """The trace id of a sampled request; empty if it is not sampled."""
     return request.traceparent[3:35]
 
 
 def _num_cached(request: Request) -> int:
-    """Tokens of the prompt that were cached; it may have come with output that was, too."""
+    """Number of cached prompt tokens. The hit can be longer if the request arrived with output."""
     return min(request.num_cached_tokens or 0, request.num_prompt_tokens)

@@ -1,8 +1,8 @@
-"""Timelines of requests as spans: a request, its phases, and the parts of these.
+"""Converts timelines of requests to spans: a request, its phases, and the parts of phases.
 
-Phases and parts cover what they are in without a gap, so that durations add up. Spans are made when
-a request has ended, since only then it is known what belongs in them; of one that runs they can be
-asked for, as they are so far.
+Phases and parts cover their parent span without a gap, so that durations add up. Spans are made
+when a request has ended, because only then their contents are known. Spans of a running request, up
+to now, can be requested.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +20,11 @@ from services.scheduler.core.timelines.phase_parts import Chunk, Wait
 from services.scheduler.core.timelines.timeline import Phase, PhaseKind, Timeline
 
 MAX_STEP_LINKS = 128
-"""Links from a phase to steps: the first ones, and as many of the last ones."""
+"""The largest number of links from a phase to steps: half to its first steps, half to its last."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 StepLinks = Callable[[int], Link | None]
-"""The link to a step; None if it was not sampled."""
+"""Returns the link to a step; None if the step was not sampled."""
 
 _NAMES = {
     PhaseKind.QUEUE: names.SPAN_REQUEST_QUEUE,
@@ -45,7 +45,7 @@ _DEFECTS = (
 
 
 def request_attributes(request: Request) -> Attributes:
-    """What is known of a request besides its times."""
+    """The attributes of a request's span, without the parts of its time."""
     attributes: Attributes = {
         names.ATTR_REQUEST_ID: request.request_id,
         names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
@@ -75,12 +75,12 @@ def request_attributes(request: Request) -> Attributes:
 
 
 def is_defect(request: Request) -> bool:
-    """Whether it ended in a way that a client sees as an error, which is not the client's own."""
+    """Whether a request ended with an error that the client did not cause."""
     return request.finish_reason in _DEFECTS
 
 
 class RequestSpans:
-    """Records the spans of requests: of those that have ended, and of others so far."""
+    """Records the spans of ended requests, and of running requests up to now."""
 
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
         self._tracing = tracing
@@ -96,8 +96,9 @@ class RequestSpans:
         failed: bool = False,
         is_running: bool = False,
     ) -> None:
-        """Records `scheduler.request` as `context` under `parent`, and all that is in it. Where the
-        request still runs, that span and its last phase say so.
+        """Records the span `scheduler.request` with `context`, under `parent`, and all its child
+        spans. If the request is still running, an attribute of the span and of its last phase
+        states that.
         """
         status = Status(StatusCode.ERROR) if failed else Status()
         end = timeline.current.end
@@ -201,7 +202,7 @@ class RequestSpans:
         )
 
     def _links(self, steps: range) -> tuple[list[Link], int]:
-        """Links to sampled steps, and how many steps are left out since there are too many."""
+        """Links to the sampled steps, and how many steps were omitted because of the limit."""
         chosen: Iterable[int] = steps
         num_left_out = max(0, len(steps) - MAX_STEP_LINKS)
         if num_left_out:
@@ -230,7 +231,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
             attributes[names.ATTR_CAUSE_MESSAGE] = interruption.message
     match phase.kind:
         case PhaseKind.QUEUE if phase.num_output_tokens:
-            # With which it came from a replica that was lost.
+            # Output of an earlier replica that was lost.
             attributes[names.ATTR_NUM_OUTPUT_TOKENS] = phase.num_output_tokens
         case PhaseKind.DECODE:
             attributes |= _decode_attributes(phase)
@@ -250,7 +251,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
 
 
 def _decode_attributes(phase: Phase) -> Attributes:
-    """The four times add up to the phase."""
+    """The attributes of a decode phase. Its four times add up to the duration of the phase."""
     own = phase.totals.minus(phase.behind)
     others_prefill, behind = own.prompt_nanos, phase.behind.nanos
     compute = own.compute_nanos - others_prefill

@@ -1,4 +1,4 @@
-"""Counters of proposed and accepted drafts, by vLLM's names."""
+"""Counters of proposed and accepted drafts, with vLLM's names."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from services.scheduler.core.output import EngineCoreOutputs
 
 
 class SpeculationMetrics(Collector):
-    """Counts drafts. There is nothing to read where workers propose none. A draft that stands and
-    came after the end of its request counts as rejected.
+    """Counts drafts. Has no metrics if the workers propose none. An accepted draft after the end of
+    its request counts as rejected.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:
@@ -21,7 +21,7 @@ class SpeculationMetrics(Collector):
         self._num_accepted_at = [0] * num_speculative_tokens
 
     def done(self, update: EngineCoreOutputs) -> None:
-        """The tokens of a step that verified drafts have arrived."""
+        """Counts the drafts of a step whose tokens have arrived."""
         self._num_draft_tokens += sum(update.num_draft_tokens)
         for num_accepted in update.num_accepted:
             self._num_drafts += 1

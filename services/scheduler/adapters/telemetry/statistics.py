@@ -1,4 +1,4 @@
-"""The replica's numbers at the time of a request for them, by the RPC GetStats."""
+"""The replica's present numbers, for the RPC GetStats."""
 
 from collections import Counter, deque
 
@@ -22,30 +22,30 @@ _REASONS = (
     *(names.WAIT_NEXT_STEP, names.WAIT_LOST_STEP, names.WAIT_HASHING),
 )
 _SHARE_OF_NEWEST = 0.1
-"""Weight of the newest prompt in the mean length."""
+"""Weight of the newest prompt in `mean_uncached_tokens`."""
 
 
 class StepCounts:
-    """Running totals over steps, which the engine's observer adds to."""
+    """Running totals over steps, which the engine's observer updates."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.mean_uncached_tokens = 0.0
-        """Tokens of a prompt that are computed, in the mean of those that were admitted lately."""
+        """Mean number of uncached tokens in recently admitted prompts."""
         self.num_scheduled_tokens = 0
         self.num_lost_tokens = 0
-        """Tokens that were computed and given up by preemptions."""
+        """Number of computed tokens that preemptions discarded."""
         self.wait_reasons = WaitReasons()
         self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
-        """How long requests waited, by the reason."""
+        """Nanoseconds that requests waited, by reason."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(names.METRIC_STEP_SECONDS)
         self.step_costs = StepCosts()
 
     def admitted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """A new request was scheduled."""
+        """Counts a new request that was scheduled."""
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
         num_uncached = num_prompt_tokens - num_cached_tokens
@@ -54,7 +54,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean time of recent steps, without their overlap; 0 before the first."""
+        """Mean time of recent steps, without their overlap. 0 before the first step."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 

@@ -1,4 +1,4 @@
-"""The step log: a JSON object in each line, of the scheduler's calls and its decisions.
+"""The step log: a file of the scheduler's calls and decisions, with a JSON object in each line.
 
     {"schema": "stepwell.step_log", "version": 4, "config": {...}, "pool": {...}, ...}
     {"call": "add", "key": 1, "id": "...", "tokens": [...], ...}
@@ -6,8 +6,8 @@
     {"call": "update_from_output", "step": 0, "token_ids": [[17]], ...}
     {"call": "end"}
 
-It holds prompts and answers as tokens, so only the owner of the file may read it.
-`services.scheduler.core.step_log.log_entry` has their form, `stepwell replay` reads them.
+The log contains prompts and answers as tokens, so only the owner of the file may read it.
+`services.scheduler.core.step_log.log_entry` describes the entries. `stepwell replay` reads them.
 """
 
 import json
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 MAX_WAITING_BYTES = 64 * 2**20
-"""Most bytes that wait to be written; if there are more, the log ends."""
+"""The largest number of bytes that may wait to be written. If there are more, the log ends."""
 
 
 class StepLog:
-    """A file that a thread writes every `FLUSH_SECONDS`. `write` is for one thread to call.
+    """A log file that a thread writes every `FLUSH_SECONDS`. Only one thread may call `write`.
 
     `write` never waits for the disk. If the disk fails, or is so slow that too many bytes wait, the
-    log ends with a warning; what was written before can be replayed.
+    log ends with a warning. The entries written before can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -108,9 +108,9 @@ def scheduler_with_log(
     shape: ReplicaShape,
     connector: KVConnector | None = None,
 ) -> Iterator[Scheduler]:
-    """A scheduler, with a log of its steps if there is a path for it.
+    """A scheduler. With a `path`, its calls are logged.
 
-    Raises InvalidArgument if no file can be created there.
+    Raises InvalidArgument if the log file cannot be created.
     """
     if path is None:
         yield Scheduler(config, pool, connector)
@@ -124,7 +124,7 @@ def scheduler_with_log(
 
 
 def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int) -> Entry:
-    """The first line: what a replay needs besides the calls."""
+    """The first line of a log: the configuration that a replay needs."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -140,8 +140,8 @@ def header(config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
 
 
 def create_log_file(path: Path) -> BinaryIO:
-    """A new file. An existing file, perhaps from before a crash, is not changed: the file gets the
-    first name of PATH, NAME.2.jsonl, NAME.3.jsonl, ... that does not exist.
+    """Creates a log file under the first name of PATH, NAME.2.jsonl, NAME.3.jsonl, ... that does
+    not exist. An existing file, perhaps from before a crash, is not changed.
     """
     compress = _compressor() if path.suffix == ".zst" else None
     stem, dot, suffix = path.name.partition(".")
@@ -166,7 +166,7 @@ def create_log_file(path: Path) -> BinaryIO:
 class _CompressedFile:
     """A file in which each write is one complete frame with a checksum.
 
-    All frames can be read while the file grows, and after the process that wrote it was killed.
+    All complete frames can be read while the file grows, and after its process was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Steps as spans: each step is a trace of its own, linked to the sampled requests in it."""
+"""Converts steps to spans. Each step is a trace of its own, linked to its sampled requests."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from services.common.telemetry.tracing import MAX_LINKS, Tracing
 from services.scheduler.core.output import SchedulerOutput
 
 MAX_REMEMBERED = 8192
-"""Sampled steps that requests can still link to when they end, the newest ones."""
+"""Number of newest sampled steps to which requests can link when they end."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
 
 class StepSpan:
-    """A step that is sampled, until its tokens have arrived."""
+    """The span of a sampled step, until its tokens have arrived."""
 
     def __init__(self, context: SpanContext, begun: int) -> None:
         self.context = context
@@ -25,7 +25,7 @@ class StepSpan:
         self._links: list[Link] = []
 
     def planned(self, plan: SchedulerOutput, links: list[Link]) -> None:
-        """Notes the plan, with links to the sampled requests in it."""
+        """Records the plan, with links to the sampled requests in it."""
         self._links = links[:MAX_LINKS]
         self._attributes = {
             names.ATTR_STEP: plan.step,
@@ -44,14 +44,14 @@ class StepSpan:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Notes how many drafts the step verified, and how many of them stand."""
+        """Records how many drafts the step verified and accepted."""
         self._attributes |= {
             names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
             names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,
         }
 
     def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
-        """Records the step. A lost one has no tokens."""
+        """Records the span. `lost`: the step's tokens never arrived."""
         if lost:
             self._attributes[names.ATTR_IS_CUT] = True
         tracing.record(
@@ -66,17 +66,17 @@ class StepSpan:
 
 
 class SampledSteps:
-    """Links to the last sampled steps, by the number of the step."""
+    """Links to the newest sampled steps, by step number."""
 
     def __init__(self) -> None:
         self._links: OrderedDict[int, Link] = OrderedDict()
 
     def add(self, step: int, context: SpanContext) -> None:
-        """Notes a sampled step."""
+        """Adds a sampled step."""
         self._links[step] = Link(context)
         if len(self._links) > MAX_REMEMBERED:
             self._links.popitem(last=False)
 
     def link(self, step: int) -> Link | None:
-        """The link to a step; None if it was not sampled or is not remembered."""
+        """The link to a step; None if the step was not sampled or is no longer stored."""
         return self._links.get(step)

@@ -1,6 +1,6 @@
-"""Sums over the steps done so far, of which a request that decodes takes differences.
+"""Sums over all completed steps. The sums of a decode phase are differences of these totals.
 
-A step adds to them once, however many requests are in it.
+A step is added once, independently of its number of requests.
 """
 
 from bisect import bisect_left
@@ -9,7 +9,7 @@ from services.scheduler.core.timelines.timeline import StepTotals
 
 
 class StepSums:
-    """Totals of all steps, and the largest batch since any of them."""
+    """Totals of all steps, and the largest batch since any given step."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -19,9 +19,9 @@ class StepSums:
         self._num_requests = 0
         self.last_step = -1
         self.last_done_nanos = 0
-        """When the tokens of the last step arrived."""
+        """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
-        """Steps with no larger batch behind them; the sizes fall."""
+        """Steps after which no step had an equal or larger batch, so that `_sizes` decreases."""
         self._sizes: list[int] = []
 
     @property
@@ -44,7 +44,7 @@ class StepSums:
         prompt_nanos: int,
         num_requests: int,
     ) -> None:
-        """Adds a step that is done; see `StepTotals`."""
+        """Adds a completed step. `StepTotals` describes the values."""
         self._num_steps += 1
         self._nanos += nanos
         self._compute_nanos += compute_nanos
@@ -59,6 +59,6 @@ class StepSums:
         steps.append(step)
 
     def max_requests_since(self, step: int) -> int:
-        """The largest batch of the steps from `step` on; 0 if there is none."""
+        """The largest batch of the steps from `step` on; 0 if there are no such steps."""
         index = bisect_left(self._steps, step)
         return self._sizes[index] if index < len(self._sizes) else 0

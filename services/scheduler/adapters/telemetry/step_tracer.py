@@ -1,11 +1,12 @@
-"""Counts and traces steps and requests, from the calls of the engine to its observer.
+"""Counts and traces steps and requests, from the engine's calls of its observer.
 
-Every request has a timeline, which becomes spans when a sampled request ends; see
-`request_timelines` and `request_spans`. A step may be sampled if a sampled request runs in it, or
-is about to be admitted, and otherwise by the ratio of traces; of all these the ratio of steps is.
+Every request has a timeline, which becomes spans when a sampled request ends: `request_timelines`
+and `request_spans`. A step is a candidate for sampling if a sampled request runs in it or is about
+to be admitted. Other steps are candidates with the sample ratio of traces. The sample ratio of
+steps applies to all candidates.
 
-Most steps only decode: of these the times are collected, and counted for several at once, before
-anything else that comes after them. Counts lag by as many steps at most.
+Most steps only decode. Their times are collected, and counted together for several steps, before
+any other event is counted. So counts may lag by MAX_UNCOUNTED_STEPS.
 """
 
 import random
@@ -24,17 +25,18 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request, TurnEnd
 
 STEP_SERVICE = "engine-steps"
-"""The service by whose name traces of steps are found, apart from traces of requests."""
+"""Part of the service name of step traces, which separates them from request traces."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
-"""From the first of the steps that are not counted yet to the last."""
+"""The longest time from the first uncounted step to the last one."""
 
 
 class StepTracer:
-    """A `StepObserver` that counts and times everything, and traces what is sampled.
+    """A `StepObserver` that counts and times all steps and requests, and traces the sampled ones.
 
-    `candidates` gives the waiting requests that the next step may admit; `end_execution` records
-    the workers' part of a step if that was not done, and why it has no answer.
+    `candidates` returns the waiting requests that the next step may admit. `end_execution` records
+    the span of a step's execution by the workers if it was not recorded yet, with an error if there
+    is no answer.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StepTracer:
         self._begun: StepRecord | None = None
         self._steps: dict[int, StepRecord] = {}
         self._uncounted: list[StepRecord] = []
-        """Steps that only decoded and ended no request, and are not counted yet."""
+        """Decode-only steps that ended no request and are not counted yet."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
         now = self._unix_nanos()
@@ -106,7 +108,7 @@ class StepTracer:
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         step, now = self._steps.pop(plan.step, None), self._unix_nanos()
         if step is None:
-            return  # it only brought news of transfers
+            return  # a step without requests, which only reported transfers
         if step.only_decodes and not (update.ended or update.turns):
             step.done, step.compute_nanos = now, update.execute_nanos
             uncounted = self._uncounted
@@ -129,7 +131,7 @@ class StepTracer:
             step.span.record(self._tracing, self._unix_nanos())
 
     def _end_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
-        """Each turn of a session has a timeline and spans of its own."""
+        """Ends the timelines of turns. Each turn of a session has its own timeline and spans."""
         for session, end in turns.items():
             self._traces.end_turn(session, end.turn)
             tracked = self._timelines.end_turn(session, end.turn, now)
@@ -175,16 +177,16 @@ class StepTracer:
         self.ended(self._timelines.requests)
 
     def keep(self, request_id: str, traceparent: str, tracestate: str = "") -> None:
-        """Has the spans of a request recorded that was not sampled when it came. Does nothing if
-        its timeline is no longer kept.
+        """Makes the spans of a request be recorded although it was not sampled at its arrival. Does
+        nothing if its timeline is no longer stored.
         """
         parent = sampled_parent(traceparent, tracestate)
         if parent is not None:
             self._traces.keep(request_id, parent, self._timelines.requests)
 
     def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
-        """Has the spans of a request recorded that has not ended, with another tracing and under
-        the span that `traceparent` names. Does nothing if there is no such request, or span.
+        """Records the spans of an unfinished request up to now, with `tracing`, under the span of
+        `traceparent`. Does nothing if there is no such request or if `traceparent` is invalid.
         """
         parent = sampled_parent(traceparent)
         if parent is None:

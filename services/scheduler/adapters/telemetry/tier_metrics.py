@@ -1,4 +1,4 @@
-"""Prometheus metrics of the tier of offloaded blocks, read at each scrape; zeros without one."""
+"""Prometheus metrics of the tier of offloaded blocks, collected at each scrape."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from services.scheduler.core.transfers.offloading_connector import OffloadingCon
 
 
 class TierCollector(Collector):
-    """What the connector to the tier has counted."""
+    """Collects the counts of the connector to the tier. Without a connector all values are 0."""
 
     def __init__(self, connector: OffloadingConnector | None) -> None:
         self._connector = connector

@@ -1,4 +1,4 @@
-"""The ports of the engine with a client span around each use of them in a sampled step."""
+"""Wraps the engine's ports, and records a client span for each call in a sampled step."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _CANCELLED = "the step was given up"
 
 
 class TracedPool:
-    """A `KVPool` whose transactions are children of the step they belong to."""
+    """A `KVPool` whose transactions are recorded as child spans of their step."""
 
     def __init__(self, pool: KVPool, tracing: Tracing) -> None:
         self._pool = pool
@@ -28,7 +28,7 @@ class TracedPool:
     def transact(
         self, operations: Sequence[Operation], traceparent: str = ""
     ) -> Coroutine[Any, Any, Outcome]:
-        # Most steps are not traced: their transactions are the pool's own.
+        # Most steps are not traced: the pool's own coroutine is returned.
         parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
             return self._pool.transact(operations)
@@ -62,7 +62,7 @@ class TracedPool:
 
 
 class TracedExecutor:
-    """An `Executor` whose steps are timed from their sending to their answer."""
+    """An `Executor` that records a span of each step from its sending to its answer."""
 
     def __init__(self, executor: Executor, tracing: Tracing) -> None:
         self._executor = executor
@@ -90,8 +90,8 @@ class TracedExecutor:
         return answer
 
     def end(self, step: int, error: str | None = None) -> None:
-        """Records the execution of a step, unless its end was seen before. Code that
-        ends the step itself calls this first: callbacks of a future run later.
+        """Records the execution of a step, unless it was already recorded. Code that ends a step
+        itself calls this method first, because callbacks of a future run later.
         """
         call = self._open.pop(step, None)
         if call is not None:

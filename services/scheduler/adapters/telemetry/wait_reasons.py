@@ -1,9 +1,9 @@
-"""Why requests waited, noted once for all of them.
+"""Records why requests wait, with one reason in each step for the whole queue.
 
-A step notes one reason for all: that of the first request that waits and is not passed over. Those
-that are have reasons of their own, which `OwnWaits` keeps. For a request that leaves the queue the
-reasons are read that were noted while it was in it: a difference of two counts, and the changes in
-between. Times are nanoseconds since the epoch.
+The reason is the wait reason of the first request that is not passed over. Requests that are passed
+over have reasons of their own, which `OwnWaits` records. When a request leaves the queue, the
+reasons of its wait are a difference of two counts, and the changes in between. Times are
+nanoseconds since the epoch.
 """
 
 from collections import Counter, deque
@@ -15,22 +15,22 @@ from typing import NamedTuple
 from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
-"""Changes of the reason that are remembered, the newest ones."""
+"""Number of newest changes of the reason that are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasonChange:
-    """The reason was another one from this step on."""
+    """A change to another reason, from this step on."""
 
     step: int
     unix_nanos: int
     reason: WaitReason
     holder: str = ""
-    """Id of the request that had most of what waiting ones lacked then; empty if none had."""
+    """Id of the request that held most of the missing resource; empty if there was none."""
 
 
 class WaitStart(NamedTuple):
-    """When a request began to wait, and the state of `WaitReasons` at that time."""
+    """The time at which a request began to wait, and the state of `WaitReasons` at that time."""
 
     next_step: int
     unix_nanos: int
@@ -45,9 +45,11 @@ class WaitReasons:
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """After the last step, in a pause or in a recovery; None if no request waited then."""
+        """The reason after the last step, or of a pause or recovery. None if no request waited."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Steps after which requests still waited, by reason. Pause and recovery have no steps."""
+        """Number of steps after which requests still waited, by reason. Pause and recovery have no
+        steps.
+        """
         self.passed_over: Counter[WaitReason] = Counter()
         """How many requests the last step passed over, by reason."""
         self._holder = ""
@@ -58,7 +60,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Notes the reason of a planned step; in a pause, of one whose planning had begun."""
+        """Records the reason of a planned step. The planning may have begun before a pause."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))
@@ -69,31 +71,31 @@ class WaitReasons:
             self._change(self._next_step, WaitReason.PAUSED, now)
 
     def paused(self, now: int) -> None:
-        """Notes that no step is planned until `resumed`."""
+        """Records that no step is planned until `resumed`."""
         if not self._is_paused:
             self._is_paused = True
             if not self._is_recovering:
                 self._change(self._next_step, WaitReason.PAUSED, now)
 
     def resumed(self) -> None:
-        """Notes the end of a pause. The next step gives the next reason."""
+        """Records the end of a pause. The next step sets the next reason."""
         if self._is_paused:
             self._is_paused = False
             if not self._is_recovering:
                 self.current = None
 
     def lost(self, now: int) -> None:
-        """Notes that pool or workers are away until `recovered`."""
+        """Records that pool or workers are lost until `recovered`."""
         self._is_recovering = True
         self._change(self._next_step, WaitReason.RECOVERY, now)
 
     def recovered(self, now: int) -> None:
-        """Notes that pool and workers are back. The next step gives the next reason."""
+        """Records the end of a recovery. The next step sets the next reason."""
         self._is_recovering = False
         self._change(self._next_step, WaitReason.PAUSED if self._is_paused else None, now)
 
     def begin(self, now: int) -> WaitStart:
-        """The state to keep for a request that begins to wait."""
+        """The present state, to be stored for a request that begins to wait."""
         return WaitStart(
             self._next_step,
             now,
@@ -104,11 +106,11 @@ class WaitReasons:
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
-        """In how many steps a request was not admitted, by reason."""
+        """The number of steps in which a request was not admitted, by reason."""
         return self.num_steps - Counter(waiting.num_steps)
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
-        """Why a request waited, in order, the first reason from when it began to wait."""
+        """The reasons for which a request waited, in order. The first one starts with the wait."""
         changes: list[ReasonChange] = []
         if waiting.num_changes < self._num_changes:
             newest_first = takewhile(
@@ -124,7 +126,7 @@ class WaitReasons:
         return changes
 
     def has_forgotten(self, waiting: WaitStart) -> bool:
-        """Whether reasons of the beginning of a wait are no longer kept."""
+        """Whether the first reasons of a wait are no longer stored."""
         oldest = self._changes[0][0] if self._changes else self._num_changes
         return oldest > waiting.num_changes
 
