@@ -1,1 +1,1 @@
-"""`python -m benchmarks.soak COMMAND`: services under load, faults and attacks, for long."""
+"""`python -m benchmarks.soak COMMAND`: long runs of the services under load, faults and attacks."""

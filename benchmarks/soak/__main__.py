@@ -1,4 +1,4 @@
-"""`python -m benchmarks.soak COMMAND [OPTION]...`: what the services withstand, for how long."""
+"""`python -m benchmarks.soak COMMAND [OPTION]...`: long runs under load, faults and attacks."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    # grpc reads this when it is imported, with the command. Lost connections are expected.
+    # grpc reads this when it is imported, with the command module. Lost connections are expected.
     silence_grpc(os.environ)
     status: int = import_module(f"benchmarks.soak.{name}").main(argv[1:])
     return status

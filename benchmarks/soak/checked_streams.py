@@ -1,4 +1,4 @@
-"""Endless streams of requests; each answer is compared with that of the same request alone."""
+"""Repeats requests endlessly; compares each answer with the answer to the same request alone."""
 
 import asyncio
 import time
@@ -20,21 +20,23 @@ _PREFIX_SHARE = 0.6
 
 @dataclass(slots=True)
 class Answer:
-    """The answer to one request so far. `logprobs`: of the sampled tokens, if requested."""
+    """The answer to one request so far. `logprobs` has those of the sampled tokens, if
+    requested.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
 
     def add(self, piece: gateway_pb2.GenerateResponse) -> None:
-        """Appends a message of the stream."""
+        """Appends a message of the response stream."""
         self.token_ids += piece.token_ids
         self.text += piece.text
         if piece.logprobs.width:
             self.logprobs += piece.logprobs.logprobs[:: piece.logprobs.width]
 
     def difference(self, other: "Answer") -> str:
-        """What differs from another answer; empty if nothing does."""
+        """Describes the first difference from another answer; empty if they are equal."""
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
@@ -48,15 +50,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Counts:
-    """How the answers ended."""
+    """Counts of answers by how they ended."""
 
     good: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     with_gateway: int = 0
-    """Answers that ended because the gateway was made to end."""
+    """Number of answers that ended because a gateway was killed or terminated on purpose."""
     silences: list[float] = field(default_factory=list)
-    """Of each answer that ended well, the longest time without a token, in seconds."""
+    """For each correct answer, the longest time without a token, in seconds."""
 
     @property
     def are_good(self) -> bool:
@@ -71,10 +73,10 @@ class Counts:
 
 
 class Streams:
-    """Requests that are sent again and again, all at once, over one channel to each gateway.
+    """Repeats a set of requests, all concurrently, over one channel to each gateway.
 
-    Half are greedy, half are sampled with a seed, some with penalties, some with
-    log-probabilities. Many prompts begin alike.
+    Half are greedy, half are sampled with a seed, some with penalties, some with log-probabilities.
+    Many prompts share a prefix.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Streams:
         num_prompt_tokens: int,
         num_tokens: int,
     ) -> None:
-        """`addresses` of gateways get the streams in turn."""
+        """`addresses` are the gateways; the streams are distributed over them in rotation."""
         self.counts = Counts()
         self.expects_gateway_loss = False
         self._requests = [
@@ -104,7 +106,7 @@ class Streams:
         self.all_progressed = asyncio.Event()
 
     async def measure(self) -> None:
-        """Sends each request alone and keeps its answer, which all later ones must equal."""
+        """Sends each request alone and stores its answer, which all later answers must equal."""
         for number in range(len(self._requests)):
             answer = Answer()
             await self._ask(number, answer)
@@ -117,7 +119,7 @@ class Streams:
                 streams.create_task(self._repeat(number))
 
     def stop(self) -> None:
-        """Starts no further request."""
+        """Stops starting requests."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -126,7 +128,7 @@ class Streams:
             await channel.close()
 
     def mark(self) -> None:
-        """Begins a measurement of silences."""
+        """Starts a measurement of silences."""
         self._since = time.monotonic()
         self._silence = self._longest_gap = 0.0
         self.expect_progress()
@@ -166,7 +168,9 @@ class Streams:
                 self.counts.silences.append(silence)
 
     async def _ask(self, number: int, answer: Answer) -> float:
-        """Fills in the answer; returns the longest time without a piece of it, in seconds."""
+        """Sends a request and fills in `answer`. Returns the longest time without a piece, in
+        seconds.
+        """
         begun, silence, last = False, 0.0, time.monotonic()
         stub = self._stubs[number % len(self._stubs)]
         call = stub.Generate(self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True)
@@ -192,7 +196,7 @@ class Streams:
 def make_request(
     number: int, vocab_size: int, num_prompt_tokens: int, num_tokens: int
 ) -> gateway_pb2.GenerateRequest:
-    """The request of a stream: a function of its number."""
+    """The request of a stream, determined by its number."""
     draw, family = Random(f"stream/{number}"), Random(f"family/{number % 4}")
     length = draw.randrange(num_prompt_tokens // 2, num_prompt_tokens)
     common = int(_PREFIX_SHARE * length)

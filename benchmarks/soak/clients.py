@@ -1,7 +1,7 @@
-"""Requests of many kinds, as clients make them: the load of an endurance run.
+"""Requests of many kinds, as clients send them: the load of an endurance run.
 
-Each kind is a function that makes one request and checks that the answer is what was asked for; it
-raises AssertionError if it is not. Nothing here is timed.
+Each kind is a function that sends one request and checks the answer. It raises AssertionError if
+the answer is wrong. Nothing is timed here.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from services.common.rpc.channel import open_channel
 _SHARED_PREFIXES = 6
 _MOST_PHRASES = 11
 _TOKENS_PER_PHRASE = 120
-"""Tokens of the longest sequence for each phrase of a turn: three turns take half of them, where
-each of a phrase's letters is a token.
+"""Tokens of the longest sequence for each phrase of a turn. If every letter of a phrase is a token,
+three turns use half of the sequence.
 """
 _PHRASES = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
 _GOOD, _BAD = 200, 400
@@ -30,9 +30,8 @@ _GOOD, _BAD = 200, 400
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The gateway's addresses and the model's limits.
-
-    `longest`: tokens of a prompt and its answer.
+    """The gateway's addresses and the model's limits. `longest` is the most tokens of a prompt and
+    its answer together.
     """
 
     http: str
@@ -41,9 +40,8 @@ class Endpoint:
     longest: int
 
     def prompt(self, draw: Random, share: float | None = None) -> list[int]:
-        """Token ids: often a prefix that other prompts share, then random ones.
-
-        `share`: its part of the longest sequence; by default a small one.
+        """Token ids: often a prefix that other prompts share, then random ids. `share` is the
+        prompt's fraction of the longest sequence; by default it is small.
         """
         if share is None:
             share = draw.choice((0.02, 0.1, 0.2, 0.3))
@@ -64,7 +62,7 @@ Ask = Callable[[Endpoint, Random], Awaitable[None]]
 
 
 async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
-    """Greedy, over gRPC."""
+    """A greedy request over gRPC."""
     wanted = endpoint.num_tokens(draw)
     request = _generate(endpoint.prompt(draw), wanted)
     async with _calling(endpoint, request) as call:
@@ -73,7 +71,7 @@ async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
-    """Several answers at once, sampled, penalized, with log-probabilities."""
+    """One request for several sampled answers, with penalties and log-probabilities."""
     wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
     request = _generate(endpoint.prompt(draw), wanted)
     request.n = n
@@ -97,7 +95,7 @@ async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
-    """A long prompt, computed in chunks, and a few tokens."""
+    """A long prompt, computed in chunks, with a short answer."""
     request = _generate(endpoint.prompt(draw, draw.uniform(0.4, 0.9)), 4)
     async with _calling(endpoint, request) as call:
         answers = [answer async for answer in call]
@@ -105,7 +103,7 @@ async def grpc_long(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_hang_up(endpoint: Endpoint, draw: Random) -> None:
-    """Cancels, or just closes the connection, before the answer has ended."""
+    """Cancels the call, or closes the connection, before the answer has ended."""
     request = _generate(endpoint.prompt(draw), endpoint.longest // 2)
     async with _calling(endpoint, request) as call:
         for _ in range(draw.randrange(3)):
@@ -203,7 +201,7 @@ KINDS: dict[str, tuple[int, Ask]] = {
     "HTTP, hung up": (1, http_hang_up),
     "HTTP, refused": (1, http_bad),
 }
-"""The weight of each kind in the draw, and its function."""
+"""The weight of each kind in the random selection, and its function."""
 
 
 def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest:
@@ -216,7 +214,7 @@ def _generate(prompt: list[int], num_tokens: int) -> gateway_pb2.GenerateRequest
 
 @asynccontextmanager
 async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> AsyncIterator[Any]:
-    """A call on a channel of its own, as separate clients have."""
+    """A call on a separate channel, as separate clients have."""
     channel = open_channel(endpoint.grpc)
     try:
         yield gateway_pb2_grpc.InferenceStub(channel).Generate(request)
@@ -228,7 +226,7 @@ async def _calling(endpoint: Endpoint, request: gateway_pb2.GenerateRequest) -> 
 async def _sending(
     endpoint: Endpoint, path: str, body: bytes
 ) -> AsyncIterator[asyncio.StreamReader]:
-    """A request on a connection of its own; yields what the answer is read from."""
+    """Sends a request on a separate connection; yields the reader of the answer."""
     host, _, port = endpoint.http.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -243,7 +241,7 @@ async def _sending(
 
 
 async def _post(endpoint: Endpoint, path: str, body: Any) -> tuple[int, bytes]:
-    """The status and the body of an answer, joined where it comes in chunks."""
+    """The status and the body of an answer. Chunks are joined."""
     async with _sending(endpoint, path, json.dumps(body).encode()) as reader:
         head = await reader.readuntil(b"\r\n\r\n")
         rest = await reader.read()

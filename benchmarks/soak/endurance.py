@@ -1,17 +1,17 @@
-"""Keeps the four services at full load for long, and fails if anything grows, leaks or breaks.
+"""Keeps the four services at full load for a long time; fails if anything grows, leaks or breaks.
 
     python -m benchmarks.soak endurance --minutes 20 [--model DIR]
 
-Clients of every kind (benchmarks/soak/clients.py) send requests without pause, more than can run at
-once, to a pool that is too small for those that run, so that blocks are evicted and requests
-preempted. Each process is sampled every few seconds. At the end, without any request, every block
-must be free again. The table goes to standard output, progress to standard error; the exit status
-is 1
+Clients of every kind (benchmarks/soak/clients.py) send requests without pause. There are more
+requests than can run at once, and the pool is too small for the running ones, so that blocks are
+evicted and requests preempted. Each process is sampled every few seconds. At the end, without any
+request, every block must be free again. The table goes to standard output, progress to standard
+error; the exit status is 1
 
 * if a process's memory grows: by more than GROWN_BYTES after the warm-up, and the 95 % confidence
   interval of its slope lies above the bound;
-* if it ends with more than MORE_HANDLES threads or files above what it had after the warm-up;
-* if a block or a request is left, an answer is not what was asked for, or a service ends.
+* if it ends with over MORE_HANDLES more threads or files than after the warm-up;
+* if a block or a request is left, an answer is wrong, or a service ends.
 """
 
 import asyncio
@@ -45,16 +45,18 @@ BLOCK_SIZE = 16
 POOL_SEQUENCES = 3
 """The number of longest requests that fill the pool."""
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
-"""The first part of a run does not count: that share of it, and no longer than that."""
+"""The warm-up does not count: this fraction of the run, at most this many seconds."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
-"""Seconds between two samples, or less, so that a short run has that many."""
+"""The seconds between two samples. The interval is shorter in a short run, so that it has at least
+SAMPLES samples.
+"""
 ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SHOWN_ERRORS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run, and the growth that is accepted."""
+    """The run, and the accepted growth."""
 
     model: Path
     minutes: float
@@ -62,7 +64,7 @@ class Options:
 
 
 class Callers:
-    """Clients that send one request after the other until `stopping` is set."""
+    """Clients that send one request after another until `stopping` is set."""
 
     def __init__(self, world: Endpoint) -> None:
         self.done: Counter[str] = Counter()
@@ -71,7 +73,7 @@ class Callers:
         self._world = world
 
     async def run(self) -> None:
-        """Returns when all answers have come after `stopping` was set."""
+        """Runs the clients. Returns when `stopping` is set and all answers have arrived."""
         async with asyncio.TaskGroup() as clients:
             for number in range(NUM_CLIENTS):
                 clients.create_task(self._client(Random(f"client/{number}")))
@@ -84,7 +86,7 @@ class Callers:
             try:
                 await KINDS[name][1](self._world, draw)
             except Exception as error:
-                # Every error is counted; the client goes on.
+                # Every error is counted, and the client continues.
                 self.errors[f"{name}: {type(error).__name__}: {str(error)[:300]}"] += 1
                 await asyncio.sleep(0.1)
             self.done[name] += 1
@@ -102,7 +104,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing grew, was left over or went wrong."""
+        """Whether nothing grew, no block or request is left, and no request failed."""
         clean = not self.errors and not self.left_over
         return clean and not any(finding.complaint for finding in self.findings)
 
@@ -142,7 +144,7 @@ async def _ended(load: "asyncio.Task[None]") -> None:
 
 
 class _Sampler:
-    """Samples the services."""
+    """Samples the memory, threads and files of the services."""
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient, num_done: Callable[[], int]) -> None:
         self.samples: list[Sample] = []
@@ -162,11 +164,13 @@ class _Sampler:
             await asyncio.sleep(every)
 
     async def status(self) -> dict[str, Any]:
-        """The gateway's status and that of its replica."""
+        """The gateway's status, with its replica's."""
         return await read_status(self._http, self._stack.http)
 
     async def settle(self) -> str:
-        """Waits until nothing runs and every block is free; returns what is left, or nothing."""
+        """Waits until nothing runs and every block is free. Describes what is left; empty if
+        nothing is.
+        """
         return await settle(self._http, self._stack.http, SETTLE_SECONDS)
 
     def _sample(self, passed: float) -> Sample:
@@ -228,7 +232,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the test and prints the report. Returns 1 if it failed."""
     options = parse_options(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -1,4 +1,4 @@
-"""Which services are hit, with which signals, and when."""
+"""Random faults: services, signals and times."""
 
 import signal
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ SUDDEN = (signal.SIGKILL, signal.SIGSTOP)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Signals to services, each with its time after the fault began, in seconds."""
+    """Signals to services, each with its time in seconds after the start of the fault."""
 
     hits: tuple[tuple[float, str, signal.Signals], ...]
 
     @property
     def kind(self) -> str:
-        """The row of the table that it belongs to."""
+        """The row of the report's table for this fault."""
         names = sorted(name.partition("-")[0] for _, name, _ in self.hits)
         signals = sorted({number.name for _, _, number in self.hits})
         if len(names) == 1:
@@ -30,7 +30,7 @@ class Fault:
 
 
 def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
-    """One, two or three services; often all get the same signal at the same time."""
+    """A fault of one, two or three services. Often all get the same signal at the same time."""
     victims = draw.sample(list(names), min(draw.choice((1, 1, 1, 2, 3)), len(names)))
     first = draw.choice(SIGNALS)
     mixed, apart = draw.random() < 0.25, draw.random() < 0.5
@@ -46,5 +46,5 @@ def draw_fault(draw: Random, names: Sequence[str]) -> Fault:
 
 
 def draw_hit(draw: Random, names: Sequence[str]) -> Fault:
-    """One service, killed or stopped."""
+    """A fault of one service, which is killed or stopped."""
     return Fault(((0.0, draw.choice(list(names)), draw.choice(SUDDEN)),))

@@ -1,4 +1,4 @@
-"""What faults did, as text."""
+"""Reports on the effects of faults."""
 
 import statistics
 from collections import Counter
@@ -14,7 +14,9 @@ _SHOWN_FAILURES = 10
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a fault did: seconds of silence of all streams, and the longest gap in one answer."""
+    """The effect of a fault: seconds in which no stream received a token, and the longest gap in
+    one answer.
+    """
 
     fault: Fault
     silence_seconds: float
@@ -23,7 +25,7 @@ class Effect:
 
 
 def report(effects: Sequence[Effect], counts: Counts) -> str:
-    """Of faults that came one after another."""
+    """The report on faults that were separated by recoveries."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.fault.kind, []).append(effect)
@@ -44,10 +46,10 @@ def report(effects: Sequence[Effect], counts: Counts) -> str:
 
 
 def storm_report(faults: Sequence[Fault], counts: Counts, left_over: str) -> str:
-    """Of faults that came without waiting for the recovery from those before.
+    """The report on faults at fixed intervals, without waiting for recovery.
 
-    The silence of an answer is the longest time in which no token of it came, its first one
-    included.
+    The silence of an answer is its longest time without a token, including the time to its first
+    token.
     """
     kinds = Counter(fault.kind for fault in faults)
     lines = ["| fault | times |", "| --- | ---: |"]

@@ -5,20 +5,22 @@
     python -m benchmarks.soak faults --every 2 --seconds 60 --replicas 3 --streams 32
                                      [--gateways 2] [--dtype bfloat16] [--seed 1]
 
-First each request is sent alone. Then all streams run at once and without end
+First each request is sent alone. Then all streams run concurrently and without end
 (benchmarks/soak/checked_streams.py) while services get signals; the supervisor of `stepwell up`
-starts them again. Each answer must be what it was alone: tokens, text and log-probabilities.
+restarts them. Each answer must equal the answer to its request alone: tokens, text and
+log-probabilities.
 
-* One fault after another: one, two or three services at a time get SIGKILL, SIGSTOP or SIGTERM, at
-  once or within a second. The next fault comes after all services have been ready again and each
-  stream has gone on. The table has the silences, in which no stream brought a token.
-* With --every a random service that runs gets SIGKILL or SIGSTOP at this interval, whether the
-  services before have come back or not, for --seconds. The delays before restarts grow, as always.
+* By default, faults are separated by recoveries: one, two or three services get SIGKILL, SIGSTOP or
+  SIGTERM, at once or within a second. The next fault follows when all services are ready again and
+  each stream has received a token. The table shows the silences: times in which no stream received
+  a token.
+* With --every, a random running service gets SIGKILL or SIGSTOP at this interval, for --seconds,
+  without waiting for the recovery of earlier victims. The delays before restarts grow, as always.
   At the end every block must be free again.
 
 Tables go to standard output, progress to standard error; the exit status is 1 if an answer failed,
-changed, or did not go on, or if something was left. With --gateway the gateways are among the
-victims; answers that end with one are counted apart.
+changed or stopped, or if a block or request was left. With --gateway the gateways are among the
+victims; answers that end with a gateway are counted separately.
 """
 
 import asyncio
@@ -51,17 +53,17 @@ from services.cli.settings import UpSettings
 NUM_STREAMS = 28
 NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
 CALM_SECONDS = (0.1, 1.0)
-"""Between a recovery and the next fault."""
+"""The least and most seconds between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""Time after which a service is not in a crash loop, where each fault waits for the recovery from
-the one before.
+"""Seconds after which a restarted service does not count as crashing repeatedly, if each fault
+waits for the recovery from the previous one.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run. `every_seconds`: from one fault to the next, whatever became of it; None: each
-    waits for the recovery from the one before.
+    """The run. `every_seconds` is the interval of faults. If it is None, each fault waits for the
+    recovery from the previous one.
     """
 
     model: Path
@@ -80,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a campaign, as text, and whether all answers were right."""
+    """The report on a campaign, and whether all answers were correct."""
 
     report: str
     is_good: bool
@@ -111,7 +113,7 @@ async def campaign(options: Options, directory: Path) -> Outcome:
     return outcome
 
 
-# Faults that come one after another.
+# Faults that are separated by recoveries.
 
 
 async def _one_by_one(
@@ -137,7 +139,7 @@ async def _one_by_one(
 
 
 async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
-    """Sends the signals, and waits until all victims are ready again and all streams go on."""
+    """Sends the signals, and waits until all victims are ready again and all streams progress."""
     streams.mark()
     streams.expects_gateway_loss = any(_is_gateway(name) for _, name, _ in fault.hits)
     began = time.monotonic()
@@ -154,8 +156,8 @@ async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
 
 
 async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> bool:
-    """Whether each service that was hit has been ready again in time. One that is still the same
-    process then, stopped, is killed, so that the campaign can go on.
+    """Waits for the victims; returns whether each was ready again in time. A victim that is still
+    the same, stopped process is killed, so that the campaign can continue.
     """
     deadline = time.monotonic() + RECOVERY_SECONDS
     record = replicas.record
@@ -171,7 +173,7 @@ async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> boo
     return True
 
 
-# Faults that do not wait.
+# Faults at fixed intervals.
 
 
 async def _storm(
@@ -200,7 +202,7 @@ async def _storm(
     return Outcome(storm_report(faults, streams.counts, left_over), good)
 
 
-# Of both.
+# Shared by both kinds of campaigns.
 
 
 def _victims(options: Options, replicas: Replicas) -> list[str]:
@@ -218,7 +220,7 @@ def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
 
 
 async def _end(streams: Streams, load: "asyncio.Task[None]") -> None:
-    """Waits for the answers that were begun: each has a deadline."""
+    """Starts no more requests, and waits for the running answers. Each has a deadline."""
     streams.stop()
     await load
 
@@ -263,7 +265,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the campaign and prints the report. Returns 1 if it failed."""
     options = parse_options(argv)
     with tempfile.TemporaryDirectory(prefix="stepwell-faults-") as directory:
         try:

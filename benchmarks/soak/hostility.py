@@ -1,19 +1,18 @@
-"""Attacks the four services, and measures the pauses of another client's streams meanwhile.
+"""Attacks the four services; meanwhile measures the pauses of another client's streams.
 
     python -m benchmarks.soak hostility --minutes 10 [--key KEY] [--model DIR] [--seed N]
                                         [--attackers N]
 
-With --key the gateway asks for that key, and all clients send it; some attacks then come with a
-wrong key, or with none.
+With --key the gateway requires that key, and all clients send it. Some attacks then send a wrong
+key, or none.
 
-A process of its own sends attacks of every kind (benchmarks/soak/attack/attacks.py), HTTP and gRPC,
-drawn from the seed, at the lowest priority, so that its own computing takes little from the
-services. Meanwhile one client streams an answer after the other. Before the first measurement every
-block of the KV cache is used, since a worker has the memory of a block from its first use on. The
-exit status is 1 if a pause in
-its streams is longer than the longest before the attacks by more than MOST_PAUSE_SECONDS, a process
-has grown by more than MOST_GROWTH_BYTES at the end, files are left open, or a server error was
-seen.
+A separate process sends attacks of every kind (benchmarks/soak/attack/attacks.py), HTTP and gRPC,
+selected by the seed. It has the lowest priority, so that it uses little of the services' processor
+time. Meanwhile one client streams one answer after another. Before the first measurement every
+block of the KV cache is used, since a worker's memory of a block is resident from its first use on.
+The exit status is 1 if a pause in the client's streams exceeds the longest pause before the attacks
+by more than MOST_PAUSE_SECONDS, a process has grown by more than MOST_GROWTH_BYTES at the end,
+files are left open, or a server error was seen.
 """
 
 import argparse
@@ -41,9 +40,9 @@ REFUSED_FOR_LOAD = (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILAB
 
 
 async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -> list[float]:
-    """The pauses between events of streams, one after the other, longest last.
+    """The sorted pauses, in seconds, between events of streams that run one after another.
 
-    Raises httpx.HTTPStatusError if a request is refused for another reason than load.
+    Raises httpx.HTTPStatusError if a request is refused for a reason other than load.
     """
     pauses: list[float] = []
     body = {"model": model, "prompt": "class Point:", "max_tokens": 128, "ignore_eos": True}
@@ -69,9 +68,9 @@ async def longest_pauses(http: str, model: str, seconds: float, key: str = "") -
 
 
 async def use_every_block(http: str, model: str, key: str = "") -> None:
-    """Prompts that have no prefix in common, of as many tokens as there are in all blocks.
+    """Sends prompts without common prefixes, with as many tokens as fit into all blocks.
 
-    Raises httpx.HTTPStatusError if one is refused.
+    Raises httpx.HTTPStatusError if a prompt is refused.
     """
     draw = Random(0)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -85,7 +84,7 @@ async def use_every_block(http: str, model: str, key: str = "") -> None:
 
 
 async def attack_for(target: Target, seconds: float, seed: int, num_attackers: int) -> list[str]:
-    """Attacks for `seconds`; returns the defects seen."""
+    """Attacks for `seconds`; returns the server errors that were seen."""
     os.nice(19)
     end = time.monotonic() + seconds
 
@@ -99,7 +98,7 @@ async def attack_for(target: Target, seconds: float, seed: int, num_attackers: i
 
 
 async def hostility(options: argparse.Namespace) -> bool:
-    """Runs it and prints the results; whether all are within their bounds."""
+    """Runs the test and prints the results. Returns whether all are within their bounds."""
     seconds = 60 * options.minutes
     settings = UpSettings(
         model=options.model,
@@ -123,7 +122,7 @@ async def hostility(options: argparse.Namespace) -> bool:
         attacked = await longest_pauses(stack.http, name, seconds, options.key)
         output, _ = await attackers.communicate()
         defects = json.loads(output)
-        await asyncio.sleep(SETTLE_SECONDS)  # idle connections are ended after less
+        await asyncio.sleep(SETTLE_SECONDS)  # idle connections are closed in less time
         after = {service: usage_of(pid) for service, pid in stack.pids().items()}
     pause = attacked[-1] - calm[-1]
     print(f"pauses, ms: calm {_quantiles(calm)}; attacked {_quantiles(attacked)}")
@@ -156,7 +155,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs; returns 1 if something was out of bounds."""
+    """Runs the test; returns 1 if a result was out of bounds."""
     options = parse_options(argv)
     if options.attack is not None:
         http, grpc = options.attack

@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak idle --minutes 5 [--model DIR]
 
-A prompt is sent twice, so that the second time its prefix comes from the cache, and once more after
-the given time. The exit status is 1 if the last answer differs, if fewer tokens of its prompt were
-cached, or if a service logged a warning or an error.
+A prompt is sent twice, so that its prefix is found in the cache the second time, and once more
+after the given time. The exit status is 1 if the last answer differs, if fewer tokens of its prompt
+were cached, or if a service logged a warning or an error.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ WARNING_LEVELS = (" warning ", " error ", " critical ")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A completion, and how many tokens of its prompt were cached."""
+    """A completion, and the number of cached tokens of its prompt."""
 
     text: str
     num_cached_tokens: int
@@ -48,7 +48,7 @@ class Outcome:
 
 
 async def idle(model: Path, minutes: float) -> Outcome:
-    """Runs it. Raises RuntimeError if the services do not start."""
+    """Runs the test. Raises RuntimeError if the services do not start."""
     config = read_config(model)
     num_tokens = min(NUM_PROMPT_TOKENS, int(config["max_position_embeddings"]) - NUM_TOKENS)
     prompt = [
@@ -70,7 +70,9 @@ async def idle(model: Path, minutes: float) -> Outcome:
 
 
 async def _complete(url: str, prompt: list[int]) -> Answer:
-    """Over a new connection: only those between the services are to stay idle."""
+    """Sends a prompt over a new connection: only the connections between the services are to stay
+    idle.
+    """
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS) as http:
         answer = (await http.post(url, json=body)).raise_for_status().json()
@@ -101,7 +103,7 @@ def parse_options(argv: Sequence[str]) -> tuple[Path, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the test and prints the report. Returns 1 if it failed."""
     outcome = asyncio.run(idle(*parse_options(argv)))
     print(report(outcome))
     return 0 if outcome.is_good else 1

@@ -1,4 +1,4 @@
-"""What is left in the services once no client asks for anything."""
+"""Detects requests and blocks that are left in the services when no client sends requests."""
 
 import asyncio
 import time
@@ -10,8 +10,8 @@ _ASK_AGAIN_SECONDS = 0.1
 
 
 async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
-    """Waits up to `seconds` until nothing runs and every block is free; returns what is
-    left then, or nothing. `gateway`: host:port of its HTTP API.
+    """Waits up to `seconds` until nothing runs and every block is free. Describes what is left
+    then; empty if nothing is. `gateway` is the host:port of its HTTP API.
     """
     given_up = time.monotonic() + seconds
     while left := left_over(await read_status(http, gateway)):
@@ -22,14 +22,14 @@ async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
 
 
 async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
-    """The gateway's status and that of its replicas."""
+    """The gateway's status, with the status of its replicas."""
     answer = await http.get(f"http://{gateway}/status")
     found: dict[str, Any] = answer.raise_for_status().json()
     return found
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Requests and blocks that are left, by a gateway's status; empty if none are."""
+    """The requests and blocks that are left according to a gateway's status; empty if none are."""
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

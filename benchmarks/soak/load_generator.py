@@ -1,8 +1,9 @@
-"""Sends completions over HTTP from a process of its own, which `overload --tenants` starts.
+"""Sends completions over HTTP from a separate process, which `overload --tenants` starts.
 
-It reads one line of JSON, the fields of `Sending`; when a further line comes it begins, and prints
-what became of the requests as a line of JSON, the fields of `Sent`. With `--sink` it is a server
-that refuses every request at once: what it costs to send them, without what it costs to serve them.
+It reads one line of JSON, the fields of `Sending`. At a second line it begins, and afterwards
+prints a line of JSON with the outcomes, the fields of `Sent`. With `--sink` it is a server that
+refuses every request at once, to measure the cost of sending requests without the cost of serving
+them.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ from benchmarks.common.clients import completion_request
 from benchmarks.soak.attack.exchanges import Connections, Ended
 
 VOCAB_SIZE = 256
-"""Token ids of prompts are below this: every model has as many."""
+"""Token ids of prompts are below this number, which no model's vocabulary is smaller than."""
 _NOT_REFUSED_AT_ONCE = ("queue_timeout", "deadline_exceeded")
 _TICK_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """The requests of one process: an open loop of `rate` requests a second, evenly spaced, or, if
-    `concurrency` is not 0, a closed loop with as many requests at once.
+    """The requests of one process. They are an open loop of `rate` evenly spaced requests per
+    second, or, if `concurrency` is not 0, a closed loop with that many concurrent requests.
     """
 
     address: str
@@ -43,7 +44,7 @@ class Sending:
     seed: int = 0
 
     def requests(self) -> Iterator[bytes]:
-        """Requests without end; no two prompts are alike. The first ones are made ahead."""
+        """Endless requests with distinct prompts. The first ones are built in advance."""
         draw = random.Random(self.seed)
         headers = f"Authorization: Bearer {self.key}\r\n"
         if self.deadline_seconds is not None:
@@ -61,23 +62,25 @@ class Sending:
 
 @dataclass(slots=True)
 class Sent:
-    """What became of the requests of one process, or of several."""
+    """The outcomes of the requests of one process, or of several."""
 
     num_sent: int = 0
     num_done: int = 0
     num_done_in_time: int = 0
-    """While requests were still being sent: what the rate of goodput is counted from."""
+    """Requests that were done before sending ended. The rate of goodput is computed from them."""
     first_token_millis: list[float] = field(default_factory=list)
     refusal_millis: list[float] = field(default_factory=list)
-    """Of requests that were refused before any work: 429, 503 and 504 at once."""
+    """Milliseconds until the answer, for requests that were refused before any work: 429, 503 and
+    504 at once.
+    """
     other: dict[str, int] = field(default_factory=dict)
-    """Requests that ended otherwise, by error."""
+    """Number of other requests, by error."""
     processor_seconds: float = 0.0
-    """Of the process, while it sent."""
+    """Processor seconds of the process while it sent."""
 
 
 def sum_sent(parts: Sequence[Sent]) -> Sent:
-    """Of all of these."""
+    """The sum of these parts."""
     return Sent(
         num_sent=sum(part.num_sent for part in parts),
         num_done=sum(part.num_done for part in parts),
@@ -90,9 +93,9 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
 
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:
-    """Sends from when it is told, if it is to wait for that, and waits for every answer."""
+    """Sends the requests, if given after the event `until_told`, and waits for every answer."""
     requests, connections = sending.requests(), Connections(sending.address)
-    next(requests)  # those that are made ahead are made now
+    next(requests)  # this builds the first requests in advance
     if until_told is not None:
         await until_told.wait()
     sent, other = Sent(), Counter[str]()
@@ -133,7 +136,7 @@ async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sen
 
 
 class _Sink(asyncio.Protocol):
-    """Refuses each request when its body has come."""
+    """Refuses each request when its body has arrived."""
 
     _BODY = b'{"error":{"message":"full","type":"rate_limit_error","param":null,"code":"full"}}'
     _ANSWER = (

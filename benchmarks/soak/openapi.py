@@ -1,14 +1,14 @@
-"""Sends what the OpenAPI document allows, and what it does not, and compares the answers with it.
+"""Sends requests that the OpenAPI document allows or forbids; compares the answers with it.
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 
-schemathesis makes requests from the gateway's document: each part of a schema at its edges and
+schemathesis generates requests from the gateway's document: each part of a schema at its limits and
 beyond them, then random ones until the time is over. The exit status is 1 if an answer is a server
-error or is not documented, with its status, headers, content type and schema; if what the document
-forbids is accepted; or if another method than those documented is not refused as such.
+error; if its status, headers, content type or schema are not documented; if a request that the
+document forbids is accepted; or if an undocumented method is not refused as such.
 
-Not compared is whether all that the document allows is accepted: what several fields together may
-be, and what depends on the model, is checked at run time (`positive_data_acceptance`).
+Requests that the document allows may be refused (`positive_data_acceptance` is off): combinations
+of fields, and limits that depend on the model, are checked at run time.
 """
 
 import argparse
@@ -29,8 +29,8 @@ NOT_COMPARED = "positive_data_acceptance"
 
 
 def command(url: str, seed: int, *options: str) -> tuple[str, ...]:
-    """schemathesis against the server at `url`, to be run with `environment`. It leaves files where
-    it is run.
+    """The command that runs schemathesis against the server at `url`, with `environment`. It leaves
+    files in its working directory.
     """
     return (
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
@@ -40,7 +40,7 @@ def command(url: str, seed: int, *options: str) -> tuple[str, ...]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the hooks."""
+    """This process's environment, with the hooks for schemathesis."""
     return {**os.environ, "SCHEMATHESIS_HOOKS": HOOKS, "PYTHONPATH": str(ROOT)}
 
 

@@ -1,20 +1,20 @@
-"""Goodput and refusals under more load than the services can take.
+"""Measures goodput and refusals under more load than the services can serve.
 
     python -m benchmarks.soak overload [--seconds S] [--factor N] [--deadline-seconds S]
                                        [--api http|grpc] [--tenants N] [--model DIR]
                                        [-- FLAG OF STEPWELL UP...]
 
-1. Capacity: a closed loop of as many clients as run at once, each with the next request as soon as
-   its last one is done.
-2. Overload: requests arrive evenly at a multiple of the rate at which those ended, whether earlier
-   ones have ended or not. Each has a deadline, at which its client cancels it. Goodput is the
-   tokens of the requests that were done by then; refusals are timed from sending to the answer.
-   Requests that were queued and evicted before their first step are counted apart.
+1. Capacity: a closed loop of as many clients as requests can run at once. Each sends its next
+   request as soon as the previous one is done.
+2. Overload: an open loop, at a multiple of the capacity's request rate. Each request has a
+   deadline, at which its client cancels it. Goodput is the tokens of the requests that were done by
+   their deadlines. Refusals are timed from sending to the answer. Requests that were queued and
+   evicted before their first step are counted separately.
 
-Services and clients share one machine and its processors. What follows `--` are flags of `stepwell
-up`, such as `-- --num-threads 1 --worker-niceness 5`: every part is measured with them. With
+Services and clients share one machine and its processors. Arguments after `--` are flags of
+`stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`; they apply to every part. With
 `--tenants 2` one of two tenants sends the overload, over HTTP: `benchmarks.soak.overload_tenants`
-says what is measured, and the exit status is 1 if a figure is not as it should be.
+describes what is measured, and the exit status is 1 if a figure misses its goal.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ from services.cli.settings import UpSettings
 from services.common.process.settings import SettingError, parse_settings
 
 VOCAB_SIZE = 256
-"""Token ids of prompts are below this: every model has as many."""
+"""Token ids of prompts are below this number, which no model's vocabulary is smaller than."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured."""
+    """The parameters of the measurement."""
 
     model: Path
     api: str
@@ -58,7 +58,7 @@ class Options:
     recovery_seconds: float
     rounds: int
     services: UpSettings
-    """Of the services that are measured."""
+    """Settings of the measured services."""
 
 
 @dataclass(slots=True)
@@ -70,10 +70,10 @@ class Outcome:
     num_done: int = 0
     refusal_millis: list[float] = field(default_factory=list)
     other: Counter[str] = field(default_factory=Counter)
-    """Requests that were neither done nor refused before queueing, by error."""
+    """Number of requests that were neither done nor refused before queueing, by error."""
 
     def tokens_per_second(self, options: Options) -> float:
-        """Of the requests that were done."""
+        """Output tokens per second of the requests that were done."""
         return self.num_done * options.output_tokens / self.seconds
 
 
@@ -86,7 +86,7 @@ class Clients:
         self._random = random.Random(0)
 
     async def capacity(self, seconds: float) -> Outcome:
-        """A closed loop."""
+        """Runs a closed loop for `seconds`."""
         outcome, until = Outcome(), time.monotonic() + seconds
 
         async def client() -> None:
@@ -101,7 +101,7 @@ class Clients:
         return outcome
 
     async def overload(self, seconds: float, rate: float) -> Outcome:
-        """An open loop of `rate` requests a second."""
+        """Runs an open loop of `rate` requests per second."""
         outcome, began = Outcome(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             while (passed := time.monotonic() - began) < seconds:
@@ -125,7 +125,7 @@ class Clients:
 
 
 async def measure(options: Options) -> tuple[Outcome, Outcome]:
-    """Capacity, then overload, of services that are started for it."""
+    """Starts services and measures capacity, then overload."""
     async with Stack(options.services) as stack:
         grpc = options.api == "grpc"
         sender = GrpcSender(stack.grpc) if grpc else HttpSender(stack.http)
@@ -205,7 +205,7 @@ def _measure_tenants(options: Options) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures and prints."""
+    """Measures and prints the figures. With two tenants, returns 1 if a figure misses its goal."""
     options = parse_options(argv)
     if options.tenants > 1:
         return _measure_tenants(options)

@@ -1,4 +1,4 @@
-"""Clients that send one request and say what became of it, over either API of the gateway."""
+"""Clients that send one request and return its outcome, over either API of the gateway."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ _LOAD = {_EVICTION, "queue_full", "queue_too_long", "too_many_concurrent_request
 
 
 class Sender(Protocol):
-    """One way to send requests."""
+    """Sends requests over one API."""
 
     async def send(
         self, prompt: Sequence[int], num_tokens: int, deadline_seconds: float | None
@@ -37,7 +37,7 @@ class Sender(Protocol):
 
 
 class GrpcSender:
-    """`Inference.Generate`, all requests over one channel; each has its deadline as gRPC's."""
+    """Sends `Inference.Generate`, all requests over one channel, each with a gRPC deadline."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
@@ -65,7 +65,7 @@ class GrpcSender:
 
 
 class HttpSender:
-    """`POST /v1/completions`, streamed, over connections that are kept alive; each request has its
+    """Sends streamed `POST /v1/completions` over kept-alive connections, each request with its
     deadline as X-Request-Timeout.
     """
 
@@ -102,7 +102,7 @@ class HttpSender:
 
 
 def _refusal(code: str) -> str:
-    """A request that had room in the queue and was not scheduled in time was evicted from it."""
+    """The outcome of a refusal. A request that was queued and not scheduled in time was evicted."""
     return EVICTED if code == _EVICTION else REFUSED
 
 

@@ -1,4 +1,4 @@
-"""The goals of the measurement with two tenants, and its figures as a table."""
+"""The goals of the measurement with two tenants, and the table of its figures."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ _MEDIAN_AND_P99 = "TTFT ms, median / p99"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, and whether it meets its goal; None where it has none."""
+    """A figure, and whether it meets its goal; None if it has no goal."""
 
     name: str
     value: str
@@ -31,7 +31,7 @@ class Line:
 
 
 def lines_of(options: TenantOptions, result: Result) -> list[Line]:
-    """The figures of a result. Raises RuntimeError where a part has none."""
+    """The figures of a result. Raises RuntimeError if a part has no finished requests."""
     quiet = (result.unloaded, result.unloaded_beside_flood, result.full, result.quiet)
     if not all(part.first_token_millis for part in (*quiet, result.recovered)):
         raise RuntimeError("no request was done: the machine is too busy to measure anything")
@@ -57,7 +57,9 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Tokens per second of answers that ended in time: a peak is measured for half of the time."""
+    """Tokens per second of answers that ended in time. Each peak is measured for half
+    of the time.
+    """
     tokens, seconds = options.output_tokens, options.seconds * options.rounds
     peak = result.peak.num_done_in_time * tokens / (seconds / 2)
     beside = result.peak_beside_flood.num_done_in_time * tokens / (seconds / 2)
@@ -92,8 +94,8 @@ def _flooding_lines(result: Result) -> list[Line]:
 
 
 def _quiet_lines(result: Result) -> list[Line]:
-    """Times to the first token of the quiet tenant during the flood, beside those without one, and
-    those while the same flood is sent elsewhere.
+    """The quiet tenant's times to the first token during the flood, compared with its times without
+    a flood and its times while the same flood is sent to another server.
     """
     unloaded, flooded = result.unloaded.first_token_millis, result.quiet.first_token_millis
     beside = result.unloaded_beside_flood.first_token_millis
@@ -113,14 +115,14 @@ def _quiet_lines(result: Result) -> list[Line]:
 
 
 def _slowdown(name: str, these: Sequence[float], those: Sequence[float]) -> Line:
-    """The p99 of these times to that of those, with its interval."""
+    """The ratio of the p99 of `these` to the p99 of `those`, with its confidence interval."""
     ratio = percentile(these, 99) / percentile(those, 99)
     interval = _interval(*percentile_ratio_interval(these, those, 99), digits=2)
     return Line(name, f"{ratio:.2f} ({interval})", ratio <= MOST_TTFT)
 
 
 def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Memory, and the quiet tenant some seconds after the flood."""
+    """The services' memory, and the quiet tenant's times some seconds after the flood."""
     memory = result.memory
     mebibytes = [bytes_ / 2**20 for bytes_ in (memory.before, memory.flooded, memory.after)]
     recovered = result.recovered.first_token_millis
@@ -143,8 +145,8 @@ def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
 
 
 def _processor_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """During the flood: the share of all processors' time that each process used, and how many
-    threads of each service were runnable and had no processor, in the mean over the time.
+    """Processor figures during the flood: each process's fraction of the time of all processors,
+    and the mean number of each service's threads that were runnable without a processor.
     """
     seconds = options.seconds * options.rounds
     processors = usable_processors().num_allowed * seconds
@@ -173,13 +175,13 @@ def _pair(millis: Sequence[float]) -> str:
 
 
 def _pair_in(millis: Sequence[float]) -> str:
-    """The same, the interval of the p99, and how many values there are."""
+    """The median and p99, the confidence interval of the p99, and the number of values."""
     interval = _interval(*percentile_interval(millis, 99), digits=1)
     return f"{_pair(millis)} ({interval}; {len(millis)} requests)"
 
 
 def _interval(least: float, most: float, digits: int) -> str:
-    """Its two ends, or that too few requests leave one open."""
+    """The interval's ends as text, or a note that there are too few requests for an interval."""
     if math.isinf(most):
         return "too few for an interval"
     return f"{least:.{digits}f} to {most:.{digits}f}"

@@ -1,25 +1,25 @@
-"""Overload by one of two tenants, the flooding one: the latencies of the other one, which is called
-quiet, and the goodput of both.
+"""Measures overload by one of two tenants, the flooding one: the latencies of the other, quiet
+tenant, and the goodput of both.
 
-1. Peak: a closed loop of as many requests as run at once, half of them of each tenant. It runs once
-   alone, and once while the flood is sent to another server, which refuses it at almost no cost:
-   services and load generators share the processors of one machine, and sending the flood takes
-   part of these in any case.
-2. Unloaded: the quiet tenant alone sends at a steady rate, a part of its fair share. That share is
-   half of the peak beside the flood sent elsewhere, since no more can be served when it is sent
-   here. This part, too, runs alone and while the flood is sent elsewhere: the difference is the
-   wait for processors beside such a load generator.
-3. Full: the quiet tenant goes on, and the other one has as many requests as run at once, in a
-   closed loop. Nothing is refused; the quiet tenant is slower only because steps are shared.
-4. Flood: the quiet tenant goes on, and the other one sends a multiple of the peak.
-5. Recovery: the quiet tenant alone again, some seconds after the flood.
+1. Peak: a closed loop of as many requests as can run at once, half of them from each tenant. It
+   runs once alone, and once while the flood is sent to another server, which refuses it at almost
+   no cost. Services and load generators share the processors of one machine, so sending the flood
+   costs processor time in any case.
+2. Unloaded: only the quiet tenant sends, at a steady rate, a fraction of its fair share. The fair
+   share is half of the peak while the flood is sent elsewhere, since no more can be served during
+   the flood. This part, too, runs alone and while the flood is sent elsewhere. The difference is
+   the wait for processors that the load generator causes.
+3. Full: the quiet tenant continues, and the other one runs a closed loop of as many requests as can
+   run at once. Nothing is refused; the quiet tenant is slower only because steps are shared.
+4. Flood: the quiet tenant continues, and the other one sends a multiple of the peak.
+5. Recovery: only the quiet tenant sends again, some seconds after the flood.
 
-The peaks, Full and Recovery, whose tails are not judged, take half as long as the other parts. With
-several rounds all parts are repeated, and figures are those of all rounds together, so that a
-machine whose speed changes within minutes changes all parts alike. The first round sets the rates.
+The peaks, Full and Recovery take half as long as the other parts, since their tails have no goals.
+With several rounds all parts are repeated, and the figures cover all rounds together, so that
+changes of the machine's speed affect all parts alike. The first round sets the rates.
 
-Of a few hundred requests the 99th percentile is one of the slowest, and differs much between runs:
-beside it is the interval in which it lies in 95 % of such samples, for its quotients likewise.
+With a few hundred requests the 99th percentile is one of the slowest requests and varies much
+between runs. The report therefore shows its 95 % confidence interval, also for its ratios.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from services.cli.settings import UpSettings
 
 FLOODS, QUIET = "sk-floods", "sk-quiet"
 LEAST_QUIET_REQUESTS = 10
-"""In each part, so that there is something to measure on a busy machine too."""
+"""Least requests of the quiet tenant in each part, so that a busy machine has enough to measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantOptions:
-    """What is measured."""
+    """The parameters of the measurement."""
 
     seconds: float
     factor: float
@@ -53,17 +53,19 @@ class TenantOptions:
     prompt_tokens: int
     output_tokens: int
     quiet_share: float
-    """What the quiet tenant asks for, of its half of the peak while the flood is sent elsewhere."""
+    """The quiet tenant's rate, as a fraction of its half of the peak while the flood is sent
+    elsewhere.
+    """
     recovery_seconds: float
     rounds: int
     services: UpSettings
-    """Of the services that are measured, but for the keys of the tenants."""
+    """Settings of the measured services, without the keys of the tenants."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Resident bytes of all services, before the first flood, and the most at the end of one and
-    after one.
+    """Resident bytes of all services: before the first flood, the most at the end of a flood, and
+    the most after one.
     """
 
     before: int
@@ -73,7 +75,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The parts, in their order, of a round or of several."""
+    """The results of the parts, in their order, of one round or of several."""
 
     peak: Sent
     peak_beside_flood: Sent
@@ -87,11 +89,13 @@ class Result:
     processor_seconds: dict[str, float]
     """Processor time of each service during the flood."""
     processor_wait_seconds: dict[str, float]
-    """For how long the threads of each service were runnable then, and had no processor."""
+    """Seconds for which the threads of each service were runnable without a processor during the
+    flood.
+    """
 
 
 class Flooding:
-    """The parts of the measurement, on services that run."""
+    """Runs the parts of the measurement against running services."""
 
     def __init__(self, stack: Stack, options: TenantOptions) -> None:
         self._stack = stack
@@ -113,7 +117,7 @@ class Flooding:
         return sum_rounds(rounds)
 
     async def _round(self, peak: Sent, beside: Sent, flood: Sending, rate: float) -> Result:
-        """Where the quiet tenant asks for `rate` requests a second, after the peaks."""
+        """Runs the parts after the peaks. The quiet tenant sends `rate` requests per second."""
         seconds, half = self._options.seconds, self._options.seconds / 2
         (unloaded,) = await generate([self._sending(QUIET, rate=rate)])
         alone, _ = await self._beside_flood(flood, [self._sending(QUIET, rate=rate)], seconds)
@@ -144,7 +148,9 @@ class Flooding:
     async def _beside_flood(
         self, flood: Sending, sendings: Sequence[Sending], seconds: float
     ) -> list[Sent]:
-        """What became of these, and of the flood, which is sent elsewhere meanwhile."""
+        """Runs `sendings` while the flood is sent to another server; returns their outcomes, the
+        flood's last.
+        """
         async with sink() as address:
             return await generate([*sendings, replace(flood, address=address, seconds=seconds)])
 
@@ -156,7 +162,9 @@ class Flooding:
         ]
 
     def _sending(self, key: str, **fields: object) -> Sending:
-        """Each with prompts of its own: what an earlier part asked is not found in the cache."""
+        """The parameters of a load generator. Each has its own prompts, so that no prefix of an
+        earlier part is cached.
+        """
         options = self._options
         defaults: dict[str, object] = {
             "address": self._stack.http,
@@ -173,18 +181,18 @@ class Flooding:
         return sum(usage_of(pid).rss for pid in self._stack.pids().values())
 
     def _of_each(self, seconds_of: Callable[[int], float]) -> dict[str, float]:
-        """By service."""
+        """The seconds of each service, by its name."""
         return {name: seconds_of(pid) for name, pid in self._stack.pids().items()}
 
 
 async def measure(options: TenantOptions) -> Result:
-    """Starts the services, and measures all parts."""
+    """Starts the services and measures all parts."""
     async with Stack(replace(options.services, api_keys=(FLOODS, QUIET))) as stack:
         return await Flooding(stack, options).measure()
 
 
 def sum_rounds(rounds: Sequence[Result]) -> Result:
-    """The result of all rounds."""
+    """Combines the results of all rounds."""
 
     def sum_part(part: Callable[[Result], Sent]) -> Sent:
         return sum_sent([part(one) for one in rounds])

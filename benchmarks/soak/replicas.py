@@ -1,4 +1,4 @@
-"""Gateways and several replicas, each service a process that a supervisor starts again."""
+"""Gateways and several replicas. Each service is a process that a supervisor restarts."""
 
 import asyncio
 import os
@@ -23,12 +23,13 @@ RECOVERY_SECONDS = 60.0
 
 
 class Replicas:
-    """Services as `stepwell up` starts, watches and restarts them.
+    """Services that are started, watched and restarted as by `stepwell up`.
 
-    `async with` starts them, returns when all serve, and stops them in their order. `names` has
-    those of the replicas' services, `gateways` the gateways side by side, which share the replicas;
-    `http` and `grpc` are the first one's addresses. All output goes to services.log in `directory`,
-    which also holds the sockets: its path must be short.
+    `async with` starts them, waits until all serve, and at the end stops them in their order.
+    `names` are the names of the replicas' services. `gateways` are the parallel gateways, which
+    share the replicas. `http` and `grpc` are the addresses of the first gateway. All output is
+    written to services.log in `directory`, which also contains the sockets, so its path must be
+    short.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Replicas:
         num_gateways: int = 1,
         rewire: Callable[[ChildSpec], ChildSpec] = lambda spec: spec,
     ) -> None:
-        """`rewire` may change how a service is started."""
+        """`rewire` may change the start command of a service."""
         http, grpc = claim_port(HOST, 0, "--http-port"), claim_port(HOST, 0, "--grpc-port")
         addresses = Addresses(HOST, http, grpc, directory)
         planned = stages(settings, addresses, environment())
@@ -67,12 +68,12 @@ class Replicas:
         return self.first_gateway.grpc
 
     def pid(self, name: str) -> int:
-        """The process id of a service's present or last run."""
+        """The process id of a service's current or last run."""
         return self._supervisor.pid(name)
 
     async def kill(self, name: str) -> None:
-        """Kills a service, and waits until it is ready again. Raises TimeoutError if that takes
-        more than a minute.
+        """Kills a service, and waits until it is ready again. Raises TimeoutError after
+        a minute.
         """
         before = self.record.num_ready.get(name, 0)
         with suppress(ProcessLookupError):
@@ -105,7 +106,9 @@ class Replicas:
 
 
 class ServiceRecord:
-    """The supervisor's observer: logs all output, and counts how often each service was ready."""
+    """The supervisor's observer. It logs all output, and counts how often each service
+    was ready.
+    """
 
     def __init__(self, log: Path) -> None:
         self.num_ready: dict[str, int] = {}
@@ -123,7 +126,7 @@ class ServiceRecord:
         self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")
 
     def hung(self, name: str, reason: str) -> None:
-        """Logs that a service hangs and is killed."""
+        """Logs that a service hangs and will be killed."""
         self._write(f"{name} hangs: {reason}")
 
     def died(

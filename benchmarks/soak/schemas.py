@@ -1,15 +1,15 @@
-"""Answers held to JSON schemas, preempted and killed; fails if a finished one is not valid.
+"""Constrains answers to JSON schemas through kills; fails if a finished answer is not valid.
 
     python -m benchmarks.soak schemas --schemas DIR [--count 400] [--kills 6] [--at-once 16]
                                       [--max-tokens 500] [--model DIR] [--seed 1]
 
-DIR holds schemas as .json files, at any depth, such as the directory `data` of JSONSchemaBench
-(https://github.com/guidance-ai/jsonschemabench); --count of them are drawn. Each is the form of a
-sampled answer. Unconstrained requests run beside them, on a pool that is too small for all, so that
-requests wait and are preempted. Worker, scheduler and pool are killed in turn; the supervisor of
-`stepwell up` starts them again. Finished answers are judged by jsonschema-rs, which knows nothing
-of masks; those that reached --max-tokens are incomplete, and not judged. Schemas that the gateway
-refuses are counted by its reason.
+DIR contains schemas as .json files, at any depth, such as the directory `data` of JSONSchemaBench
+(https://github.com/guidance-ai/jsonschemabench). --count of them are selected at random, and each
+constrains one sampled answer. Unconstrained requests run beside them. The pool is too small for all
+requests, so that they wait and are preempted. Worker, scheduler and pool are killed in rotation;
+the supervisor of `stepwell up` restarts them. jsonschema-rs, which is independent of the masks,
+validates finished answers. Answers that reached --max-tokens are incomplete and are not validated.
+Schemas that the gateway refuses are counted by the reason.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ _MAX_REASON = 60
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run."""
+    """The run."""
 
     model: Path
     schemas: Sequence[tuple[str, str]]
-    """Names and texts."""
+    """Names and texts of the schemas."""
     num_kills: int
     num_at_once: int
     max_tokens: int
@@ -60,33 +60,33 @@ class Options:
 
 @dataclass(slots=True)
 class Outcomes:
-    """What became of the schemas and the requests beside them."""
+    """The outcomes of the schemas and of the unconstrained requests."""
 
     valid: int = 0
     incomplete: int = 0
     invalid: list[str] = field(default_factory=list)
-    """Files, and what their answers violate."""
+    """Files of schemas, with the errors of their answers."""
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    """Finished answers whose schema the validator does not take, by its reason."""
+    """Number of finished answers whose schema the validator does not support, by its reason."""
     neighbors: int = 0
     num_preemptions: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def num_done(self) -> int:
-        """How many schemas are done with."""
+        """The number of schemas that have been processed."""
         counted = self.valid + self.incomplete + len(self.invalid) + len(self.failed)
         return counted + self.refused.total() + self.unjudged.total()
 
     @property
     def are_good(self) -> bool:
-        """Whether each answer was valid as far as it went."""
+        """Whether no answer was invalid or failed."""
         return not self.invalid and not self.failed
 
     def text(self) -> str:
-        """A table, the reasons of refusals, and what is wrong."""
+        """A table with the reasons of refusals, and the failures."""
         rows = [
             ("finished and valid", self.valid),
             ("finished and not valid", len(self.invalid)),
@@ -107,7 +107,7 @@ class Outcomes:
 
 
 class SchemaRequests:
-    """Requests of schemas in turn, and unconstrained ones beside them."""
+    """Sends a request for each schema, and unconstrained requests beside them."""
 
     def __init__(self, options: Options, http: httpx.AsyncClient) -> None:
         self._options, self._http = options, http
@@ -126,13 +126,13 @@ class SchemaRequests:
                 neighbor.cancel()
 
     async def until_done(self, number: int) -> None:
-        """Waits until `number` schemas have been tried."""
+        """Waits until `number` schemas have been processed."""
         while self.outcomes.num_done < number:
             self.outcomes.progressed.clear()
             await self.outcomes.progressed.wait()
 
     async def count_preemptions(self) -> None:
-        """Adds those of the scheduler's present run."""
+        """Adds the preemptions of the scheduler's current process."""
         metrics = (await self._http.get("/metrics")).text
         self.outcomes.num_preemptions += int(sum(map(float, _PREEMPTIONS.findall(metrics))))
 
@@ -188,7 +188,7 @@ class SchemaRequests:
             self.outcomes.valid += 1
 
     async def _neighbors(self, number: int) -> None:
-        """Unconstrained requests, one after another."""
+        """Sends unconstrained requests, one after another."""
         while True:
             response = await self._http.post(
                 "/v1/completions",
@@ -225,36 +225,36 @@ async def run(options: Options, directory: Path) -> Outcomes:
 
 
 async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRequests) -> None:
-    """Kills, spread over the schemas."""
+    """Kills services in rotation, spread evenly over the schemas."""
     each = len(options.schemas) / (options.num_kills + 1)
     for number in range(options.num_kills):
         await requests.until_done(int((number + 1) * each))
         name = VICTIMS[number % len(VICTIMS)]
         log(f"{requests.outcomes.num_done} schemas are done: {name} is killed")
-        if name == "scheduler":  # its counts end with it
+        if name == "scheduler":  # its counts are lost with it
             await requests.count_preemptions()
         await replicas.kill(name)
 
 
 def _retrieve(uri: str) -> Any:
-    """Nothing is fetched from elsewhere."""
+    """Refuses to fetch schemas from elsewhere."""
     raise ValueError(f"{uri} lies elsewhere")
 
 
 def _kind(message: str) -> str:
-    """The beginning of a message, without numbers."""
+    """The beginning of a message, with numbers masked."""
     return _NUMBER.sub("…", message.partition("\n")[0])[:_MAX_REASON].strip()
 
 
 def _draw(directory: Path, number: int, seed: int) -> list[tuple[str, str]]:
-    """Names and texts of `number` files."""
+    """Names and texts of `number` random files."""
     paths = sorted(directory.rglob("*.json"))
     drawn = Random(seed).sample(paths, min(number, len(paths)))
     return [(path.name, path.read_text()) for path in drawn]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the test and prints the report. Returns 1 if it failed."""
     parser = make_parser("soak schemas", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument("--schemas", type=Path, required=True, help="directory of .json files")

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """A rate of growth, and half the width of its 95 % confidence interval."""
+    """A rate of growth, and half of the width of its 95 % confidence interval."""
 
     value: float
     margin: float
@@ -27,11 +27,12 @@ class Slope:
 
 
 def slope_of(points: Sequence[Point]) -> Slope:
-    """The least-squares slope of y over x, of NUM_BATCHES points or more in the order of x.
+    """The least-squares slope of y over x. It needs at least NUM_BATCHES points in the order of x;
+    fewer raise ValueError.
 
-    Consecutive samples of a process's memory are strongly correlated, so that the interval of a fit
-    through all of them would be far too narrow. The fit goes through means of batches instead (as
-    in simulations: Law and Carson, 1979), which are far enough apart to count as independent.
+    Consecutive samples of a process's memory are strongly correlated, so the confidence interval of
+    a fit through all of them would be far too narrow. The fit uses means of batches instead (as in
+    simulations: Law and Carson, 1979), which are far enough apart to count as independent.
     """
     if len(points) < NUM_BATCHES:
         raise ValueError(f"{len(points)} points are too few for {NUM_BATCHES} batches")

@@ -1,4 +1,4 @@
-"""Whether traces explain where the time of requests went: sums, reasons, parents, ends."""
+"""Checks that traces explain the time of requests: sums, reasons, parents, ends."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,20 +9,22 @@ from benchmarks.common.tables import table_text
 from services.common.telemetry import names
 
 MAX_UNEXPLAINED = 0.02
-"""Share of a request's time that the spans without further parts may leave out, at the 99th
+"""Largest fraction of a request's time that its leaf spans may leave out, at the 99th
 percentile.
 """
 SLACK_NANOS = 2_000_000
-"""Clocks of two processes on one machine; each reads its own."""
+"""Allowed difference between the clocks of two processes on one machine."""
 LATE_END_NANOS = 2_000_000_000
-"""A request that was aborted, or left its replica, ends there when the replica hears of it."""
+"""Allowed delay of a span's end at a replica after an abort or a move, until the replica is
+notified.
+"""
 LOST_NANOS = 5_000_000_000
-"""Spans that a service had not sent are lost when it is killed. Others end the calls from it a
-little later.
+"""Period before a kill in which spans of the killed service may be lost unsent. Other services end
+their calls to the killed service a little later.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
-"""Phases that are waits and nothing else."""
+"""Phases that consist only of waits."""
 _WAIT = "wait."
 _REASONS = {
     names.SPAN_GATEWAY_WAIT: names.ATTR_WAIT_REASON,
@@ -30,9 +32,9 @@ _REASONS = {
     names.SPAN_REQUEST_PREEMPTED: names.ATTR_CAUSE,
     names.SPAN_REQUEST_RECOVERY: names.ATTR_CAUSE,
 }
-"""Which attribute says why the request did not go on."""
+"""The attribute with the reason why the request did not progress, by span name."""
 _BESIDE = (names.SPAN_POOL_ADMIT,)
-"""Of what another service does meanwhile: no part of the request's own time."""
+"""Spans of another service's concurrent work, which are not part of the request's own time."""
 _DECODE_SUMS = (
     names.ATTR_COMPUTE_SECONDS,
     names.ATTR_OTHERS_PREFILL_SECONDS,
@@ -40,41 +42,41 @@ _DECODE_SUMS = (
     names.ATTR_OVERHEAD_SECONDS,
 )
 _FINISHED, _REFUSED = "finished", "refused"
-"""Outcomes of a stay at a replica, as the gateway saw it."""
+"""Outcomes of a request at a replica, as recorded by the gateway."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """A request that a client sent, with the ids that stood in its `traceparent`."""
+    """A request that a client sent, with the ids in its `traceparent`."""
 
     trace_id: bytes
     span_id: bytes
     sent: int
-    """By the client's clock, in nanoseconds since the epoch."""
+    """Time of sending by the client's clock, in nanoseconds since the epoch."""
     answered: int
-    """When all of the answer had come."""
+    """Time at which the answer was complete, in nanoseconds since the epoch."""
 
 
 @dataclass(slots=True)
 class TraceReport:
-    """What is wrong with the spans of some requests, in words, and what they hold."""
+    """The faults of the spans of some requests, and their statistics."""
 
     num_requests: int
     unexplained: list[float] = field(default_factory=list)
-    """Share of the time of each request that no span without further parts covers, or that two of
-    them cover.
-    """
+    """Fraction of each request's time that no leaf span covers, or that two leaf spans cover."""
     elsewhere: list[float] = field(default_factory=list)
-    """Share of the time that each client measured, of what is no time of the gateway."""
+    """Fraction of the time measured by each client that is outside the gateway's span."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Spans of requests by name; interruptions by their cause."""
+    """Number of spans by name, and of interruptions by their cause."""
     num_lost: int = 0
-    """Spans whose parent, and stays whose spans, ended with a service that was killed."""
+    """Number of spans without their parent, and of stays at a replica without spans, because a
+    service was killed.
+    """
     faults: list[str] = field(default_factory=list)
 
     @property
     def p99_unexplained(self) -> float:
-        """At the 99th percentile; 1 if there is no request."""
+        """The unexplained fraction at the 99th percentile; 1 if there is no request."""
         return _percentile(self.unexplained, 99)
 
     @property
@@ -83,7 +85,7 @@ class TraceReport:
         return not self.faults and self.p99_unexplained <= MAX_UNEXPLAINED
 
     def text(self) -> str:
-        """As a table, and the first faults."""
+        """The report as a table, with the first faults."""
         rows = [
             ("requests", str(self.num_requests)),
             ("time without a part, p99", f"{100 * self.p99_unexplained:.3f} %"),
@@ -100,14 +102,14 @@ class TraceReport:
 def check_traces(
     spans: Sequence[SpanRecord], requests: Sequence[TracedRequest], kills: Sequence[int]
 ) -> TraceReport:
-    """Checks the spans of requests, and of steps. `kills`: when services were killed, in
-    nanoseconds since the epoch.
+    """Checks the spans of requests and steps. `kills` are the times at which services were killed,
+    in nanoseconds since the epoch.
     """
     return _Checks(spans, requests, kills).run()
 
 
 class _Checks:
-    """The spans of a run, by what they belong to."""
+    """Indexes the spans of a run and checks them."""
 
     def __init__(
         self, spans: Sequence[SpanRecord], requests: Sequence[TracedRequest], kills: Sequence[int]
@@ -141,7 +143,7 @@ class _Checks:
         return any(kill - LOST_NANOS < span.end < kill + LATE_END_NANOS for kill in self._kills)
 
     def _check_span(self, span: SpanRecord, clients: set[bytes]) -> None:
-        """Its end, its parent, and that it lies within that."""
+        """Checks a span's end, its parent, and that it lies within its parent."""
         if not 0 < span.start <= span.end:
             self._fault(f"{span.name} begins at {span.start} and ends at {span.end}")
         if not span.parent_id or span.parent_id in clients:
@@ -181,9 +183,10 @@ class _Checks:
             yield from self._below(child)
 
     def _explained(self, span: SpanRecord, start: int, end: int) -> int:
-        """How much of the time from start to end the leaves at or below a span take together. Of
-        several sequences, each of which has to fill the time, the one that does so worst counts. A
-        stay at a replica without the replica's span, for which it must have been killed, is a leaf.
+        """The time between `start` and `end`, in nanoseconds, that the leaf spans below a span
+        cover. If there are several sequences, each has to cover the time, and the one that covers
+        it worst counts. A stay at a replica without the replica's span is a leaf: the replica must
+        have been killed.
         """
         start, end = max(start, span.start), min(end, span.end)
         parts = [part for part in self._children[span.span_id] if part.name not in _BESIDE]
@@ -197,7 +200,7 @@ class _Checks:
         return max(sums.values(), key=lambda nanos: abs(end - start - nanos))
 
     def _check_part(self, span: SpanRecord) -> None:
-        """What a part of a request says of itself, by its kind."""
+        """Checks a span's attributes by its kind."""
         parts = self._children[span.span_id]
         if (attribute := _REASONS.get(span.name)) is not None:
             reason = span.attributes.get(attribute)
@@ -221,7 +224,9 @@ class _Checks:
                     self._fault(f"{span.name} holds a {part.name}, which is no wait")
 
     def _check_stay(self, stay: SpanRecord) -> None:
-        """What a replica made of it, unless it refused the request or was killed."""
+        """Checks that a stay has the replica's span. It may be missing if the replica refused the
+        request or was killed.
+        """
         made = [span.name for span in self._children[stay.span_id]]
         if names.SPAN_REQUEST in made or stay.attributes.get(names.ATTR_OUTCOME) == _REFUSED:
             return
@@ -231,19 +236,19 @@ class _Checks:
             self._fault(f"{stay.name} has no {names.SPAN_REQUEST}")
 
     def _check_decode(self, decode: SpanRecord) -> None:
-        """Its sums are all of its time."""
+        """Checks that the phases of a decode span add up to its time."""
         seconds = sum(float(decode.attributes.get(name, 0)) for name in _DECODE_SUMS)
         if abs(seconds * 1e9 - decode.nanos) > MAX_UNEXPLAINED * decode.nanos:
             self._fault(f"{decode.name} of {decode.nanos / 1e9:g} s is divided into {seconds:g} s")
 
 
 def _was_left(span: SpanRecord) -> bool:
-    """Whether it is a stay that ended for the gateway before the replica heard of it."""
+    """Whether the span is a stay that ended for the gateway before the replica was notified."""
     outcome = span.attributes.get(names.ATTR_OUTCOME)
     return span.name == names.SPAN_GATEWAY_ENGINE and outcome != _FINISHED
 
 
 def _percentile(shares: Sequence[float], percent: int) -> float:
-    """1 if there is none."""
+    """The percentile of the fractions; 1 if there are none."""
     ordered = sorted(shares)
     return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 1.0

@@ -3,12 +3,12 @@
     python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
                                      [--seed 1]
 
-A tenth of the requests come alone, the rest sixteen at a time, by HTTP or gRPC, on a pool that is
-too small for them: requests wait and are preempted. Meanwhile the engine is paused, and pool,
-worker and scheduler are killed in turn; the supervisor of `stepwell up` starts them again. Then the
-spans of all services are checked (benchmarks/soak/trace_checks.py): below the gateway's span of a
-request, those without further parts add up to it, each wait has a reason, each span has its parent
-and ends with it. The table counts what they hold, and compares with the time clients measured.
+A tenth of the requests are sent alone, the rest sixteen at a time, over HTTP or gRPC. The pool is
+too small for them, so that requests wait and are preempted. Meanwhile the engine is paused, and
+pool, worker and scheduler are killed in rotation; the supervisor of `stepwell up` restarts them.
+Then the spans of all services are checked (benchmarks/soak/trace_checks.py): the leaf spans below
+the gateway's span of a request add up to it, each wait has a reason, and each span has its parent
+and ends within it. The table counts the spans, and compares with the times that clients measured.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
 EXPORT_DELAY_MILLIS = "100"
-"""A killed service loses the spans of this time."""
+"""Milliseconds between exports of spans. A killed service loses the spans of this time."""
 VICTIMS = ("kvpool", "worker", "scheduler")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run."""
+    """The run."""
 
     model: Path
     num_requests: int
@@ -60,11 +60,11 @@ class Options:
 
 @dataclass(slots=True)
 class Requests:
-    """Random requests, each with a trace of its own."""
+    """Sends random requests, each with a trace of its own."""
 
     grpc: GrpcClient
     http: str
-    """Where the HTTP API is: host:port."""
+    """host:port of the HTTP API."""
     draw: Random
     vocab_size: int
     num_sent: int = 0
@@ -72,7 +72,7 @@ class Requests:
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self) -> None:
-        """Sends one and reads its answer. Raises if it fails."""
+        """Sends one request and reads its answer. Raises if it fails."""
         prompt = self.draw.choices(
             range(3, self.vocab_size), k=self.draw.randint(1, MAX_PROMPT_TOKENS)
         )
@@ -135,14 +135,16 @@ async def run(options: Options, directory: Path) -> TraceReport:
             requests = Requests(client, replicas.http, draw, vocab_size(options.model))
             kills = await _campaign(options, replicas, requests, directory)
             await client.close()
-        # Services send what is left of their spans when they stop.
+        # Services send their remaining spans when they stop.
         return check_traces(receiver.take(), requests.done, kills)
 
 
 async def _campaign(
     options: Options, replicas: Replicas, requests: Requests, directory: Path
 ) -> list[int]:
-    """Sends all requests while the services are disturbed; returns when which were killed."""
+    """Sends all requests while the services are disturbed. Returns the times of kills, in
+    nanoseconds since the epoch.
+    """
     num_alone = max(1, options.num_requests // 10)
     for _ in range(num_alone):
         await requests.send()
@@ -164,7 +166,9 @@ async def _campaign(
 async def _disturb(
     options: Options, replicas: Replicas, requests: Requests, directory: Path
 ) -> list[int]:
-    """Pauses and kills, spread over the requests."""
+    """Pauses the engine and kills services, spread evenly over the requests. Returns the times of
+    kills.
+    """
     events = ["kill"] * options.num_kills + ["pause"] * options.num_pauses
     requests.draw.shuffle(events)
     first = requests.num_done
@@ -183,7 +187,7 @@ async def _disturb(
 
 
 async def _pause(requests: Requests, directory: Path) -> None:
-    """Pauses the engine for a moment in which requests run."""
+    """Pauses the engine briefly while requests run."""
     channel = open_channel(f"unix:{directory / 'scheduler'}.sock")
     try:
         scheduler = scheduler_pb2_grpc.SchedulerStub(channel)
@@ -200,14 +204,14 @@ async def _pause(requests: Requests, directory: Path) -> None:
 
 
 async def _is_running(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub") -> bool:
-    with suppress(grpc.aio.AioRpcError):  # it was killed, and is not back
+    with suppress(grpc.aio.AioRpcError):  # it was killed and has not restarted
         stats = await scheduler.GetStats(scheduler_pb2.GetStatsRequest(), timeout=1)
         return bool(stats.num_running)
     return False
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs, prints, judges."""
+    """Runs the test and prints the report. Returns 1 if it failed."""
     parser = make_parser("soak traces", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument("--requests", type=count, default=200, help="how many (default: 200)")

@@ -1,7 +1,7 @@
-"""Attacks on the gateway over HTTP and gRPC, for a hostility run and its short form in tests.
+"""Attacks on the gateway over HTTP and gRPC, for a hostility run and its short version in tests.
 
-Each kind is a function that makes one attack, drawn from a seed, and waits for its end, for a
-bounded time. Any answer is accepted but a server error other than 503.
+Each kind is a function that makes one attack, drawn from a seed, and waits a bounded time for its
+end. Server errors other than 503 are defects; any other answer is accepted.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 5.0
 _OWN_ERROR = "Internal error from Core"
-"""The message of grpc's client when a call ends while its message is being sent."""
+"""The error of grpc's own client if a call ends while its message is being sent."""
 
 
 @dataclass(slots=True)
 class Target:
-    """The gateway's addresses and a key, if it needs one, and the defects seen."""
+    """The gateway's addresses, its key if it needs one, and the defects seen."""
 
     http: str
     grpc: str
@@ -57,7 +57,9 @@ async def costly_body(target: Target, draw: Random) -> None:
 
 
 async def streamed_body(target: Target, draw: Random) -> None:
-    """Such a body, answered as a stream of events of which little or nothing is read."""
+    """A costly body whose answer is a stream of events. The client reads little or
+    nothing of it.
+    """
     path, made = costly(draw.choice(("256 short prompts", "logprobs", "stop strings")))
     body = json.dumps(made | {"stream": True}).encode()
     request = target.head(path, f"Content-Length: {len(body)}") + body
@@ -70,7 +72,7 @@ async def streamed_body(target: Target, draw: Random) -> None:
 
 
 async def no_json(target: Target, draw: Random) -> None:
-    """Bodies that are not JSON, or nested deeply, or that hold very long values."""
+    """Bodies that are not JSON, are deeply nested, or contain very long values."""
     raw = draw.choice(
         (
             b"[" * 1_000_000,
@@ -85,7 +87,7 @@ async def no_json(target: Target, draw: Random) -> None:
 
 
 async def odd_http(target: Target, draw: Random) -> None:
-    """Bytes that are no request, or many requests, or one that is too large."""
+    """Bytes that are no request, many requests, or one that is too large."""
     get = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
     if target.key:
         get += f"Authorization: Bearer {target.key}\r\n".encode()
@@ -113,7 +115,7 @@ async def slow_http(target: Target, draw: Random) -> None:
 
 
 async def wrong_key(target: Target, draw: Random) -> None:
-    """Another attack with a key that the gateway does not know, or with none."""
+    """Another attack with a wrong key, or without a key."""
     kind = draw.choice((costly_body, streamed_body, no_json, odd_http, grpc_message))
     keys = ["", "x", target.key + "x", "k" * 60_000]
     if kind is not grpc_message:
@@ -182,7 +184,7 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 async def attack(target: Target, draw: Random) -> None:
-    """One attack of any kind; `wrong_key` only where a key is needed."""
+    """Makes one attack of any kind; `wrong_key` only if the gateway needs a key."""
     attacks = (*ATTACKS, wrong_key) if target.key else ATTACKS
     await draw.choice(attacks)(target, draw)
 

@@ -9,7 +9,7 @@ _USER = {"role": "user", "content": "a"}
 
 
 def _bodies() -> dict[str, tuple[str, Callable[[], Any]]]:
-    """Costly bodies by name: the path of each, and a function that makes it."""
+    """Costly bodies by name: the path of each, and a function that builds it."""
     ids, text = list(range(5, 300)) * 400, {"prompt": "a", "max_tokens": 8}
     return {
         "one character": (TEXT, lambda: {"prompt": "a" * 3_900_000}),
@@ -69,6 +69,6 @@ BODIES = _bodies()
 
 
 def costly(name: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body of that name."""
+    """The path and the body with this name."""
     path, make = BODIES[name]
     return path, make() | ({"max_tokens": 8} if path == CHAT else {})

@@ -1,5 +1,5 @@
-"""HTTP exchanges that cost their client little: one that sends many shares the processors with what
-it measures.
+"""An HTTP client that uses little processor time: a busy client shares the processors with the
+services that it measures.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ _ERROR = b'data: {"error"'
 
 @dataclass(slots=True)
 class Ended:
-    """One exchange. Times are in seconds, by the monotonic clock."""
+    """One exchange. Times are in seconds of the monotonic clock."""
 
     sent: float
     first_token: float | None
     ended: float
     status: int
     error: str = ""
-    """The code of an error, whether it came as the answer or as the last event."""
+    """The code of an error, from the error answer or the last event."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the answer came to its end."""
+        """Whether the answer was complete."""
         return self.status == 200 and not self.error
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request after another, each when the answer to the last one has come."""
+    """Sends one request after another, each when the previous answer is complete."""
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
@@ -54,13 +54,13 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     def send(self, request: bytes, sent: float, on_end: Callable[[Ended], None]) -> None:
-        """Sends a request. `on_end` is called once with what became of it."""
+        """Sends a request. `on_end` is called once with the result."""
         assert self._transport is not None
         self._sent, self._on_end = sent, on_end
         self._transport.write(request)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -84,7 +84,9 @@ class Connection(asyncio.Protocol):
         self._end()
 
     def _chunks(self, data: bytes) -> None:
-        """Looks at the events alone that matter; an event may come in two pieces, rarely."""
+        """Parses only the first token's event and errors. Rarely, such an event arrives in two
+        pieces and is missed.
+        """
         if self._first_token is None and _FIRST_TOKENS in data:
             self._first_token = time.monotonic()
         if _ERROR in data:
@@ -110,7 +112,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """Connections to one server, which are used again."""
+    """Reusable connections to one server."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -118,7 +120,7 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def exchange(self, request: bytes) -> Ended:
-        """Sends a request and waits for its answer; the time begins before connecting."""
+        """Sends a request and waits for its answer. Its time includes connecting."""
         loop, sent = asyncio.get_running_loop(), time.monotonic()
         connection = self._idle.pop() if self._idle else None
         if connection is None or not connection.is_open:
@@ -131,7 +133,7 @@ class Connections:
         return ended
 
     def close(self) -> None:
-        """Ends the connections that are idle."""
+        """Closes the idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""What grew in each process over the samples of an endurance run."""
+"""Detects growth in each process over the samples of an endurance run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,18 @@ from benchmarks.soak.slope import Slope, slope_of
 
 MB = 1e6
 GROWN_BYTES = 8e6
-"""Less does not count as growth: heaps shrink and grow again, pages are touched late."""
+"""Smallest growth of memory that counts. Heaps shrink and grow again, and pages are
+touched late.
+"""
 MORE_HANDLES = 16
-"""How many more threads, or files, the load accounts for."""
+"""Number of additional threads, or files, that the load can explain."""
 _HOUR = 3600.0
 _EDGE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All processes at one moment, in seconds since the load began."""
+    """The resource usage of all processes at one time, in seconds since the load began."""
 
     seconds: float
     usages: Mapping[str, Usage]
@@ -25,8 +27,8 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One process between the warm-up and the end. Memory in bytes, the slope in bytes per second;
-    `complaint` is what grew, and by how much; empty if nothing did.
+    """One process between the warm-up and the end. Memory is in bytes, the slope in bytes per
+    second. `complaint` describes what grew, and by how much; it is empty if nothing grew.
     """
 
     process: str
@@ -44,8 +46,8 @@ def findings(
 ) -> tuple[Finding, ...]:
     """The finding of each process after the warm-up.
 
-    Before and after are means over the first and the last tenth of what counts; of threads and
-    files, the most there.
+    Memory before and after are means over the first and the last tenth of the samples that count.
+    Threads and files are the maxima there.
     """
     counted = [sample for sample in samples if sample.seconds >= warm_up_seconds]
     return tuple(

@@ -1,4 +1,4 @@
-"""Load generators in processes of their own, so that one does not disturb another's times."""
+"""Load generators in separate processes, so that they do not disturb each other's times."""
 
 import asyncio
 import json
@@ -14,7 +14,9 @@ _LINE_BYTES = 64 * 2**20
 
 
 async def generate(sendings: Sequence[Sending]) -> list[Sent]:
-    """Sends all of them from one moment on, each in a process; returns what became of each."""
+    """Runs all load generators from the same time on, each in a process; returns the outcomes of
+    each.
+    """
     processes = [await _spawn() for _ in sendings]
     try:
         for process, sending in zip(processes, sendings, strict=True):
@@ -31,7 +33,7 @@ async def generate(sendings: Sequence[Sending]) -> list[Sent]:
 
 @asynccontextmanager
 async def sink() -> AsyncIterator[str]:
-    """The address of a server that refuses everything for next to nothing."""
+    """Runs a server that refuses every request at almost no cost; yields its address."""
     process = await _spawn("--sink")
     try:
         yield f"127.0.0.1:{int(await _line(process))}"
@@ -56,7 +58,7 @@ async def _tell(process: asyncio.subprocess.Process, line: str) -> None:
 
 
 async def _line(process: asyncio.subprocess.Process) -> bytes:
-    """Raises RuntimeError if the process ended instead."""
+    """Reads a line. Raises RuntimeError if the process has ended."""
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:

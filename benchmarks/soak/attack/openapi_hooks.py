@@ -1,7 +1,7 @@
-"""Hooks of schemathesis: what generated requests for answers are bounded by.
+"""Hooks of schemathesis that bound the answers to generated requests.
 
-An answer of thousands of tokens takes as long to test as a thousand short ones, and a deadline that
-no answer can meet is answered with the 504 that the document names, which is no defect.
+An answer of thousands of tokens takes as long to test as a thousand short ones. A deadline that no
+answer can meet causes the documented 504, which is no defect.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _LENGTHS = {
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
 }
-"""What bounds an answer's length, by path."""
+"""The fields that bound an answer's length, by path."""
 
 
 @schemathesis.hook  # type: ignore[untyped-decorator, unused-ignore]
@@ -31,7 +31,7 @@ def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
 
 
 def _bound_answers(body: dict[str, Any], names: Sequence[str]) -> None:
-    """Lowers lengths that are numbers, and gives one to requests for an answer without one."""
+    """Lowers numeric lengths to MOST_TOKENS, and sets the length of requests without one."""
     for name in names:
         value = body.get(name)
         if type(value) is int and value > MOST_TOKENS:
@@ -41,7 +41,7 @@ def _bound_answers(body: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _bounded_seconds(text: str) -> str:
-    """A number of seconds that an answer can be made in; what is no number stays as it is."""
+    """Raises a positive number of seconds to LEAST_SECONDS. Other values are unchanged."""
     try:
         seconds = float(text)
     except ValueError:
