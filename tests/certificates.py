@@ -1,4 +1,4 @@
-"""Authorities and certificates, made for a test."""
+"""Certificate authorities and certificates for tests."""
 
 import datetime
 import ipaddress
@@ -34,8 +34,8 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates, valid from an hour ago on, with the extensions that Python 3.13 demands
-    of a chain.
+    """Issues certificates that are valid from one hour ago. They have the extensions that Python
+    3.13 requires of a chain.
     """
 
     def __init__(self, name: str = "an authority") -> None:
@@ -52,7 +52,7 @@ class Authority:
         self.pem = certificate.public_bytes(Encoding.PEM)
 
     def issue(self, *names: str, seconds: float = ONE_DAY) -> Issued:
-        """For DNS names, addresses and URIs, valid for `seconds` from now."""
+        """A certificate for DNS names, addresses and URIs, valid for `seconds` from now."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject_names = x509.SubjectAlternativeName([_subject_name(name) for name in names])
         issuer = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
@@ -70,7 +70,7 @@ class Authority:
 
 @dataclass(frozen=True)
 class Files:
-    """A certificate's files in a directory, which exist once they were written."""
+    """The files of a certificate in a directory. The files exist once `write` was called."""
 
     directory: Path
 
@@ -87,7 +87,9 @@ class Files:
         return self.directory / "ca.crt"
 
     def write(self, issued: Issued, *trusted: Authority) -> "Files":
-        """Replaces each file at once; without authorities the file of authorities stays."""
+        """Replaces each file atomically. Without authorities, the file of authorities is not
+        changed.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         contents = {self.cert: issued.chain, self.key: issued.key}
         if trusted:
@@ -106,12 +108,12 @@ class Files:
         )
 
     def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
-        """TLS with them; nothing looks at the files again but `watch.look()`."""
+        """TLS with these files. The files are read again only by `watch.look()`."""
         watch = CertificateWatch("internal", self.files(mutual=mutual))
         return Tls(watch, frozenset(allowed), server_name)
 
     def settings(self, prefix: str = "internal_tls", ca: str = "ca") -> dict[str, Path]:
-        """The settings of a service that name the files."""
+        """The settings of a service that name these files."""
         return {
             f"{prefix}_cert_file": self.cert,
             f"{prefix}_key_file": self.key,
@@ -119,15 +121,17 @@ class Files:
         }
 
     def client_context(self) -> ssl.SSLContext:
-        """What a client of Python's ssl uses to show the certificate, and to trust."""
+        """A context for a client of Python's ssl module, with this certificate and these
+        authorities.
+        """
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.cert, self.key)
         return context
 
 
 class SwappedDirectory:
-    """A directory as Kubernetes mounts a secret: each file is a link into `..data`, a link to
-    a directory, and swapped as a whole.
+    """A directory that is laid out like a Kubernetes secret mount: each file is a link into
+    `..data`, which is a link to a directory. All files are swapped at once.
     """
 
     def __init__(self, directory: Path) -> None:

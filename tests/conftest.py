@@ -1,11 +1,11 @@
 """How `make test` divides the tests between six processes of pytest-xdist.
 
-What starts servers or measures time runs in two of them, test after test, from the start: most of
-that time is spent on waiting. What only computes runs in the other four, file by file, by one
-thread each, so that two processors are busy also while some of the four wait, and at a low
-priority, so that it delays the servers little. Each process imports and collects what it may run,
-and no other test: that takes seconds of a processor. Without pytest-xdist all tests run in one
-process, as they are collected.
+Tests that start servers or measure time run in two processes, one test after another, from the
+start: they mostly wait. Tests that only compute run in the other four processes, file by file, each
+with one thread and at low priority. Two processors are then busy even if some of the four processes
+wait, and the servers are hardly delayed. Each process imports and collects only the tests that it
+may run, as collecting takes seconds of processor time. Without pytest-xdist all tests run in one
+process, in the order of collection.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ SERVERS = {
         ),
     ),
 }
-"""The tests of each of the first two processes, which take about as long."""
+"""The tests of each of the first two processes. The two sets take about the same time."""
 LONG_FILES = (
     "tests/parity/parallel/test_services_parity.py",
     "tests/parity/test_exact_logits.py",
@@ -49,38 +49,39 @@ LONG_FILES = (
     "tests/parity/test_scheduled_parity.py",
     "tests/parity/test_hybrid_parity.py",
 )
-"""Of the files that only compute, those that take longest: they come first, so that the short ones
-occupy all processes to the end.
+"""The slowest files that only compute. They run first, so that the short files occupy all processes
+to the end.
 """
 NICENESS = 10
-# Hypothesis tries the same examples in every run, whatever time each takes: what passed here passes
-# on a slow machine. `make test ARGS=--hypothesis-profile=default` tries others.
+# Hypothesis tries the same examples in every run, without a time limit for an example, so that
+# results do not depend on the machine's speed. `make test ARGS=--hypothesis-profile=default` tries
+# other examples.
 settings.register_profile(
     "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
 LIMITED = pytest.StashKey[bool]()
-"""Whether this process has limited what it uses of the processors."""
+"""Whether this process has already limited its processor use."""
 SESSION = pytest.StashKey[pytest.Session]()
 
-# Imports and collected tests are not garbage: searching them again and again would take a third of
-# the time of collection.
+# Imported modules and collected tests are never garbage. Collecting garbage would take a third of
+# the collection time.
 gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The process of servers that a test or a directory belongs to, if it belongs to one."""
+    """The server process that a test or a directory belongs to; None for others."""
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Keeps the session, whose number of tests the printed progress is a share of."""
+    """Stores the session: the printed progress is relative to its number of tests."""
     session.config.stash[SESSION] = session
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Collects in each of the six processes of pytest-xdist what that one may run, and everything
-    in one that replaces a process that crashed, or where there are not six.
+    """Limits each of the six processes of pytest-xdist to its own tests. A process that replaces a
+    crashed one collects all tests, and so does each process if there are not six.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:
@@ -93,7 +94,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def order(item: pytest.Item) -> int:
-    """Sorts servers' tests, then long files, then the others."""
+    """The sort key: server tests first, then slow files, then the others."""
     servers = servers_of(item.nodeid)
     if servers is not None:
         return list(SERVERS).index(servers)
@@ -103,14 +104,14 @@ def order(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the tests in processes of pytest-xdist."""
+    """Sorts the tests in the processes of pytest-xdist."""
     if hasattr(config, "workerinput"):
         items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:
-    """Exempts what is imported and collected from garbage collection: looking at it again and again
-    takes a fifth of the processor time of tests that serve.
+    """Exempts imported modules and collected tests from garbage collection. Scanning them
+    repeatedly takes a fifth of the processor time of tests that serve.
     """
     gc.freeze()
     gc.enable()
@@ -118,12 +119,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out the servers' tests in two pieces, and the others file by file."""
+    """Distributes the server tests in two units, and the other tests file by file."""
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - ARGS works without it
 
     class ServersAndFiles(LoadScopeScheduling):
-        """Its units of work are each process's tests of servers, and each file of the others. A
-        process is handed the first unit that it has collected.
+        """Units of work: the server tests of each process, and each file of other tests. A process
+        receives the first unit that it has collected.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -138,7 +139,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
                 self.collection = list(chain.from_iterable(self.workqueue.values()))
                 self.config.stash[SESSION].testscollected = len(self.collection)
-            # A process begins a test once it knows of the next one: two units have two tests.
+            # A process starts a test only once it knows the next test. Two units give it at least
+            # two.
             for node in 2 * self.nodes:
                 self._reschedule(node)
 
@@ -159,8 +161,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Limits what a process of pytest-xdist uses of the processors, before its first test: torch
-    computes by one thread, unless a test sets another number, and beside servers at low priority.
+    """Limits the processor use of a pytest-xdist process before its first test. torch uses one
+    thread, unless a test sets another number. Processes without servers run at low priority.
     """
     if hasattr(item.config, "workerinput") and not item.config.stash.setdefault(LIMITED, False):
         item.config.stash[LIMITED] = True
@@ -173,9 +175,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_poller() -> None:
-    """Keeps grpc.aio's poller thread until the process ends. It would end with the last channel or
-    server, which a garbage collection in any later test may find, and which waits for the thread:
-    for ever if a call of theirs is open (grpc 1.85).
+    """Keeps grpc.aio's poller thread alive until the process ends. Otherwise the thread ends with
+    the last channel or server. A garbage collection in any later test may free that object and wait
+    for the thread, for ever if one of its calls is open (grpc 1.85).
     """
     import grpc.aio  # noqa: PLC0415 - after `services.worker`, as the services do
 
@@ -189,8 +191,10 @@ def grpc_poller() -> None:
 
 @pytest.fixture(params=["port", "socket"])
 def listening(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where a service of a test listens: on a free port, or at a Unix socket, beside which its
-    streams have sockets of their own.
+    """The listening address for a service of a test: a free port, or a Unix socket. The sockets for
+    the service's streams are created beside the Unix socket.
     """
-    with tempfile.TemporaryDirectory() as directory:  # short: paths of sockets have 107 bytes
+    with (
+        tempfile.TemporaryDirectory() as directory
+    ):  # short, since socket paths are limited to 107 bytes
         yield "127.0.0.1:0" if request.param == "port" else f"unix:{directory}/service.sock"

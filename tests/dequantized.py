@@ -1,4 +1,4 @@
-"""What a quantized model is, as a model that transformers computes in float32."""
+"""The float32 model in transformers that is equivalent to a quantized model."""
 
 import shutil
 from collections.abc import Callable
@@ -15,13 +15,13 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def is_projection(name: str) -> bool:
-    """Whether a tensor of a checkpoint is the weight of a projection that is quantized."""
+    """Whether a tensor of a checkpoint is the weight of a quantized projection."""
     is_weight = name.endswith("_proj.weight") or ".experts." in name or name == HEAD
     return is_weight and "gate.weight" not in name
 
 
 def rounded_to_int8(weight: Floats) -> Floats:
-    """Each row [..., out, in] in steps of a 127th of its largest magnitude."""
+    """Rounds each row of [..., out, in] to multiples of a 127th of its largest magnitude."""
     step = np.abs(weight).max(axis=-1, keepdims=True) / np.float32(127)
     return np.rint(weight / np.where(step == 0, 1, step)) * step
 
@@ -29,8 +29,8 @@ def rounded_to_int8(weight: Floats) -> Floats:
 def save_dequantized(
     directory: Path, to: Path, dequantized: Callable[[Floats], Floats] = rounded_to_int8
 ) -> Path:
-    """A copy of a model whose projections are what `dequantized` makes of them. A head that is tied
-    to the embedding becomes one of its own.
+    """Copies a model and replaces its projections with the results of `dequantized`. A head that is
+    tied to the embedding becomes a separate tensor.
     """
     shutil.copytree(directory, to)
     tensors = load_file(directory / "model.safetensors")

@@ -1,4 +1,6 @@
-"""Writes models as GGUF files, with the package of llama.cpp's authors, and what they mean."""
+"""Writes models as GGUF files with the package of llama.cpp's authors, and the equivalent float
+weights.
+"""
 
 import json
 import shutil
@@ -34,12 +36,12 @@ Types = gguf.GGMLQuantizationType
 
 
 def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Random codes and scales of groups, which the package does not quantize to; [rows, bytes]."""
+    """Random codes and scales for types that the package cannot quantize to; [rows, bytes]."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[of]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * columns // size, num_bytes), np.uint8)
     scale = random.uniform(1e-4, 2e-4, (len(blocks), 1)).astype(np.float16)
-    # The least number of a group is some way below zero, so that numbers are on both sides of it.
+    # The smallest number of a group is below zero, so that both signs occur.
     halves = {Types.Q4_K: {0: scale, 2: 7.5 * scale}, Types.Q6_K: {208: scale}}[of]
     for place, half in halves.items():
         blocks[:, place : place + 2] = half.astype(np.float16).view(np.uint8)
@@ -49,9 +51,9 @@ def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[
 def save_gguf(
     directory: Path, to: Path, types: dict[str, Types], architecture: str, heads: tuple[int, int]
 ) -> Path:
-    """A copy of a model whose weights are in a GGUF file, each of the type that `types` gives for
-    the last part of its name, or else in float32; and, at `to` with the suffix .float, one with
-    the same weights in safetensors, which it returns.
+    """Copies a model with its weights in a GGUF file. `types` maps the last part of a weight's name
+    to its type; other weights are in float32. A second copy, at `to` with the suffix .float, has
+    the same weights in safetensors. Returns the directory of the second copy.
     """
     floats = to.with_suffix(".float")
     for copy in (to, floats):
@@ -80,13 +82,13 @@ def save_gguf(
 
 
 def in_pairs(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Rows of halves of heads as llama.cpp's converter orders those of Llama."""
+    """Reorders the rows of a head from halves to pairs, as llama.cpp's converter does for Llama."""
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
 def _stored(tensor: Floats, of: Types | None, seed: int) -> tuple[npt.NDArray[Any], Floats]:
-    """A tensor as it is written, and what it is then."""
+    """A tensor as it is written, and the values that it then has."""
     if of is None:
         return tensor, tensor
     if of in (Types.Q4_K, Types.Q6_K):
@@ -107,9 +109,9 @@ def _name_of(module: str, kind: str) -> str:
 def save_alone(
     directory: Path, file: Path, architecture: str, *, pre: str = "qwen2", **metadata: Any
 ) -> None:
-    """A GGUF file by itself of a model directory: its configuration, byte-level BPE tokenizer and
-    weights in float32, with the keys that llama.cpp's converter writes. `metadata`: further values
-    by key, with __ for a dot.
+    """Writes a GGUF file that needs no other files: configuration, byte-level BPE tokenizer and
+    float32 weights of a model directory, with the keys of llama.cpp's converter. `metadata`:
+    further values by key, with __ in place of a dot.
     """
     config = json.loads((directory / "config.json").read_text())
     heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -169,7 +171,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int
 
 
 def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """What transformers divides the frequencies by, which the converter writes as a tensor."""
+    """The divisors of rotary frequencies in transformers, which the converter writes as a
+    tensor.
+    """
     plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     return (plain / stretched.numpy()).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Models that the programs run on in tests, made once."""
+"""Models for the benchmark programs, created once for each test session."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs a benchmark as a user does."""
+"""Runs a benchmark program as a user does."""
 
 import subprocess
 import sys
@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 def run_program(
     program: str, *arguments: object, timeout: float = 280, statuses: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks.PROGRAM`, which must end with one of these statuses; its output."""
+    """Runs `python -m benchmarks.PROGRAM` and returns its output. The exit status must be one of
+    the given ones.
+    """
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{program}", *map(str, arguments)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Small real programs that a supervisor can run."""
+"""Small real programs for a supervisor to run."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from services.cli.processes.child import ChildSpec
 from services.cli.processes.run_directory import ensure_directory
 from services.cli.processes.supervisor import Supervisor
 
-# Serves until SIGTERM, then writes its name to the journal and takes its time to end.
+# Runs until SIGTERM, then writes its name to the journal and waits before it ends.
 SERVE = """
 import signal, sys, time
 name, ready, journal, seconds = sys.argv[1:]
@@ -29,8 +29,8 @@ while True:
     time.sleep(60)
 """
 
-# Answers health checks until the first SIGTERM, writes its name to the journal at each, and ends at
-# the second.
+# Answers health checks until the first SIGTERM. Writes its name to the journal at each SIGTERM, and
+# ends at the second.
 LINGER = """
 import asyncio, signal, sys
 from services.common.rpc.server import GrpcServer
@@ -48,7 +48,8 @@ async def main():
 asyncio.run(main())
 """
 
-# Answers health checks. SIGUSR1 makes it say that it cannot go on, SIGUSR2 stops its event loop.
+# Answers health checks. After SIGUSR1 it reports that it is not live; SIGUSR2 blocks its event
+# loop.
 ANSWER_HEALTH = """
 import asyncio, signal, sys, time
 from services.common.rpc.server import GrpcServer
@@ -77,7 +78,7 @@ while True:
 
 
 def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
-    """A Python program, which is ready once it has made the file `ready`."""
+    """A Python program that is ready once it has created the file `ready`."""
     return ChildSpec(
         name=name,
         command=(sys.executable, "-I", "-S", "-c", code, *arguments),
@@ -87,7 +88,9 @@ def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
 
 
 def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
-    """A well-behaved child; it writes its name to `journal` in the directory on SIGTERM."""
+    """A child that ends at SIGTERM and then writes its name to the file `journal` in the
+    directory.
+    """
     ready = directory / f"{name}.ready"
     return program(
         name, SERVE, ready, name, str(ready), str(directory / "journal"), str(stop_seconds)
@@ -95,7 +98,9 @@ def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
 
 
 def lingering_server(name: str, directory: Path) -> ChildSpec:
-    """A child that goes on until it is asked to end a second time; `journal` as of `server`."""
+    """A child that ends at the second SIGTERM. It writes its name to the file `journal` in the
+    directory.
+    """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(
         name=name,
@@ -109,8 +114,8 @@ def lingering_server(name: str, directory: Path) -> ChildSpec:
 def health_server(
     name: str, directory: Path, *, silence_seconds: float, start_seconds: float = 0.0
 ) -> ChildSpec:
-    """A child with a socket in the directory of a run, which is made again if it was removed. It
-    takes some time before it listens.
+    """A child with a socket in a run directory. The directory is created again if it was removed.
+    The child needs some time before it listens.
     """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(
@@ -125,7 +130,7 @@ def health_server(
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits for a condition, with a deadline."""
+    """Waits until a condition holds; fails after a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
@@ -133,7 +138,7 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; one that waits to be reaped does not."""
+    """Whether a process runs. A zombie process does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -142,7 +147,7 @@ def is_running(pid: int) -> bool:
 
 
 class Journal:
-    """An observer that keeps what it gets."""
+    """An observer that stores the events it receives."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []

@@ -1,4 +1,4 @@
-"""Step logs of small scenarios, made in this process, and complete."""
+"""Complete step logs of small scenarios, generated in this process."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ class RecordedLog:
 
 
 def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> RecordedLog:
-    """The log that a scheduler service would have written. The first group is of full attention."""
+    """The log that a scheduler service would write. The first group has full attention."""
     story = read_scenario(scenario)
     description = FakeWorker(num_blocks=story.config.num_blocks).description
     description.groups.extend(more_groups)

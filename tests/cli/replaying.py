@@ -1,4 +1,4 @@
-"""Step logs of live replicas, and `stepwell replay` on them."""
+"""Step logs of live replicas, and `stepwell replay` on these logs."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -23,7 +23,7 @@ Disturbance = Callable[[Replica, Gateway], Coroutine[Any, Any, None]]
 
 
 async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
-    """More requests than a small pool can hold; some share the beginning of their prompt."""
+    """Sends more requests than a small pool can store. Some prompts have a common prefix."""
     for handle in HANDLES:
         shared, own = prompt(12, 50 * (handle % 3)), prompt(3 + handle % 7, 400 + 20 * handle)
         await gateway.add(
@@ -41,7 +41,7 @@ async def live_log(
     num_blocks: int = 31,
     **settings: Any,
 ) -> Path:
-    """The log of a replica under more load than it has memory for, while `disturb` runs."""
+    """The log of a replica whose load exceeds its memory. `disturb` runs meanwhile."""
     worker = FakeWorker(num_blocks=num_blocks, max_model_len=100)
     async with serving_replica(worker, step_log=path, **settings) as replica:
         async with gateway_of(replica) as gateway:
@@ -53,10 +53,10 @@ async def live_log(
 
 
 def replay(*arguments: object) -> int:
-    """Runs the command."""
+    """Runs `stepwell replay` and returns its exit status."""
     return main(["replay", *map(str, arguments)])
 
 
 def replayed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Runs the command; returns its status, and what it wrote to standard output and error."""
+    """Runs `stepwell replay`; returns its exit status, standard output and standard error."""
     return replay(*arguments), *capsys.readouterr()

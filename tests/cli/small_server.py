@@ -1,4 +1,4 @@
-"""A small HTTP server that speaks as much of the API as the commands need."""
+"""A small HTTP server with the parts of the API that the commands need."""
 
 import json
 import ssl
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class SmallServer(ThreadingHTTPServer):
-    """Answers a completion with the words of the prompt, and a chat with what it was sent.
+    """Answers a completion with the words of the prompt, and a chat with the received messages.
 
-    A message "wait" is answered half, until the client hangs up, which sets `hung_up`.
-    A prompt "refuse" is refused, "break" breaks off, "fail" sends an error in the stream.
-    `bodies` holds what was posted, `keys` the Authorization of each call.
+    For the message "wait" half an answer is sent, until the client disconnects, which sets
+    `hung_up`. The prompt "refuse" is refused, "break" breaks the connection, "fail" sends an error
+    in the stream. `bodies`: the posted bodies. `keys`: the Authorization header of each call.
     """
 
     def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
@@ -31,7 +31,7 @@ class SmallServer(ThreadingHTTPServer):
         return f"{self._scheme}://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Says nothing of clients that leave, or whose handshake fails."""
+        """Prints nothing about clients that disconnect or whose handshake fails."""
 
 
 @contextmanager

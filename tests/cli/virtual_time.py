@@ -1,4 +1,6 @@
-"""An event loop whose time passes at once: sleeping costs nothing and takes exactly as long."""
+"""An event loop with virtual time: sleeping takes no real time, and exactly the requested virtual
+time.
+"""
 
 import asyncio
 import selectors
@@ -9,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Instead of waiting, moves the loop's time forward."""
+    """Advances the loop's time instead of waiting."""
 
     loop: "VirtualLoop"
 
@@ -32,13 +34,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs to the end, in virtual time."""
+    """Runs a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)
 
 
 class LoopClock:
-    """A `Clock` of the load generator's core, by the time of the loop."""
+    """A `Clock` of the load generator's core that reads the loop's time."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

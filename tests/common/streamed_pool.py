@@ -1,4 +1,4 @@
-"""A kvpool that answers transactions as a test tells it, over gRPC or over sockets for streams."""
+"""A kvpool whose answers to transactions are set by a test, over gRPC or over stream sockets."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ from services.common.rpc.server import GrpcServer
 NAME = "stepwell.kvpool.v1.KVPool"
 SECONDS = 60.0
 FEW = 512
-"""Bytes that the client of a test lets wait unread."""
+"""The number of unread bytes that the test's client allows."""
 
 Behavior = Callable[[AsyncIterator[Any], Any], AsyncIterator[kvpool_pb2.TransactResponse]]
 
@@ -27,7 +27,7 @@ def response(number: int) -> kvpool_pb2.TransactResponse:
 
 
 class Pool(kvpool_pb2_grpc.KVPoolServicer):
-    """Answers transactions as it is told, and counts what it has answered."""
+    """Answers transactions as the test sets, and counts the answers."""
 
     def __init__(self, behavior: Behavior) -> None:
         self.num_answered = 0
@@ -52,7 +52,7 @@ async def echoed(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
 async def serving(
     behavior: Behavior, address: str, *, max_calls: int | None = None, lookahead: int = FEW
 ) -> AsyncIterator[tuple[GrpcServer, Pool, Any]]:
-    """A server, and a method that begins a call of it."""
+    """A server, its pool, and a method that begins a call."""
     pool = Pool(behavior)
     server = GrpcServer(has_local_streams=True, max_concurrent_rpcs=max_calls)
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, NAME)

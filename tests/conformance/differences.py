@@ -1,4 +1,4 @@
-"""Where our record differs from a recorded one."""
+"""Compares a run's record with a recorded one."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from typing import Any
 def differences(
     golden: dict[str, Any], ours: dict[str, Any], fields: list[str], *, policy: str = "fcfs"
 ) -> list[str]:
-    """Every field of every step and request that differs; an absent field equals an empty one.
+    """Every field of every step and request that differs. An absent field equals an empty one.
 
-    With PRIORITY, queues are compared as sets: vLLM lists its heap, whose order among requests that
-    are not admitted next is no decision.
+    With PRIORITY, queues are compared as sets: vLLM lists its heap, and the heap's order of
+    requests that are not admitted next is not a decision.
     """
     found = []
     unordered = _QUEUES if policy == "priority" else ()

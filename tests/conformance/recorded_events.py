@@ -1,7 +1,8 @@
-"""Runs a scenario with KV events: what entered and left the prefix index in each step.
+"""Runs a scenario with KV events: blocks that entered and left the prefix index in each step.
 
-A block is named by what its hash stands for, as in the recordings: the first 12 hex digits of the
-SHA-256 of the JSON of `[tokens up to its end, adapter, salt, [[item, offset], ...]]`.
+The name of a block identifies the tokens that its hash stands for, as in the recordings: the first
+12 hex digits of the SHA-256 of the JSON of `[tokens up to its end, adapter, salt, [[item, offset],
+...]]`.
 """
 
 import hashlib
@@ -29,11 +30,11 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
 
 _Block = tuple[int, str]
-"""Group and name."""
+"""Group index and block name."""
 
 
 class PublishingPool(InProcessPool):
-    """A pool in process whose changes are recorded as those of one behind its service are."""
+    """A pool in this process that records its changes as the pool service does."""
 
     def __init__(self, config: SchedulerConfig, recorder: KVEventRecorder) -> None:
         super().__init__(config)
@@ -49,8 +50,8 @@ class PublishingPool(InProcessPool):
 
 
 class EventfulRun(ScenarioRun):
-    """A run whose steps have, besides decisions, the net changes that events told: `stored`, with
-    the extra keys and tokens of each block, `removed` and `cleared`.
+    """A run whose steps record, in addition to the decisions, the net changes reported by events:
+    `stored`, with the extra keys and tokens of each block, `removed` and `cleared`.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -102,7 +103,7 @@ class EventfulRun(ScenarioRun):
         record |= {name: value for name, value in changes.items() if value}
 
     def _store(self, event: BlockStored) -> None:
-        """Checks an event against the request that its hashes are of, and takes it in."""
+        """Checks an event against the request whose hashes it contains, and records it."""
         size, parent = event.block_size, event.parent_block_hash
         before = [] if parent is None else self._tokens[parent]
         begin, tokens = len(before), before + unpack_token_ids(event.token_ids)

@@ -1,4 +1,4 @@
-"""The recordings of vLLM's decisions; README.md says what each holds."""
+"""The recordings of vLLM's decisions. README.md describes their contents."""
 
 import json
 import lzma
@@ -24,14 +24,14 @@ NUM_RECORDINGS = {
     "mixed": 90,
     "events": 14,
 }
-"""Recordings by family."""
+"""Recording files by family."""
 _NAME = re.compile(rb'\{"name": ?"(\w+)"')
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A scenario and what vLLM decided in it, parsed at their first use: collecting the tests in
-    several processes parses none.
+    """A scenario and vLLM's decisions for it. They are parsed at first use, so that collecting the
+    tests in several processes does not parse them.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Recording:
 
     @property
     def scenario(self) -> Record:
-        """Configuration and events."""
+        """The configuration and the events."""
         return self._parsed["scenario"]
 
     @property
     def recorded(self) -> Record:
-        """Every field of every step."""
+        """The record: every field of every step."""
         return self._parsed["recorded"]
 
     @cached_property
@@ -57,7 +57,7 @@ class Recording:
 
 
 def load_recordings(family: str) -> list[Recording]:
-    """The recordings of a family, in their order."""
+    """The recordings of a family, in file order."""
     packed = (DIRECTORY / f"{family}.jsonl.xz").read_bytes()
     lines = lzma.decompress(packed).splitlines()
     return [Recording(_name(line), line) for line in lines]

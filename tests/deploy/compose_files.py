@@ -1,4 +1,4 @@
-"""Compose files as the services in them get to see them: extended, merged, with default values."""
+"""Compose files as their services see them: extended, merged, with default values."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def _extended(service: dict[str, Any], variables: dict[str, str]) -> dict[str, A
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Mappings are merged, lists joined, other values replaced."""
+    """Merges mappings, joins lists, and replaces other values."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)

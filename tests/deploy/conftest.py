@@ -1,4 +1,4 @@
-"""The chart, rendered once for all tests."""
+"""The Helm chart, rendered once for all tests."""
 
 import json
 import subprocess
@@ -22,13 +22,13 @@ Values = dict[str, Any]
 
 
 def example(name: str, **changes: Any) -> Values:
-    """The values of an example, with top-level values in place of its own."""
+    """The values of an example, with some top-level values replaced."""
     values: Values = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     return values | changes
 
 
 def groups_without_leader_worker_set() -> Values:
-    """Groups of three ranks, which speak TLS with their scheduler."""
+    """Values for groups of three ranks that use TLS to their scheduler."""
     return example(
         "tensor-parallel-gpu",
         tensorParallel={"size": 3, "leaderWorkerSet": "never"},
@@ -37,7 +37,7 @@ def groups_without_leader_worker_set() -> Values:
 
 
 def stages_of_ranks() -> Values:
-    """Two pipeline stages of two ranks each, on the CPU."""
+    """Values for two pipeline stages of two ranks each, on the CPU."""
     return example(
         "small",
         tensorParallel={"size": 2, "leaderWorkerSet": "never"},
@@ -46,8 +46,8 @@ def stages_of_ranks() -> Values:
 
 
 def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
-    """Renders the chart for values by name, in one process for all of them. Skips the test where
-    that is not possible.
+    """Renders the chart for each set of values, all in one process. Skips the test if the chart
+    cannot be rendered on this machine.
     """
     if find_spec("helm_python") is None:
         pytest.skip("helm-python-sdk, which renders the chart, is not installed here")
@@ -63,7 +63,7 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, Rendered]:
-    """The chart with the values of each example, and of groups that are no LeaderWorkerSet."""
+    """The chart with the values of each example, and for groups without LeaderWorkerSet."""
     sets = {name: example(name) for name in NAMES}
     groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
     return render_chart(sets | groups)

@@ -1,4 +1,4 @@
-"""Dockerfiles as instructions by stage."""
+"""Dockerfiles as lists of instructions by stage."""
 
 import re
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ TARGETS = {
 
 @dataclass
 class Stage:
-    """A stage: what it begins from, and its instructions in order, with their text."""
+    """A stage: its base, and its instructions in order, with their text."""
 
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
@@ -45,7 +45,7 @@ def stages_of(path: Path) -> dict[str, Stage]:
 
 
 def instructions_of(image: str, word: str) -> list[str]:
-    """All instructions of a kind that an image is made by, those of its bases first."""
+    """All instructions of a kind that build an image; instructions of base stages first."""
     path, name = TARGETS[image]
     stages = stages_of(path)
     found: list[str] = []
@@ -62,7 +62,7 @@ def environment_of(image: str) -> dict[str, str]:
 
 
 def packages_in(image: str) -> list[str]:
-    """The names with which the image's packages are installed."""
+    """The names of the packages installed in the image."""
     path, name = TARGETS[image]
     stages = stages_of(path)
     sources = [text.split()[0] for text in stages[name].all("COPY")]

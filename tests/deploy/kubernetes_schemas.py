@@ -1,8 +1,9 @@
-"""The schemas of Kubernetes' own kinds, as the package kubernetes-validate brings them, and of the
-custom kinds that the chart uses.
+"""Schemas of Kubernetes' own kinds, from the package kubernetes-validate, and of the custom kinds
+that the chart uses.
 
-Those in `crd_schemas` were written from the kinds' public references. They are closed, and hold the
-fields that the chart uses and their siblings; a misspelt field is refused.
+The schemas in `crd_schemas` were written from the public references of the custom kinds. They
+contain the fields that the chart uses and their siblings, and allow no other fields, so a misspelt
+field is refused.
 """
 
 import json
@@ -17,7 +18,7 @@ CRD_SCHEMAS = Path(__file__).with_name("crd_schemas")
 
 
 class KubernetesSchemas:
-    """Of one version of Kubernetes, such as 1.37."""
+    """The schemas for one version of Kubernetes, such as 1.37."""
 
     def __init__(self, version: str) -> None:
         package = files("kubernetes_validate")
@@ -27,7 +28,7 @@ class KubernetesSchemas:
         self._validator = cache(self._make_validator)
 
     def errors(self, one: dict[str, Any]) -> list[str]:
-        """What is wrong with an object; each message begins with its path."""
+        """The errors of an object. Each message begins with the path of the wrong value."""
         validator = self._validator(one["apiVersion"], one["kind"].lower())
         return [f"{e.instance_path}: {e.message}" for e in validator.iter_errors(one)]
 

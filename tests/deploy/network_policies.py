@@ -1,21 +1,21 @@
-"""Which connections between pods network policies let through, by the rules of Kubernetes."""
+"""Which connections between pods are allowed by network policies, by the rules of Kubernetes."""
 
 from typing import Any
 
 from tests.deploy.rendered import Object, Rendered, selects
 
 STRANGER = {"app": "stranger"}
-"""Labels of a pod of another release."""
+"""Labels of a pod outside the release."""
 
 
 class Policies:
-    """The policies of a release, in whose namespace all pods are."""
+    """The policies of a release. All pods are in its namespace."""
 
     def __init__(self, release: Rendered) -> None:
         self._policies = release.of("NetworkPolicy")
 
     def let_through(self, source: dict[str, str], target: dict[str, str], port: int) -> bool:
-        """Whether a TCP connection passes both the policies of its source and of its target."""
+        """Whether a TCP connection is allowed by the policies of both its source and its target."""
         return self._lets("Egress", source, target, port) and self._lets(
             "Ingress", target, source, port
         )

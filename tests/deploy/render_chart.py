@@ -1,10 +1,11 @@
-"""Renders a Helm chart for several sets of values. It is a program of its own, so that the library,
-which is written in Go, is not loaded into the process of the tests.
+"""Renders a Helm chart for several sets of values, as a program of its own.
 
     python render_chart.py CHART < SETS > RESULTS
 
-SETS is JSON, values by name. RESULTS has for each name the messages of `helm lint --strict` above
-information, and either the rendered text of each template or the sentence that refuses the values.
+SETS is a JSON object: values by name. RESULTS has for each name the messages of `helm lint
+--strict` above level information, and either the rendered text of each template or the error that
+refuses the values. The rendering library is written in Go; this program keeps it out of the
+tests' process.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a chart renders to, as Kubernetes would read it: objects, pods, containers, variables."""
+"""A rendered chart as Kubernetes reads it: objects, pods, containers, variables."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -29,13 +29,13 @@ class Container:
 
     @property
     def service(self) -> str | None:
-        """Of ours, which runs here by the image's own command; None for anything else."""
+        """The Stepwell service that the image's own command runs; None for other containers."""
         image = re.fullmatch(r".*stepwell/([a-z]+)(-cuda)?[:@].*", self.spec["image"])
         service = "" if image is None else image[1]
         return service if service in SERVICES and "command" not in self.spec else None
 
     def environment(self) -> dict[str, str]:
-        """The container's variables. `$(NAME)` stands for the value of one that comes before."""
+        """The container's variables. `$(NAME)` is replaced by the value of an earlier variable."""
         values = self.pod.given_variables()
         for variable in self.spec.get("env", ()):
             values[variable["name"]] = self._value(variable, values)
@@ -76,14 +76,14 @@ class Pod:
         return [Container(self, spec) for spec in specs]
 
     def field(self, path: str) -> str:
-        """A field of the first pod of its owner."""
+        """A field of the owner's first pod."""
         is_ipv6 = any("[::]" in str(c.spec.get("env")) for c in self.containers())
         address = "fd00::7" if is_ipv6 else "10.0.0.7"
         name = f"{self.owner['metadata']['name']}-0"
         return {"metadata.name": name, "status.podIP": address}[path]
 
     def given_variables(self) -> dict[str, str]:
-        """Variables that the container has besides those of its own."""
+        """Variables that the container has in addition to its declared ones."""
         if self.owner["kind"] == "LeaderWorkerSet":
             rank = "1" if self.component == "rank" else "0"
             return {**_LEADER_WORKER_SET, "LWS_WORKER_INDEX": rank}

@@ -1,4 +1,4 @@
-"""The settings of each service, as their declarations say."""
+"""The settings of each service, from their declarations."""
 
 import dataclasses
 import enum
@@ -23,7 +23,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 
 
 def json_schemas(service: str) -> dict[str, Any]:
-    """The JSON schema of each setting of a service, by its name."""
+    """The JSON schema of each setting of a service, by name."""
     cls = SETTINGS[service]
     hints = typing.get_type_hints(cls)
     return {

@@ -1,4 +1,4 @@
-"""Pools whose caches change all the time, and what they hold."""
+"""Pools whose caches change continuously, and the expected contents of their caches."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ class BusyPools:
         self._task = asyncio.create_task(self._run())
 
     def change(self, name: str) -> None:
-        """One batch of events of a pool."""
+        """Publishes one batch of events of a pool."""
         held, rng = self.held[name], self._rng
         events: list[Event] = []
         if rng.random() < 0.01:
@@ -67,12 +67,12 @@ class BusyPools:
         self.slowest_publish_seconds = max(self.slowest_publish_seconds, own_time() - began)
 
     async def pause(self) -> None:
-        """Ends the changes."""
+        """Stops the changes."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def resume(self) -> None:
-        """Goes on with the changes."""
+        """Resumes the changes."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ class BusyPools:
         await self.writer.close()
 
     def equal(self, index: PrefixIndex) -> bool:
-        """Whether an index holds exactly what the pools do."""
+        """Whether an index has exactly the contents of the pools."""
         return index.state is DirectoryState.EXACT and all(
             index.keys_of(name) == set(block_keys(held)) for name, held in self.held.items()
         )
@@ -93,13 +93,13 @@ class BusyPools:
 
 
 def own_time() -> float:
-    """Seconds that pass, but for those in which this thread waited for a processor."""
+    """A clock in seconds that leaves out the time in which this thread waited for a processor."""
     return time.perf_counter() - seconds_without_processor()
 
 
 async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) -> None:
-    """The index equals the pools within `seconds`, longer on a slow machine, while they change, and
-    once they do not.
+    """Waits until the index equals the pools: within `seconds` (more on a slow machine) while the
+    pools change, and again after the changes have stopped.
     """
     seconds *= busy_slowness()
     await becomes(
@@ -115,7 +115,7 @@ async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) 
 
 
 class LoopWatch:
-    """The longest time for which the event loop did nothing else."""
+    """Measures the longest time in which the event loop was blocked."""
 
     def __init__(self) -> None:
         self.longest_seconds = 0.0

@@ -1,4 +1,4 @@
-"""Redis servers, and the parts that write and read the directory over them."""
+"""Redis servers, and the writers and readers of the directory in Redis."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ def server(tmp_path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory) -> Iterator[RedisServer]:
-    """One for all tests of a module, each of which empties it."""
+    """A Redis server that all tests of a module share. Each test empties it."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 

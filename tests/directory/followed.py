@@ -1,4 +1,4 @@
-"""Directories that are written by a pool's side and answered from a gateway's index."""
+"""Directories that pools write and that a gateway's index answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +36,7 @@ READER = ReaderTimes(
 
 
 class Gateway:
-    """A reader of the directory in Redis, and its index."""
+    """A reader of the directory in Redis, with its index."""
 
     def __init__(self, url: str, fingerprint: bytes, times: ReaderTimes = READER) -> None:
         self.index = PrefixIndex()
@@ -57,7 +57,7 @@ class Gateway:
 
 
 class FollowedDirectory:
-    """A Directory whose answers come from an index that follows what is written."""
+    """A Directory whose answers come from an index that follows the written events."""
 
     def __init__(self, writer: RedisDirectory | EventFeed, index: PrefixIndex) -> None:
         self._writer = writer

@@ -1,1 +1,3 @@
-"""Tests of all services together. A package: the stacks that they share end with its last test."""
+"""Tests of all services together. This is a package, so that the shared stacks end with its last
+test.
+"""

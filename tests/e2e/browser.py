@@ -1,4 +1,4 @@
-"""Headless Chromium, driven by Playwright; what a page does wrong fails the test."""
+"""Headless Chromium, driven by Playwright. Errors of a page fail the test."""
 
 import shutil
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ DEADLINE_MILLISECONDS = 60_000
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """A browser with a profile of its own. Skips the test where there is none."""
+    """A browser with its own profile. Skips the test if Chromium is not installed."""
     api = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
     if CHROMIUM is None:
         pytest.skip("needs chromium")
@@ -34,8 +34,8 @@ async def chromium() -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def page_of(browser: Any, origin: str, **context: Any) -> AsyncIterator[Any]:
-    """A page of its own. At the end, it has written no error to the console, raised none, and has
-    sent no request but to `origin`.
+    """A page in its own context. At the end it must have written no error to the console, raised no
+    exception, and sent requests only to `origin`.
     """
     opened = await browser.new_context(**context)
     opened.set_default_timeout(DEADLINE_MILLISECONDS)

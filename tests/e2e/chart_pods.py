@@ -1,7 +1,7 @@
-"""The pods of a rendered chart as processes of this machine, started in a kubelet's order.
+"""Runs the pods of a rendered chart as processes of this machine, in the order that a kubelet uses.
 
-Each pod has a loopback address of its own, so that its containers have the ports of the manifests.
-Volumes are directories; names of services are replaced by the address of their pod.
+Each pod has its own loopback address, so that its containers can use the ports of the manifests.
+Volumes are directories. Service names are replaced by the address of their pod.
 """
 
 import re
@@ -24,15 +24,15 @@ _EVERY_ADDRESS = "0.0.0.0:"
 
 
 def _loopback_address() -> str:
-    """An address that no other process is likely to use."""
+    """A loopback address that other processes are unlikely to use."""
     return "127." + ".".join(str(1 + secrets.randbelow(254)) for _ in range(3))
 
 
 class RunningContainer:
-    """A process with the variables of a container, and nothing else of the environment."""
+    """A process whose environment has only the container's variables."""
 
     def __init__(self, container: Container, directory: Path, names: Mapping[str, str]) -> None:
-        """`names`: texts that stand for something else here, such as names of services."""
+        """`names`: replacements of texts in variables, such as service names by addresses."""
         self._container = container
         self._address = names[_EVERY_ADDRESS].removesuffix(":")
         self._environ = _environ(container, directory, names)
@@ -76,7 +76,7 @@ class RunningContainer:
 
 
 class RunningPods:
-    """One pod of each component that runs our services."""
+    """One pod of each component that runs Stepwell services."""
 
     def __init__(self, release: Rendered, directory: Path, names: Mapping[str, str]) -> None:
         self._directory = directory
@@ -85,7 +85,7 @@ class RunningPods:
         self.containers: dict[str, list[RunningContainer]] = {}
 
     def start(self, pod: Pod, *, wait: bool = True) -> list[RunningContainer]:
-        """Starts the containers of a pod, each when the ones before it have started."""
+        """Starts the containers of a pod. Each one starts after the previous ones have started."""
         names = {**self._names, _EVERY_ADDRESS: self.addresses[pod.component] + ":"}
         running = self.containers.setdefault(pod.component, [])
         for container in pod.containers():
@@ -96,14 +96,14 @@ class RunningPods:
         return running
 
     def kill(self) -> None:
-        """Ends whatever still runs."""
+        """Kills all processes that still run."""
         for containers in self.containers.values():
             for container in containers:
                 container.kill()
 
 
 def _environ(container: Container, directory: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """The container's variables on this machine."""
+    """The container's variables, adapted to this machine."""
     for path, volume in container.mounts().items():
         _make(directory / path.lstrip("/"), volume, directory.parent)
     mounts = sorted(map(re.escape, container.mounts()), key=len, reverse=True)
@@ -118,7 +118,7 @@ def _environ(container: Container, directory: Path, names: Mapping[str, str]) ->
 
 
 def _make(mount: Path, volume: Object, secrets_and_model: Path) -> None:
-    """Puts a volume at its place: a secret or the model from where the test put it."""
+    """Creates a volume's directory. Secrets and the model are taken from the test's directory."""
     if mount.exists():
         return
     mount.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Stacks that several tests share: each kind starts when it is first wanted, and all end with the
+"""Stacks that several tests share. Each kind starts at its first use, and all stacks end after the
 last test of this package.
 
-A stack that serves nothing takes a hundredth of a processor. So the files whose tests share stacks
-come after all others, those that share the same ones one after the other.
+An idle stack takes a hundredth of a processor. Files whose tests share stacks therefore run after
+all others, and files with the same stacks run one after another.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.tiny import save_servable_model
 
-# A cache that is soon all written to, so that memory can be seen to stay; a pool that holds about
-# four of the sequences that the tests run sixteen of; steps that cut prompts into chunks of seven,
-# in the order of priorities.
+# A cache that is soon fully written, so that constant memory can be observed. The pool can store
+# about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of seven
+# tokens, in priority order.
 FLAGS = {
     "plain": ("--num-blocks", "1000"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
@@ -34,7 +34,7 @@ FLAGS = {
     "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
 DEMO = ROOT / "models" / "demo"
-# All that clients of other projects ask for: tool calls, and vllm.grpc.engine.
+# Features that clients of other projects need: tool calls and vllm.grpc.engine.
 DEMO_FLAGS = (
     *("--num-blocks", "2000", "--max-num-seqs", "16"),
     *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
@@ -43,11 +43,11 @@ DEMO_FLAGS = (
 
 
 SHARED_FIXTURES = ("stack_of", "demo_stack", "demo_replicas")
-"""Those below that start stacks, in the order in which files come that use them."""
+"""The fixtures that start shared stacks, in the order in which files that use them run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts this package's tests by file; other tests keep their places."""
+    """Sorts this package's tests by file. The order of other tests does not change."""
     places = [
         place for place, item in enumerate(items) if Path(__file__).parent in item.path.parents
     ]
@@ -61,7 +61,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared_rank(item: pytest.Item) -> int:
-    """0 for a test that shares no stack, else the place of the last fixture by which it does."""
+    """0 for a test that shares no stack, otherwise the position of its last shared fixture, counted
+    from 1.
+    """
     names = getattr(item, "fixturenames", ())
     return max((rank for rank, name in enumerate(SHARED_FIXTURES, 1) if name in names), default=0)
 
@@ -84,7 +86,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="package")
 def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
-    """The running stack of a kind."""
+    """Starts the stack of a kind, or returns it if it runs."""
     running: dict[str, Stack] = {}
 
     def stack_of(kind: str) -> Stack:
@@ -107,19 +109,19 @@ def stack(stack_of: Callable[[str], Stack]) -> Stack:
 
 @pytest.fixture(scope="package")
 def vllm_stack(stack_of: Callable[[str], Stack]) -> Stack:
-    """A stack whose scheduler serves vllm.grpc.engine, too."""
+    """A stack whose scheduler also serves vllm.grpc.engine."""
     return stack_of("vllm.grpc")
 
 
 @pytest.fixture(scope="package")
 def demo_stack() -> Iterator[Stack]:
-    """A stack that serves the demo model, whose text is text."""
+    """A stack that serves the demo model, whose output is readable text."""
     with closing(Stack(DEMO, *DEMO_FLAGS)) as stack:
         yield stack
 
 
 @pytest.fixture(scope="package")
 def demo_replicas() -> Iterator[Stack]:
-    """The same with two replicas."""
+    """A stack that serves the demo model with two replicas."""
     with closing(Stack(DEMO, *DEMO_FLAGS, "--replicas", "2")) as stack:
         yield stack

@@ -1,4 +1,4 @@
-"""The fields of requests, as their classes and messages have them, and their examples in
+"""The fields of requests, from their classes and messages, and their examples in
 documented_fields.md.
 """
 
@@ -20,7 +20,9 @@ PAGE = Path(__file__).parent / "documented_fields.md"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A field of a request by its path, and what is added to the request's base to give it."""
+    """An example of one request field: the field's path, and the values that are added to the base
+    request.
+    """
 
     call: str
     field: str
@@ -34,13 +36,13 @@ class Example:
 
     @property
     def has_field(self) -> bool:
-        """Whether the example gives the field."""
+        """Whether the example sets the field."""
         return _has(self.added, self.field.split("."))
 
 
 def examples() -> dict[str, list[Example]]:
-    """The examples of the page, by call: a route with its method, or a method of `Inference`. The
-    section without a base has fields that both kinds of completions share.
+    """The examples of the page by call: an HTTP method and route, or a method of `Inference`. The
+    section without a base request has the fields that both kinds of completions share.
     """
     found: dict[str, list[Example]] = {}
     shared: list[tuple[str, str]] = []
@@ -60,7 +62,9 @@ def examples() -> dict[str, list[Example]]:
 
 
 def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
-    """The fields of a body, those of its parts behind theirs, with dots between."""
+    """The field paths of a body. The fields of a nested object follow the object's own path, with
+    dots between.
+    """
     for attribute, field in body.model_fields.items():
         name = field.alias or attribute
         yield name
@@ -69,7 +73,7 @@ def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
 
 
 def fields_of_message(message: Descriptor) -> Iterator[str]:
-    """The same of a message."""
+    """The field paths of a protobuf message, with dots between."""
     for field in message.fields:
         yield field.name
         if field.message_type is not None:

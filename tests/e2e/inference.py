@@ -1,4 +1,4 @@
-"""The gRPC API as the tests use it."""
+"""The gateway's gRPC API for the tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +14,7 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
 @dataclass
 class Answer:
-    """All of one answer."""
+    """A complete answer."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -24,7 +24,7 @@ class Answer:
 
 @asynccontextmanager
 async def connect(address: str) -> AsyncIterator[gateway_pb2_grpc.InferenceStub]:
-    """A stub of the gateway."""
+    """A stub of the gateway's Inference service."""
     async with grpc.aio.insecure_channel(address) as channel:
         yield gateway_pb2_grpc.InferenceStub(channel)
 
@@ -41,7 +41,7 @@ def request(prompt: list[int], max_tokens: int, **sampling: Any) -> gateway_pb2.
 
 
 def embedded_request(rows: torch.Tensor, max_tokens: int) -> gateway_pb2.GenerateRequest:
-    """As `request`, greedy, for a prompt given as embeddings, float32 [num_tokens, hidden_size]."""
+    """A greedy request whose prompt is given as embeddings, float32 [num_tokens, hidden_size]."""
     embeds = common_pb2.PromptEmbeds(
         num_tokens=len(rows),
         dtype=common_pb2.EMBEDS_DTYPE_FLOAT32,
@@ -60,7 +60,7 @@ async def generate(
     on_tokens: Callable[[int], None] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """Generates to the end. `on_tokens` is called with the number of tokens after each piece."""
+    """Generates to the end. `on_tokens` is called with the number of tokens after each delta."""
     answer = Answer()
     async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
         answer.token_ids += piece.token_ids
@@ -79,8 +79,8 @@ async def generate_all(
     hit: Callable[[], None] | None = None,
     hit_at: int = 0,
 ) -> list[Answer]:
-    """Generates all of them at once. `hit` is called in mid-stream: once the first has `hit_at`
-    tokens.
+    """Generates all answers concurrently. `hit` is called during the streams, once the first one
+    has `hit_at` tokens.
     """
     is_hit = hit is None
     first, *others = requests

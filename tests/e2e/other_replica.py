@@ -1,4 +1,4 @@
-"""A replica of its own processes, as another machine would run it: kvpool, worker, scheduler."""
+"""A replica with its own kvpool, worker and scheduler processes, as on another machine."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from tests.redis_servers import free_port
 
 
 class OtherReplica:
-    """Three services on ports of their own. The scheduler registers itself in Redis."""
+    """Three services on their own ports. The scheduler registers itself in Redis."""
 
     def __init__(self, model: Path, redis_url: str, directory: Path) -> None:
         ports = [free_port() for _ in range(3)]
@@ -33,7 +33,7 @@ class OtherReplica:
             self.start(service)
 
     def start(self, service: str) -> None:
-        """Starts a service, which then does not run."""
+        """Starts a service that is not running."""
         inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         self._processes[service] = subprocess.Popen(
             [sys.executable, "-m", f"services.{service}", *self._commands[service]],
@@ -49,11 +49,11 @@ class OtherReplica:
         self._processes[service].send_signal(signum)
 
     def wait(self, service: str) -> int:
-        """The exit status of a service that ends."""
+        """Waits for a service to end; returns its exit status."""
         return self._processes[service].wait(30)
 
     def close(self) -> None:
-        """Ends what runs."""
+        """Ends all services that run."""
         for process in self._processes.values():
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""A real OTLP/gRPC receiver that keeps what it is sent."""
+"""A real OTLP/gRPC receiver that stores the received spans."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """What there is of a trace."""
+        """The received spans of a trace."""
         return [span for span in tuple(self.spans) if span.trace_id == trace_id]
 
     def close(self) -> None:

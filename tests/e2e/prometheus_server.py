@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ in quick time."""
+"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ on shorter times."""
 
 import json
 import math
@@ -23,39 +23,41 @@ needs_prometheus = pytest.mark.skipif(
     PROGRAM is None, reason="prometheus is not installed (Debian's package prometheus)"
 )
 _SCRAPE_INTERVAL = "1500ms"
-"""Gateways and schedulers wait for a process that does not answer for a second; a scrape that takes
+"""Gateways and schedulers wait one second for a process that does not answer. A scrape that takes
 longer than the interval is lost.
 """
 _LOOK_AGAIN_SECONDS = 0.25
-"""Rules are evaluated twice a second."""
+"""The time between two queries of a waiting test. Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
-"""What ranges of the rules become. The longest stay longer than a test: they count losses."""
+"""Replacements for the ranges of the rules. The longest ones still exceed the duration of a test,
+since they count losses.
+"""
 QUICK_SECONDS = 0.3
-"""In the queue and to the first token: what a test can wait for."""
+"""The replaced thresholds, in seconds, for time in the queue and time to first token."""
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 
 class Prometheus:
-    """Answers queries over its API."""
+    """Queries a Prometheus over its HTTP API."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The series of an instant query, those left out that are not a number."""
+        """The series of an instant query, without NaN values."""
         answer = http_get(f"{self._url}/api/v1/query?{urlencode({'query': expr})}").json()
         assert answer["status"] == "success", (expr, answer)
         series: list[dict[str, Any]] = answer["data"]["result"]
         return [one for one in series if math.isfinite(float(one["value"][1]))]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire."""
+        """Names of the alerts that fire now."""
         alerts = http_get(f"{self._url}/api/v1/alerts").json()["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     def until_firing(self, *names: str, seconds: float = 60) -> None:
-        """Waits until these alerts fire, all at once."""
+        """Waits until all of these alerts fire at the same time."""
         wait_for(lambda: set(names) <= self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def until_calm(self, *names: str, seconds: float = 60) -> None:
@@ -63,7 +65,7 @@ class Prometheus:
         wait_for(lambda: not set(names) & self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def is_ready(self) -> bool:
-        """Whether it answers queries."""
+        """Whether Prometheus answers queries."""
         try:
             return http_get(f"{self._url}/-/ready").status_code == httpx.codes.OK
         except httpx.TransportError:
@@ -71,7 +73,7 @@ class Prometheus:
 
 
 def quick_rules(directory: Path) -> None:
-    """Writes the rules with short durations."""
+    """Writes the rules with shortened durations to a directory."""
     for path in RULES.glob("*.yml"):
         text = re.sub(r"(?m)^(\s+for: ).*$", r"\g<1>1s", path.read_text())
         text = re.sub(r"\[(\w+)\]", lambda found: f"[{_WINDOWS[found[1]]}]", text)
@@ -82,7 +84,7 @@ def quick_rules(directory: Path) -> None:
 
 @contextmanager
 def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
-    """Scrapes `targets`, URLs by the name of a job, until the end of the block."""
+    """Scrapes `targets` (URLs by job name) until the end of the block."""
     assert PROGRAM is not None
     quick_rules(directory)
     configuration = {

@@ -1,4 +1,4 @@
-"""All four services as `stepwell up` runs them."""
+"""All four services, run by `stepwell up`."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _START_SECONDS = 90.0
 
 
 class Stack:
-    """A running `stepwell up`. Its output is kept for the report of a test that fails."""
+    """A running `stepwell up`. Its output is stored for the report of a failed test."""
 
     def __init__(self, model: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
         inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
@@ -71,17 +71,17 @@ class Stack:
 
     @property
     def admin_url(self) -> str:
-        """Where operators' calls are served."""
+        """The URL of the operator API."""
         (url,) = _ADMIN.findall("\n".join(self.output))
         return str(url)
 
     @property
     def vllm_grpc(self) -> list[str]:
-        """Where its schedulers serve vllm.grpc.engine, host:port."""
+        """The addresses, host:port, at which the schedulers serve vllm.grpc.engine."""
         return _VLLM_GRPC.findall("\n".join(self.output))
 
     def pids(self) -> dict[str, int]:
-        """The process of each service that runs now, by its name as in the output."""
+        """Process ids of the services that run now, by service name in the output."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         found = {}
         for child in children:
@@ -98,7 +98,7 @@ class Stack:
         return found
 
     def resident_bytes(self) -> dict[str, int]:
-        """Memory of each service."""
+        """The resident memory of each service, in bytes."""
         sizes = {}
         for service, pid in self.pids().items():
             status = Path(f"/proc/{pid}/status").read_text()
@@ -106,7 +106,9 @@ class Stack:
         return sizes
 
     def status(self) -> dict[str, Any]:
-        """The statistics of the one replica, once it gives any: the gateway waits a second."""
+        """The statistics of the only replica. They are requested until there are some: the gateway
+        waits one second for them.
+        """
         found: list[dict[str, Any]] = []
 
         def answered() -> bool:
@@ -118,13 +120,13 @@ class Stack:
         return found[0]
 
     def wait_until_nothing_is_held(self, seconds: float = 60) -> None:
-        """Waits until no request runs or waits and no block is held. What the last requests held is
-        given back some time after their last tokens.
+        """Waits until no request runs or waits and no block is allocated. Blocks of the last
+        requests are freed some time after their last tokens.
         """
 
         def nothing_is_held() -> bool:
             status = self.status()
-            # Both are 0 until a gateway that was started again has heard of the pool.
+            # A restarted gateway reports 0 for both until the pool's state has arrived.
             is_free = status["num_free_blocks"] == status["num_usable_blocks"] > 0
             return is_free and not (status["num_running"] or status["num_waiting"])
 
@@ -135,7 +137,7 @@ class Stack:
         os.kill(self.pids()[service], signum)
 
     def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
-        """Waits until a service that was hit runs again and the gateway has a replica."""
+        """Waits until a killed service runs again and the gateway has a ready replica."""
 
         def back() -> bool:
             return self.pids().get(service, killed_pid) != killed_pid and self.healthy()
@@ -143,22 +145,22 @@ class Stack:
         wait_for(back, seconds)
 
     def healthy(self) -> bool:
-        """Whether the gateway answers, and can serve."""
+        """Whether the gateway answers and is ready."""
         try:
             return http_get(f"{self.url}/health").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
     def terminate(self) -> None:
-        """Asks it to stop."""
+        """Asks `stepwell up` to stop."""
         self._process.terminate()
 
     def wait(self, seconds: float) -> int:
-        """Its exit status."""
+        """Waits for the end of `stepwell up`; returns its exit status."""
         return self._process.wait(seconds)
 
     def close(self) -> None:
-        """Ends it, however it is."""
+        """Ends `stepwell up` in any state."""
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -172,8 +174,8 @@ class Stack:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60, period: float = 0.02) -> float:
-    """Waits for a condition, which is tried once in a period, with a deadline; returns how long it
-    took.
+    """Polls a condition every `period` seconds until it holds; returns the elapsed time. Fails
+    after `seconds`.
     """
     began = time.monotonic()
     while not condition():

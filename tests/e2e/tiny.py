@@ -1,4 +1,4 @@
-"""A tiny model that can be served: seeded weights, a byte-level tokenizer, a chat template."""
+"""A tiny servable model: seeded weights, a byte-level tokenizer, a chat template."""
 
 from functools import cache
 from pathlib import Path
@@ -19,19 +19,19 @@ _CHAT_TEMPLATE = (
 
 
 def save_servable_model(directory: Path) -> PreTrainedModel:
-    """Saves a tiny Llama in fp32 with its tokenizer, and returns it.
+    """Saves a tiny Llama in fp32 with its tokenizer, and returns the model.
 
-    A token is a byte; some ids of the model have no token, as in many real models.
+    Each token is one byte. Some ids of the model have no token, as in many real models.
     """
     model = save_tiny_model(directory)
-    # Rotary positions have no end: what changes is how long a sequence is allowed to get.
+    # Rotary positions are unlimited, so only the longest allowed sequence changes.
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
     save_tokenizer(directory)
     return model
 
 
 def save_tokenizer(directory: Path, processor: PostProcessor | None = None) -> None:
-    """Saves the tokenizer: a token is a byte. `processor` adds special tokens to texts."""
+    """Saves the tokenizer, whose tokens are bytes. `processor` adds special tokens to texts."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*_SPECIAL, *alphabet]
     assert len(tokens) < VOCAB_SIZE
@@ -52,19 +52,19 @@ def save_tokenizer(directory: Path, processor: PostProcessor | None = None) -> N
 
 
 def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """What the model itself makes of tokens, [num_tokens, hidden_size]."""
+    """The model's own embeddings of tokens, [num_tokens, hidden_size]."""
     with torch.inference_mode():
         return model.get_input_embeddings()(torch.tensor(prompt)).clone()
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """The model's own continuation, each token the most probable one; nothing ends it early."""
+    """The model's own greedy continuation. No token ends it early."""
     return list(_greedy(model, tuple(prompt), max_tokens))
 
 
 @cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """Remembered, since tests share prompts."""
+    """The continuation, cached because tests share prompts."""
     token_ids, past = torch.tensor([prompt]), None
     output: list[int] = []
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the gateway's tests share."""
+"""Fixtures shared by the gateway's tests."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,12 +12,12 @@ from tests.gateway.tiny_tokenizer import write_tokenizer
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory named "tiny" with a tokenizer and nothing else."""
+    """A model directory named "tiny" that contains only a tokenizer."""
     return write_tokenizer(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
 async def served(model: Path) -> AsyncIterator[Serving]:
-    """A gateway before one fake scheduler."""
+    """A gateway with one fake scheduler."""
     async with serving(model, FakeScheduler()) as running:
         yield running

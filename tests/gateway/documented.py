@@ -1,4 +1,4 @@
-"""An OpenAPI document, and whether answers are as it says."""
+"""Checks answers against an OpenAPI document."""
 
 import json
 from typing import Any
@@ -14,14 +14,14 @@ STANDARD_HEADERS = {
 
 
 class Documented:
-    """Compares with schemas that are closed: an answer has no field that is not documented."""
+    """Validates answers against closed schemas: undocumented fields are errors."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
         self._components = _closed(document["components"])
 
     def check(self, path: str, response: httpx.Response) -> None:
-        """Fails unless the answer to a request, read whole, is documented for its path."""
+        """Fails unless a complete answer to a request is documented for its path."""
         method = response.request.method.lower()
         operation = self.document["paths"][path][method]
         documented = operation["responses"].get(str(response.status_code))
@@ -59,7 +59,7 @@ class Documented:
 
 
 def _closed(node: Any) -> Any:
-    """The schema with objects that have no other properties than those it names."""
+    """The schema with all objects closed: they allow only the listed properties."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""A fleet over fake links, and a clock that the test moves."""
+"""A fleet over fake links, with a clock that the test advances."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds
 
 @dataclass(eq=False)
 class FakeTimer:
-    """A call that the clock makes when its time has come."""
+    """A call that the clock makes at a set time."""
 
     when: float
     callback: Callable[[], object]
@@ -40,7 +40,7 @@ class FakeTimer:
 
 
 class ManualClock:
-    """The core's Clock."""
+    """The core's Clock, advanced by the test."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -55,14 +55,14 @@ class ManualClock:
         return timer
 
     def next_call(self) -> None:
-        """Lets time pass until the next call, and makes it."""
+        """Advances the time to the next call, and makes the call."""
         first = min(self._timers, key=lambda timer: timer.when)
         self._timers.remove(first)
         self._now = max(self._now, first.when)
         first.callback()
 
     def advance(self, seconds: float) -> None:
-        """Lets time pass, and makes the calls that are due, in their order."""
+        """Advances the time, and makes the due calls in time order."""
         end = self._now + seconds
         while due := [timer for timer in self._timers if timer.when <= end]:
             first = min(due, key=lambda timer: timer.when)
@@ -74,7 +74,7 @@ class ManualClock:
 
 @dataclass
 class FakeLink:
-    """The core's Link: what was sent over it."""
+    """The core's Link. It records what is sent."""
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ class FakeLink:
 
 
 class FakeFleet:
-    """A fleet of replicas named "a", "b" and so on, none of them connected yet."""
+    """A fleet of replicas named "a", "b" and so on. At first none is connected."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class FakeFleet:
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
-        """Blocks that each node has cached of every prompt."""
+        """For each node, the number of cached blocks of every prompt."""
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []
-        """The addresses whose links were opened, and not closed since."""
+        """The addresses of the links that are open."""
         self.fleet = Fleet(
             self,
             self.clock,
@@ -122,10 +122,10 @@ class FakeFleet:
 
     @property
     def replicas(self) -> dict[str, Replica]:
-        """By name."""
+        """The replicas by name."""
         return {replica.address: replica for replica in self.fleet.membership.replicas}
 
-    # The core's Links.
+    # Methods of the core's Links.
 
     def make(self, address: str) -> FakeLink:
         link = self.links[address] = FakeLink()
@@ -138,7 +138,7 @@ class FakeFleet:
         self.opened.remove(replica.address)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """The core's PrefixDirectory."""
+        """A method of the core's PrefixDirectory."""
         return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
 
     def connect(
@@ -148,7 +148,7 @@ class FakeFleet:
         limits: ModelLimits = LIMITS,
         max_num_seqs: int = 0,
     ) -> None:
-        """Opens sessions that can run steps."""
+        """Opens sessions with replicas that can run steps."""
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(
@@ -169,7 +169,7 @@ class FakeFleet:
         tenant: Tenant = ANYONE,
         priority: int = 0,
     ) -> Mailbox:
-        """A request of `n` answers to each prompt, which begin alike."""
+        """A request for `n` answers to each prompt. The prompts have a common prefix."""
         sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
             EngineRequest(
@@ -193,20 +193,20 @@ class FakeFleet:
         return list(self.replicas[name].running.values())
 
     def handle(self, replica: Replica, inflight: Inflight) -> int:
-        """The handle by which a replica knows a sequence."""
+        """The handle of a sequence at a replica."""
         (handle,) = (handle for handle, one in replica.running.items() if one is inflight)
         return handle
 
 
 async def only_delta(mailbox: Mailbox) -> Delta:
-    """What came for the only sequence."""
+    """The delta that arrived for the only sequence."""
     [(index, delta)] = await received(mailbox)
     assert index == 0
     return delta
 
 
 async def error_of(mailbox: Mailbox) -> StepwellError:
-    """The error that the only sequence ended with."""
+    """The error with which the only sequence ended."""
     error = (await only_delta(mailbox)).error
     assert error is not None
     return error

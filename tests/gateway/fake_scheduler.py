@@ -1,8 +1,8 @@
-"""A scheduler without an engine: the real contract over real gRPC, tokens from a formula.
+"""A scheduler without an engine: the real contract over real gRPC, with tokens from a formula.
 
-The token at a position is a pure function of prompt, seed and position, as in the real one, so a
-request that is sent again with its output so far goes on exactly. Unless `answer` is set: then
-every request gets those tokens.
+As in the real scheduler, the token at a position is a pure function of prompt, seed and position. A
+request that is sent again with its output so far therefore continues with the same tokens. If
+`answer` is set, every request gets those tokens instead.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.metrics_servicer import serve_collect
 
 VOCAB_SIZE = 320
-# Tokens below are special in the tests' tokenizer.
+# In the tests' tokenizer, tokens below this number are special.
 FIRST_ORDINARY = 4
-# Those of the printable ASCII characters, in the tests' tokenizers.
+# The number of tokens for printable ASCII characters in the tests' tokenizers.
 NUM_WHOLE_CHARACTERS = 94
-# A test that names a seed names a smaller one; a gateway draws one of 64 bits.
+# Seeds set by tests are smaller. Seeds drawn by a gateway have 64 bits.
 FIRST_DRAWN_SEED = 2**32
 
 FULL = scheduler_pb2.Rejection(
@@ -38,7 +38,7 @@ FULL = scheduler_pb2.Rejection(
 
 @dataclass
 class Sequence:
-    """A request that runs."""
+    """A running request."""
 
     add: scheduler_pb2.AddRequest
     prompt: list[int]
@@ -47,7 +47,7 @@ class Sequence:
 
 
 def same_logprob(_token_id: int) -> float:
-    """Every token is as probable."""
+    """Gives every token the same log-probability."""
     return -0.5
 
 
@@ -55,7 +55,7 @@ def same_logprob(_token_id: int) -> float:
 class FakeScheduler(
     scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
 ):
-    """Serves sessions. Its knobs may be turned at any time."""
+    """Serves sessions. Its attributes may be changed at any time."""
 
     model_name: str = "tiny"
     max_model_len: int = 512
@@ -63,43 +63,43 @@ class FakeScheduler(
     eos_token_ids: tuple[int, ...] = (0,)
     priority_scheduling: bool = True
     hidden_size: int = 4
-    # What every request is answered with, in place of the formula.
+    # The tokens of every answer; None: the formula.
     answer: list[int] | None = None
-    # Steps that may be taken; None: any number.
+    # The number of steps that may run; None: no limit.
     permits: int | None = None
     tokens_per_step: int = 1
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
     engine_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_NAN_IN_LOGITS
-    # Requests that it holds; further ones are refused.
+    # The most requests at a time; further ones are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
-    # What it says that it runs at once; 0: it says nothing.
+    # The reported number of sequences that run at once; 0: not reported.
     max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
     heartbeat_seconds: float = 0.2
-    # What it says of where the time of each request went.
+    # The reported times of each request.
     times: scheduler_pb2.RequestTimes | None = None
-    # The log-probability of a token, wherever it stands.
+    # The log-probability of a token, at any position.
     logprob: Callable[[int], float] = same_logprob
-    # Whether a reset of the prefix cache is refused.
+    # Whether resets of the prefix cache are refused.
     blocks_in_use: bool = False
-    # How long the queue is, as announced last.
+    # The last announced state of the queue.
     queue: scheduler_pb2.QueueState | None = None
-    # The metrics that it sends, with "{labels}" for the labels; None: it serves none.
+    # The served metrics text, with "{labels}" in place of the labels; None: no metrics.
     metrics: str | None = None
-    # What it says in GetActivity that it did.
+    # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
-    # What was heard.
+    # The received messages.
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
-    # How many of them came in each message of several.
+    # The number of requests in each message with several requests.
     added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
-    # Of these, those whose text a stop string ended.
+    # Aborted requests whose text a stop string had ended.
     stopped: list[str] = field(default_factory=list)
     keeps: list[scheduler_pb2.KeepTrace] = field(default_factory=list)
     num_sessions: int = 0
@@ -113,10 +113,10 @@ class FakeScheduler(
         self._state = scheduler_pb2.ReplicaState(ready=True)
         self._is_hung = False
         self.refusal: StepwellError | None = None
-        """What every session is refused with."""
+        """The error with which every session is refused; None: sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Serves, on the address it had before if it had one."""
+        """Starts to serve, at the previous address if there is one. Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -135,48 +135,48 @@ class FakeScheduler(
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serves while inside; gives the address."""
+        """Serves until the end of the block; yields the address."""
         try:
             yield await self.start()
         finally:
             await self.die()
 
     async def die(self) -> None:
-        """Ends everything at once, as a killed process does."""
+        """Ends everything at once, like a killed process."""
         assert self._server is not None
         await self._server.drain(0)
         self._sessions.clear()
 
     def allow(self, num_steps: int) -> None:
-        """Lets `num_steps` further steps happen."""
+        """Allows `num_steps` further steps."""
         self.permits = (self.permits or 0) + num_steps
         self.wake()
 
     def run_freely(self) -> None:
-        """Lets any number of steps happen."""
+        """Allows any number of steps."""
         self.permits = None
         self.wake()
 
     def set_state(self, *, ready: bool, reason: str = "", draining: bool = False) -> None:
-        """Tells sessions whether steps can run. Steps still do, as far as there are permits."""
+        """Announces to sessions whether steps can run. The fake still runs the allowed steps."""
         self._state = scheduler_pb2.ReplicaState(ready=ready, reason=reason, draining=draining)
         for session in self._sessions:
             session.state_unsent = True
         self.wake()
 
     def set_queue(self, **fields: Any) -> None:
-        """Tells sessions how long the queue is."""
+        """Announces the state of the queue to sessions."""
         self.queue = scheduler_pb2.QueueState(**fields)
         for session in self._sessions:
             session.queue_unsent = True
         self.wake()
 
     def hang(self) -> None:
-        """Sends nothing from here on, until it is started again."""
+        """Sends nothing any more until the next start."""
         self._is_hung = True
 
     def end_sessions(self) -> None:
-        """Ends every session, as a scheduler does that finds a defect in one."""
+        """Ends every session, like a scheduler that has found a defect in each of them."""
         for session in self._sessions:
             session.is_over = True
         self.wake()
@@ -313,16 +313,16 @@ class FakeScheduler(
         )
 
     def token_at(self, sequence: Sequence, position: int) -> int:
-        """The token at a position of an output."""
+        """The token at a position of the output."""
         if self.answer is not None:
             return self.answer[position] if position < len(self.answer) else 0
         return formula(sequence.prompt, sequence.add.sampling.seed, position)
 
 
 def formula(prompt: list[int], seed: int, position: int) -> int:
-    """The token that the fake makes at a position: any for a seed that a test named, a whole
-    character for one that a gateway drew. A gateway holds back a part of a character, and what a
-    test gets after a number of tokens must not depend on what was drawn.
+    """The token at a position: any ordinary token for a seed set by a test, or a whole character
+    for a seed drawn by a gateway. As a gateway delays incomplete characters, the text after a
+    number of tokens would otherwise depend on the drawn seed.
     """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
     drawn = seed >= FIRST_DRAWN_SEED
@@ -397,7 +397,7 @@ class _Session:
         )
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """States, as soon as they change and as heartbeats, and a message for each step."""
+        """Yields the state at each change and as heartbeats, and one message for each step."""
         scheduler = self._scheduler
         while not self.is_over:
             if scheduler.is_hung:
@@ -479,7 +479,7 @@ class _Session:
 def rows_of(
     token_ids: list[int], num_top: int, logprob: Callable[[int], float] = same_logprob
 ) -> common_pb2.Logprobs:
-    """Log-probabilities: the best are the token itself and its successors."""
+    """Log-probabilities whose best tokens are the token itself and its successors."""
     rows = common_pb2.Logprobs(width=1 + num_top)
     for token in token_ids:
         best = [(token + k) % VOCAB_SIZE for k in range(num_top)]

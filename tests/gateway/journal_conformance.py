@@ -1,7 +1,7 @@
-"""What every Journal does, for the one in memory and the one in Redis.
+"""The behaviour of every Journal, tested in memory and in Redis.
 
-A test class inherits from JournalConformance and gives `journals`: two gateways' ways to the same
-logs, with leases of LEASE_SECONDS.
+A test class inherits from JournalConformance and defines `journals`: two gateways' journals over
+the same logs, with leases of LEASE_SECONDS.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ Journals = tuple[Journal, Journal]
 
 
 def entry(number: int, *, fence: int = 1, value: bytes = b"v", scope: str = "s") -> Append:
-    """An entry that the first owner appends, by default."""
+    """An entry; by default the first owner appends it."""
     return Append(scope, Position(fence, number), value, begins=number == 0 and fence == 1)
 
 

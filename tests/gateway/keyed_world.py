@@ -49,7 +49,7 @@ WAIT_SECONDS = 60.0
 
 
 class StepEngine:
-    """The core's engine: each step gives every sequence the token of the tests' formula."""
+    """The core's engine. In each step every sequence gets the next token of the tests' formula."""
 
     def __init__(self) -> None:
         self.started: list[tuple[Sequence[EngineRequest], Sequence[Progress]]] = []
@@ -60,7 +60,7 @@ class StepEngine:
         return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
 
     def check_room(self, tenant: Tenant, deadline: float | None) -> None:
-        """There always is room."""
+        """Accepts every request."""
 
     def model_fingerprint(self) -> bytes:
         return b"model"
@@ -103,7 +103,7 @@ class StepEngine:
 
 
 def token_at(request: EngineRequest, position: int) -> int:
-    """The token that the engine gives a sequence at a position."""
+    """The token of a sequence at a position."""
     return formula(request.prompt_token_ids, request.sampling.seed or 0, position)
 
 
@@ -126,19 +126,19 @@ class Client:
         return sum(map(len, self.token_ids))
 
     async def leave(self) -> None:
-        """The connection breaks."""
+        """Simulates a broken connection."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
     async def result(self) -> list[list[int]]:
-        """All tokens, once the answers are complete. Raises what the client gets as an error."""
+        """All tokens, once the answers are complete. Raises the error that the client receives."""
         async with asyncio.timeout(WAIT_SECONDS):
             await self.task
         return self.token_ids
 
 
 class KeyedGateway:
-    """One gateway's answers to requests with a key."""
+    """One gateway's handling of requests with an idempotency key."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class KeyedGateway:
             self._run = asyncio.create_task(self.sharing.run())
 
     def ask(self, key: str = "k", *, tenant: str = "", **fields: Any) -> Client:
-        """Sends a request under a key."""
+        """Sends a request with an idempotency key."""
         client: Client
         client = Client(asyncio.create_task(self._serve(lambda: client, key, tenant, fields)))
         client.task.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -198,14 +198,14 @@ class KeyedGateway:
         await self.inference.delivery(generation, sink, stream=True).run()
 
     async def stop(self) -> None:
-        """Ends its tasks at once, as a killed process does; leases stay."""
+        """Cancels the gateway's tasks at once, like a killed process. Leases remain."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
 
 
 async def settle() -> None:
-    """Lets everything happen that can happen now."""
+    """Runs 30 iterations of the event loop, so that all ready work is done."""
     for _ in range(30):
         await asyncio.sleep(0)
 

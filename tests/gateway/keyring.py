@@ -1,4 +1,4 @@
-"""Keys that tests make, in a file or in Redis, by the same functions as `stepwell keys`."""
+"""API keys for tests, in a file or in Redis, created with the functions of `stepwell keys`."""
 
 import time
 from dataclasses import replace
@@ -13,10 +13,10 @@ from services.common.redis.connection import RedisConnection
 
 
 class Keyring(Protocol):
-    """A place where keys are kept."""
+    """A store of API keys."""
 
     async def add(self, tenant: TenantRecord, **fields: Any) -> str:
-        """A new key of a tenant."""
+        """Creates a key of a tenant."""
         ...
 
     async def revoke(self, key: str) -> None: ...
@@ -62,12 +62,12 @@ class RedisKeyring:
 
 
 def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
-    """A key, and its record; `fields` are fields of the record."""
+    """A key and its record. `fields` are fields of the record."""
     key, key_id, sha256 = new_key()
     record = KeyRecord(key_id, sha256, tenant.tenant_id, int(time.time()))
     return key, replace(record, **fields)
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that shows a key."""
+    """The header that contains the key."""
     return {"Authorization": f"Bearer {key}"}

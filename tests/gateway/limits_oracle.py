@@ -1,4 +1,6 @@
-"""What limits must do, from the whole history of a tenant, without any state that is carried on."""
+"""The expected behaviour of limits, recomputed from the whole history of a tenant without stored
+state.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,21 +11,22 @@ UNITS = 60_000
 
 @dataclass
 class LimitsOracle:
-    """Recomputes each level from all changes so far, and compares what a store says.
+    """Recomputes each level from all changes so far, and compares it with a store's answer.
 
-    A bucket is never above its capacity, before and after each change. So its level is the least of
-    what it would be if it had last been full before or after any of the changes, or now.
+    A bucket never exceeds its capacity, before and after each change. Its level is therefore a
+    minimum over assumptions about when it was last full: before or after any of the changes, or
+    now.
     """
 
     limits: LimitSet
     lease_millis: int
     taken: list[tuple[int, int, int]] = field(default_factory=list)
-    """Time, requests and tokens of each change that was done."""
+    """Time, requests and tokens of each accepted change."""
     slots: list[tuple[int, str, bool]] = field(default_factory=list)
-    """Time and name of each slot that was held (True) or released."""
+    """Time and name of each slot, and whether it was acquired (True) or released."""
 
     def level(self, which: int, limit: int, now: int) -> int:
-        """In units; `which` is 1 for requests, 2 for tokens."""
+        """The level in units. `which` is 1 for requests and 2 for tokens."""
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):
@@ -34,7 +37,7 @@ class LimitsOracle:
         return min(levels)
 
     def held(self, now: int) -> set[str]:
-        """The slots that are held."""
+        """The acquired slots."""
         last = {name: (when, is_held) for when, name, is_held in self.slots}
         return {
             name
@@ -43,7 +46,7 @@ class LimitsOracle:
         }
 
     def check(self, change: Change, standing: Standing) -> None:
-        """Compares the store's answer to a change, and takes note of the change."""
+        """Compares the store's answer to a change, and adds the change to the history."""
         now, limits = standing.now_millis, self.limits
         refused_by, wait_bounds = None, (0, 0)
         if change.must_fit:
@@ -60,7 +63,7 @@ class LimitsOracle:
         assert standing.num_slots == len(self.held(now))
 
     def _refusal(self, change: Change, now: int) -> tuple[Quota | None, tuple[int, int]]:
-        """Which limit must refuse a change, and the bounds of the time to wait."""
+        """The limit that must refuse a change, and the bounds of the reported waiting time."""
         for which, quota, limit, amount in (
             (1, Quota.REQUESTS, self.limits.requests_per_minute, change.num_requests),
             (2, Quota.TOKENS, self.limits.tokens_per_minute, max(1, change.num_tokens)),

@@ -1,4 +1,4 @@
-"""The core's Journal in memory, for gateways of one process."""
+"""The core's Journal in memory, for several gateways in one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from services.gateway.core.idempotency.journal import Append, Appended, News, Po
 
 @dataclass
 class SharedLogs:
-    """What all journals of one test share."""
+    """The state shared by all journals of one test."""
 
     time: Callable[[], float]
     lease_seconds: float = 3.0
@@ -32,12 +32,12 @@ class SharedLogs:
 
 @dataclass
 class MemoryJournal:
-    """One gateway's way to the logs. Its knobs may be turned at any time."""
+    """One gateway's access to the logs. Its attributes may be changed at any time."""
 
     shared: SharedLogs
     is_down: bool = False
     loses_answers: bool = False
-    """Calls are done, but seem to fail."""
+    """Calls take effect but raise an error."""
 
     async def ping(self) -> None:
         self._check()
@@ -77,7 +77,7 @@ class MemoryJournal:
             self.shared.lease_ends.pop(scope, None)
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing."""
 
     def _append(self, append: Append) -> Appended:
         shared = self.shared

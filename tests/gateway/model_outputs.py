@@ -1,4 +1,4 @@
-"""Answers as models write them, with what they mean: each format's documented form."""
+"""Answers in each format that models write, as documented, with their parsed meaning."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ _JSON = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer in a format, and what it means."""
+    """An answer in a format, and its parsed meaning."""
 
     format: str
     text: str

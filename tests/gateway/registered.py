@@ -1,4 +1,4 @@
-"""Fake schedulers that register themselves as real ones do."""
+"""Fake schedulers that register themselves like real ones."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,13 +26,13 @@ class Registered:
         self._task = asyncio.create_task(running)
 
     async def leave(self) -> None:
-        """Drains as a scheduler does: it is removed, then takes no new requests."""
+        """Drains like a scheduler: removes the registration, then refuses new requests."""
         await self._cancel()
         await self.registration.leave()
         self.scheduler.set_state(ready=False, reason="the scheduler is draining", draining=True)
 
     async def die(self) -> None:
-        """Ends everything at once, as a killed process does."""
+        """Ends everything at once, like a killed process."""
         await self._cancel()
         await self.scheduler.die()
 
@@ -46,7 +46,7 @@ class Registered:
 async def registered(
     redis_url: str, scheduler: FakeScheduler | None = None, *, model_name: str = "tiny"
 ) -> AsyncIterator[Registered]:
-    """A scheduler that serves and is registered, until it leaves or dies."""
+    """A fake scheduler that serves and is registered, until it leaves or dies."""
     scheduler = scheduler or FakeScheduler()
     await scheduler.start()
     running = Registered(scheduler, redis_url, model_name)

@@ -1,4 +1,4 @@
-"""A gateway in this process, on free ports, before fake schedulers."""
+"""A gateway in this process, on free ports, with fake schedulers."""
 
 import asyncio
 import ssl
@@ -34,7 +34,7 @@ DEADLINE_SECONDS = 60.0
 
 @dataclass
 class Serving:
-    """A gateway that serves, and clients of it."""
+    """A running gateway and clients of it."""
 
     gateway: Gateway
     schedulers: list[FakeScheduler]
@@ -52,7 +52,7 @@ class Serving:
         return self.schedulers[0]
 
     async def metrics(self) -> str:
-        """All metrics, those of tenants among them."""
+        """All metrics, including tenant metrics."""
         return (
             await self.gateway.parts.fleet_metrics.collect(shows_tenants=True, exemplars=False)
         ).decode()
@@ -61,8 +61,8 @@ class Serving:
     def stub(self) -> Any:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
-    # The packages of OpenAI and Anthropic take a second to import; most tests that import this
-    # module use neither.
+    # The packages of OpenAI and Anthropic take a second to import, and most tests that import this
+    # module do not use them.
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
@@ -91,7 +91,7 @@ class Serving:
 
 @cache
 def tokenizer_of(model: Path) -> HfTokenizer:
-    """The tokenizer of a model, which many tests serve: it is loaded once."""
+    """The tokenizer of a model. It is cached because many tests serve the same model."""
     return load_tokenizer(model)
 
 
@@ -107,10 +107,10 @@ async def serving(
     traces: TraceStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts the schedulers, a gateway before them, and clients; stops them all at the end.
+    """Starts the schedulers, a gateway and clients; stops all of them at the end.
 
-    It is entered once `num_ready` schedulers are ready, all of them by default. With `tls` the HTTP
-    client trusts whom `http_verify` trusts; the channel has none.
+    The block begins once `num_ready` schedulers are ready, by default all. With `tls` the HTTP
+    client trusts the authorities of `http_verify`; the gRPC channel does not use TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
@@ -161,7 +161,7 @@ async def serving(
 
 
 async def until(condition: Callable[[], bool], seconds: float = DEADLINE_SECONDS) -> None:
-    """Waits until the condition holds; fails after the deadline."""
+    """Waits until a condition holds; fails after `seconds`."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,8 +1,8 @@
-"""Replicas that compute nothing, in simulated time: what a routing policy gives, without noise.
+"""Replicas that compute nothing, in simulated time: measures a routing policy without noise.
 
-The fleet and the policy are the real ones. A replica is a prefix cache with LRU eviction and steps
-that take time for each token of a prompt and for each request that decodes. Conversations are those
-of `benchmarks.routing`, sent by a closed loop.
+The fleet and the policy are the real ones. A simulated replica has a prefix cache with LRU
+eviction. Its steps take time for each prompt token and for each decoding request. The conversations
+of `benchmarks.routing` are sent by a closed loop.
 """
 
 import heapq
@@ -39,7 +39,7 @@ _ROOT = bytes(32)
 
 
 class SimulatedClock:
-    """The core's Clock; `run` lets the time pass."""
+    """The core's Clock in simulated time, which `run` advances."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -54,10 +54,10 @@ class SimulatedClock:
         return self
 
     def cancel(self) -> None:
-        """No timer is ever taken back here."""
+        """Does nothing: timers are never cancelled here."""
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Makes calls in the order of their times until it is over."""
+        """Makes calls in time order until `is_over`."""
         while not is_over():
             when, _, callback = heapq.heappop(self._calls)
             self._now = max(self._now, when)
@@ -72,24 +72,24 @@ class _Sequence:
     inflight: Inflight
     keys: list[int]
     num_left: int = 0
-    """Tokens of the prompt that are to be computed."""
+    """The number of prompt tokens that are not computed yet."""
     held: list[int] = field(default_factory=list)
 
 
 class SimulatedReplica:
-    """A scheduler, its pool and its worker: the fleet's Link to it."""
+    """A scheduler with its pool and worker, as the fleet's Link."""
 
     def __init__(self, clock: SimulatedClock, num_blocks: int, slowness: float = 1.0) -> None:
-        """Its times are reported as `slowness` times what they are."""
+        """`slowness`: the factor between the reported and the actual times."""
         self.replica: Replica
         self.published: set[int] = set()
-        """The keys that the directory knows."""
+        """The keys that are in the directory."""
         self.on_finished: Callable[[Inflight], None] = lambda _: None
         self._clock = clock
         self._slowness = slowness
         self._num_free = num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
-        """Cached blocks that no sequence has, the ones to be evicted first before the others."""
+        """Cached blocks that no sequence uses, in eviction order."""
         self._ref_counts: dict[int, int] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -110,10 +110,10 @@ class SimulatedReplica:
         raise AssertionError("no session is simulated")
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Nothing is aborted here."""
+        """Does nothing: no request is aborted here."""
 
     def cached_depth(self, keys: Sequence[int]) -> int:
-        """Blocks of a chain, from the first on, that are in the pool."""
+        """The number of leading blocks of a chain that are in the pool."""
         for depth, key in enumerate(keys):
             if key not in self._ref_counts and key not in self._idle:
                 return depth
@@ -144,7 +144,9 @@ class SimulatedReplica:
         return num_tokens
 
     def _admit(self, sequence: _Sequence) -> bool:
-        """Takes the blocks of a whole sequence, or none if there are too few."""
+        """Allocates the blocks of a whole sequence. Allocates none and returns False if there are
+        too few.
+        """
         request = sequence.inflight.request
         num_prompt, keys = len(request.prompt_token_ids), sequence.keys
         depth = min(self.cached_depth(keys), (num_prompt - 1) // BLOCK_SIZE)
@@ -169,7 +171,9 @@ class SimulatedReplica:
         sequence.held.append(key)
 
     def _publish(self, keys: Sequence[int], sequence: _Sequence) -> None:
-        """Blocks of the sequence's own that are full now; one that is cached already is free."""
+        """Publishes the sequence's own full blocks. A block whose key is already cached
+        is freed.
+        """
         for key in keys:
             if key in self._ref_counts or key in self._idle:
                 self._num_free += 1
@@ -177,7 +181,7 @@ class SimulatedReplica:
         self._later(partial(self.published.update, keys))
 
     def _later(self, change: Callable[[], object]) -> None:
-        """The directory hears of it."""
+        """Applies a change to the directory after a delay."""
         self._clock.call_at(self._clock.time() + EVENT_SECONDS, change)
 
     def _end_step(self, ready: Sequence[_Sequence]) -> None:
@@ -220,7 +224,7 @@ class SimulatedReplica:
 
 @dataclass(slots=True)
 class SimulatedFigures:
-    """What a policy gave. Times in seconds."""
+    """The results of a policy. Times are in seconds."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -228,7 +232,7 @@ class SimulatedFigures:
     reasons: dict[str, int] = field(default_factory=dict)
     num_sent_tokens: int = 0
     num_best_tokens: int = 0
-    """Of the tokens that were sent, the most that any replica had cached."""
+    """For each request the largest number of its tokens that any replica had cached, summed up."""
     num_requests: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -237,7 +241,7 @@ class SimulatedFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """That of sending each request where most of it is cached."""
+        """The hit rate if each request were sent to the replica with the longest cached prefix."""
         return self.num_best_tokens / self.num_sent_tokens
 
     @property
@@ -246,13 +250,13 @@ class SimulatedFigures:
 
     @property
     def spread(self) -> float:
-        """Most requests of a replica to their mean."""
+        """The largest number of requests of a replica, divided by the mean number."""
         counts = self.num_requests.values()
         return max(counts) * len(counts) / sum(counts)
 
 
 class SimulatedFleet:
-    """A fleet of simulated replicas, and the directory of what they have cached."""
+    """A fleet of simulated replicas, and the directory of their cached blocks."""
 
     def __init__(
         self,
@@ -262,7 +266,7 @@ class SimulatedFleet:
         max_load_delta: int = 16,
         measured_slowness: Sequence[float] = (),
     ) -> None:
-        """By default replicas measure their times as they are."""
+        """By default replicas report their actual times."""
         self.clock = SimulatedClock()
         self.links: dict[str, SimulatedReplica] = {}
         self._num_blocks = num_blocks
@@ -280,7 +284,7 @@ class SimulatedFleet:
         )
         self.fleet.set_addresses("test", (f"replica-{number}" for number in range(num_replicas)))
 
-    # The core's Links.
+    # Methods of the core's Links.
 
     def make(self, address: str) -> SimulatedReplica:
         slowness = self._measured_slowness[len(self.links)]
@@ -294,10 +298,10 @@ class SimulatedFleet:
         replica.state_changed(ReplicaState(ready=True))
 
     def close(self, replica: Replica) -> None:
-        """No replica leaves."""
+        """Does nothing: replicas never leave."""
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """The core's PrefixDirectory."""
+        """A method of the core's PrefixDirectory."""
         found = {}
         for name, link in self.links.items():
             depth = next(
@@ -308,7 +312,7 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload; the figures of what comes after its warm-up."""
+        """Sends a workload; returns the results after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures
@@ -316,7 +320,7 @@ class SimulatedFleet:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn that was sent, and when."""
+    """A turn that was sent, and the time of sending."""
 
     conversation: Conversation
     sent_at: float
@@ -342,7 +346,7 @@ class _ClosedLoop:
         self._watch()
 
     def _watch(self) -> None:
-        """Notes first tokens; to a millisecond is exact enough."""
+        """Records the times of first tokens, exact to a millisecond."""
         now = self._world.clock.time()
         for inflight, turn in self._turns.items():
             if inflight.output_token_ids and not turn.has_token:

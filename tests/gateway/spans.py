@@ -1,4 +1,4 @@
-"""What a gateway makes of one request: its server span, and the spans below it."""
+"""The spans of one request in a gateway: its server span and the spans below it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +14,7 @@ from tests.gateway.serving import until
 
 @dataclass
 class Trace:
-    """The spans of one request, each list in the order of their beginnings."""
+    """The spans of one request, each list in the order of start times."""
 
     root: ReadableSpan
     spans: list[ReadableSpan]
@@ -36,7 +36,7 @@ class Trace:
 
 
 class Tracer:
-    """The tracing of a gateway, and what came of it."""
+    """A gateway's tracer and its finished spans."""
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.exporter = InMemorySpanExporter()
@@ -47,7 +47,9 @@ class Tracer:
         return self.exporter.get_finished_spans()
 
     async def trace(self, number: int = 0) -> Trace:
-        """The trace of a request that ended, in the order of their ends."""
+        """The trace of a finished request. Requests are numbered in the order in which
+        they ended.
+        """
         await until(lambda: len(self._roots()) > number)
         root = self._roots()[number]
         assert root.context is not None
@@ -65,9 +67,9 @@ def span_id(span: ReadableSpan) -> int:
 
 
 def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
-    """The parts of the request follow one another without a gap, and so do those of each of its
-    sequences, the last of which starts within `start_millis`: there is no time without a
-    reason.
+    """Asserts that the parts of a request follow one another without a gap, and the parts of each
+    of its sequences too. The last sequence must start within `start_millis`. All time is thus
+    attributed.
     """
     assert_follow(trace.root, trace.below(trace.root))
     attributes, nanos = trace.root.attributes, trace.root.end_time - trace.root.start_time
@@ -89,7 +91,7 @@ def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
 
 
 def assert_follow(parent: ReadableSpan, children: list[ReadableSpan]) -> None:
-    """The children take all of the parent's time, one after the other."""
+    """Asserts that the children cover all of the parent's time, one after another."""
     assert children[0].start_time == parent.start_time
     assert children[-1].end_time == parent.end_time
     for one, following in pairwise(children):

@@ -1,4 +1,4 @@
-"""Completions that are read as they come, and what they must bring."""
+"""Completions that are read as a stream, and checks of their content."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ BODY = {"prompt": PROMPT, "seed": 11, "max_tokens": 30, "stream": True, "return_
 
 
 class Stream:
-    """A completion that is read as it comes."""
+    """A completion that is read as a stream."""
 
     def __init__(
         self, served: Serving, body: dict | None = None, headers: dict | None = None

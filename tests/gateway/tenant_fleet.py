@@ -11,19 +11,19 @@ A, B = Tenant("a"), Tenant("b")
 
 
 def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
-    """A fleet whose replicas run `num_places` sequences each."""
+    """A fleet whose replicas each have `num_places` slots for sequences."""
     world = FakeFleet(num_replicas)
     world.connect(*world.replicas, max_num_seqs=num_places)
     return world
 
 
 def tenants_at(world: FakeFleet, name: str = "a") -> str:
-    """The tenants of the sequences that a replica has, in order."""
+    """The tenants of a replica's sequences, in order."""
     return "".join(inflight.request.tenant.tenant_id for inflight in world.has(name))
 
 
 def schedule_all(world: FakeFleet, name: str = "a") -> None:
-    """The replica schedules all sequences that it has."""
+    """Makes the replica schedule all of its sequences."""
     replica = world.replicas[name]
     for inflight in world.has(name):
         replica.admitted(world.handle(replica, inflight), 0)
@@ -35,11 +35,11 @@ def finish(world: FakeFleet, inflight: Inflight, name: str = "a") -> None:
 
 
 def finish_first(world: FakeFleet, name: str = "a") -> None:
-    """Ends the sequence that came first."""
+    """Ends the oldest sequence."""
     finish(world, world.has(name)[0], name)
 
 
 def moving(world: FakeFleet, seconds_per_request: float, service_seconds: float = 0.0) -> None:
-    """The scheduler announces how fast its queue moves, and that none waits there."""
+    """Makes the scheduler announce the speed of its queue, with no request waiting there."""
     queue = QueueState(0, 1024, 60.0, seconds_per_request, service_seconds, num_running=2)
     world.replicas["a"].queue_changed(queue)

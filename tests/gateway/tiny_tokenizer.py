@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a chat template, made where it is needed."""
+"""A small byte-level BPE tokenizer with a chat template, generated when it is needed."""
 
 import json
 from collections.abc import Sequence
@@ -27,9 +27,7 @@ def write_tokenizer(
     texts: Sequence[str] = ("the stop string, the hello world of them",),
     size: int = 320,
 ) -> Path:
-    """Writes the files of a tokenizer of up to `size` tokens, with those that make `texts` short;
-    returns the directory.
-    """
+    """Writes a tokenizer of up to `size` tokens, trained on `texts`; returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -45,7 +43,9 @@ def write_tokenizer(
 
 
 def write_marked_tokenizer(directory: Path) -> Path:
-    """Writes a tokenizer in SentencePiece's manner: marks for spaces, bytes for what is rare."""
+    """Writes a tokenizer in SentencePiece's style, with marks for spaces and byte tokens for rare
+    characters.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     pieces = [END, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     pieces += [*"abcdefghijklmnopqrstuvwxyz", "▁t", "▁th", "▁the", "he"]

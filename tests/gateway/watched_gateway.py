@@ -19,18 +19,18 @@ _TICK_SECONDS = 0.001
 
 
 class Watchdog:
-    """Turns with the loop, and takes the longest time between two turns.
+    """Measures the longest time between two iterations of the event loop.
 
-    `work` is processor time of the loop's own thread: what it did at a stretch. `pause` is elapsed
-    time in which the process was busy, whichever of its threads was: what a client may notice. A
-    machine that is busy with something else lengthens neither.
+    `work`: processor time of the loop's thread between two iterations. `pause`: elapsed time in
+    which any thread of the process was busy, which is the delay that a client may notice. Other
+    load on the machine lengthens neither.
     """
 
     def __init__(self) -> None:
         self.work = self.pause = 0.0
 
     async def watch(self) -> None:
-        """Never returns."""
+        """Runs for ever."""
         while True:
             wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(_TICK_SECONDS)
@@ -40,7 +40,7 @@ class Watchdog:
             self.pause = max(self.pause, min(busy, elapsed))
 
     def report(self) -> None:
-        """Answers each line; runs in a thread. The process ends with its input."""
+        """Answers each input line; runs in a thread. The process ends at the end of the input."""
         for _ in sys.stdin:
             self.work, self.pause, longest = 0.0, 0.0, {"work": self.work, "pause": self.pause}
             print(json.dumps(longest), flush=True)

@@ -1,4 +1,4 @@
-"""What tests of servers need."""
+"""Helpers for tests of servers."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from services.cli.processes.ports import claim_port
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port without a listener."""
+    """A TCP port on which no process listens."""
     return claim_port("127.0.0.1", 0, "--port")

@@ -1,7 +1,7 @@
-"""A real Docker engine, the images of the repository, and compose files that are up.
+"""A real Docker engine, the repository's images, and running compose files.
 
-Of the images that others publish, those that the engine neither has nor can pull are replaced by
-stand-ins; the report says which. `BASE` and `DOCKER_ARGS` go to `make images`, as for people.
+Published images of other projects that the engine neither has nor can pull are replaced by
+stand-ins, which the report lists. `BASE` and `DOCKER_ARGS` are passed to `make images`.
 """
 
 import os
@@ -27,7 +27,9 @@ STANDINS = {
     "jaeger": ("JAEGER_IMAGE", "page"),
     "grafana": ("GRAFANA_IMAGE", "page"),
 }
-"""Services of others: the variable of their image, and the stand-in's stage."""
+"""For each service of another project, the variable with its image and the stage of its
+stand-in.
+"""
 _PULL_SECONDS = 120
 _START_SECONDS = 900
 _REPLACED = pytest.StashKey[list[str]]()
@@ -35,20 +37,20 @@ _REPLACED = pytest.StashKey[list[str]]()
 
 @dataclass(frozen=True)
 class Up:
-    """A compose file that is up. `url`: where its gateway's HTTP is."""
+    """A running compose file. `url`: the address of its gateway's HTTP API."""
 
     project: ComposeProject
     name: str
     url: str
 
     def url_of(self, service: str, port: int) -> str:
-        """Where a port of another service is published."""
+        """The published URL of a port of another service."""
         (found,) = [one for one in self.containers() if one.labels[_SERVICE_LABEL] == service]
         (binding, *_) = found.ports[f"{port}/tcp"]
         return f"http://127.0.0.1:{binding['HostPort']}"
 
     def containers(self) -> list[Any]:
-        """The SDK's containers."""
+        """The containers, as objects of Docker's SDK."""
         listed: list[Any] = docker_client().containers.list(
             filters={"label": f"com.docker.compose.project={self.name}"}
         )
@@ -59,7 +61,7 @@ _SERVICE_LABEL = "com.docker.compose.service"
 
 
 def docker_client() -> Any:
-    """The SDK's client."""
+    """A client of Docker's SDK."""
     import docker  # noqa: PLC0415 - tests that need no engine are collected without it
 
     return docker.from_env(timeout=120)
@@ -67,7 +69,7 @@ def docker_client() -> Any:
 
 @pytest.fixture(scope="session")
 def engine() -> None:
-    """Skips where no engine answers, saying why."""
+    """Skips the tests, with the reason, if no Docker engine answers."""
     try:
         ComposeProject("stepwell-test")
     except CommandError as error:
@@ -76,13 +78,15 @@ def engine() -> None:
 
 @pytest.fixture(scope="session")
 def images(engine: None) -> None:  # noqa: ARG001
-    """The images of the repository's own Dockerfiles."""
+    """Builds the images of the repository's own Dockerfiles."""
     subprocess.run(["make", "images"], cwd=ROOT, check=True)
 
 
 @pytest.fixture(scope="session")
 def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:  # noqa: ARG001
-    """Images that others publish, or stand-ins, as variables of this process, which it can set."""
+    """Images of other projects, or their stand-ins, as environment variables of this process. Tests
+    may set further variables.
+    """
     replaced = request.config.stash.setdefault(_REPLACED, [])
     services = services_of("compose.yaml")
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +117,7 @@ def _is_there(image: str) -> bool:
 
 
 def _standin(stage: str) -> str:
-    """Builds the image; returns its name."""
+    """Builds a stand-in image; returns its name."""
     image = f"stepwell/standin-{stage}:0"
     if _is_built(image):
         return image
@@ -138,15 +142,15 @@ def _is_built(image: str) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Says what was replaced."""
+    """Lists the replaced images."""
     for line in config.stash.get(_REPLACED, []):
         terminalreporter.write_line(f"could not be had, and was replaced: {line}")
 
 
 @pytest.fixture(scope="session")
 def up(published: pytest.MonkeyPatch) -> Iterator[Callable[..., Up]]:
-    """Brings compose files up under a project's name, and at the end of the session down. Variables
-    of the files stay set.
+    """Starts compose files under a project name, and stops them at the end of the session.
+    Variables of the files remain set.
     """
     with ExitStack() as scope:
 
@@ -165,5 +169,5 @@ def up(published: pytest.MonkeyPatch) -> Iterator[Callable[..., Up]]:
 
 @pytest.fixture(scope="session")
 def fleet(up: Callable[..., Up]) -> Up:
-    """compose.yaml."""
+    """The running compose.yaml."""
     return up("stepwell-test", "compose.yaml")

@@ -1,6 +1,6 @@
-"""For each alert, series with which it fires, and series beside them with which it does not.
+"""For each alert, series that make it fire and similar series that do not.
 
-Values are in promtool's notation: `a+bxn` is a value that grows by b at each of n further minutes.
+Values are in promtool's notation: `a+bxn` is a value that grows by b in each of n further minutes.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,9 @@ OF_REPLICA = 'instance="r:9101",model_name="m",engine="e"'
 
 
 def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
-    """Series of a histogram; `bounds` has the observations up to each bound in a minute."""
+    """The series of a histogram. `bounds`: the number of observations per minute up to
+    each bound.
+    """
     return {
         f'{name}_bucket{{{OF_REPLICA},le="{bound}"}}': f"0+{count}x30"
         for bound, count in bounds.items()
@@ -19,9 +21,7 @@ def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlertStory:
-    """`fires` are labels of the alert that fires at `minute`; `calm` are the series of a system in
-    order.
-    """
+    """`fires`: labels of the alert that fires at `minute`. `calm`: series of a healthy system."""
 
     broken: dict[str, str]
     calm: dict[str, str]

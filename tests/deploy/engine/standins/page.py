@@ -1,5 +1,5 @@
-"""Takes spans over OTLP/gRPC, and says as a metric how many, on every port that is asked for a page
-of the collector, of Jaeger or of Grafana.
+"""Accepts spans over OTLP/gRPC and exports their number as a metric, on each port whose pages the
+tests request: of the collector, of Jaeger and of Grafana.
 """
 
 import threading
