@@ -4,7 +4,7 @@ Each table stands between a line `<!-- metrics: NAME -->` and a line `<!-- end -
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from services.common.telemetry.metric_specs import SPECS, edge, process, replica, shared_state, vllm
@@ -18,7 +18,6 @@ TABLES: dict[str, tuple[MetricSpec, ...]] = {
     "shared state": shared_state.SPECS,
     "process": process.SPECS,
 }
-HEAD = "| name | type | unit | labels | meaning | source |\n|---|---|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- metrics: (?P<name>[^>]+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
@@ -27,19 +26,35 @@ def labels(spec: MetricSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*spec.source.added_labels, *spec.labels)))
 
 
-def row(spec: MetricSpec) -> str:
-    """One line of a table."""
-    named = ", ".join(f"`{label}`" for label in labels(spec))
-    source = "every service" if spec.source is Source.EVERY else spec.source.value
-    return (
-        f"| `{spec.served_name}` | {spec.kind.value} | {spec.unit or '-'} | {named or '-'} "
-        f"| {spec.text} | {source} |\n"
-    )
+def table(specs: Sequence[MetricSpec]) -> str:
+    """A table of metrics. Labels and the source that all of them share stand above it."""
+    shared = [label for label in labels(specs[0]) if all(label in labels(spec) for spec in specs)]
+    source = _source(specs[0]) if len({spec.source for spec in specs}) == 1 else ""
+    common = []
+    if shared:
+        common.append(f"Labels of all: {_named(shared)}.")
+    if source:
+        common.append(f"Source of all: {source}.")
+    names = ["name", "type", "unit", "labels", "meaning", *([] if source else ["source"])]
+    lines = [" ".join(common), ""] if common else []
+    lines += [_line(names), "|" + "---|" * len(names)]
+    for spec in specs:
+        own = [label for label in labels(spec) if label not in shared]
+        cells = [f"`{spec.served_name}`", spec.kind.value, spec.unit or "-", _named(own) or "-"]
+        lines.append(_line([*cells, spec.text, *([] if source else [_source(spec)])]))
+    return "\n".join(lines) + "\n"
 
 
-def table(specs: Iterable[MetricSpec]) -> str:
-    """The lines of a table."""
-    return HEAD + "".join(map(row, specs))
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _source(spec: MetricSpec) -> str:
+    return "every service" if spec.source is Source.EVERY else spec.source.value
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def filled(page: str) -> str:
