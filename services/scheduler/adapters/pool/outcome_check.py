@@ -1,5 +1,5 @@
-"""Checks the pool's answers against the operations that they answer: what contradicts these is
-never taken for blocks or hits.
+"""Checks the pool's answers against their operations. An answer that contradicts its operations is
+rejected before its blocks or hits are used.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ _RESULTS: dict[type[ops.Operation], type[ops.OperationResult]] = {
 
 
 def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
-    """The requests that operations give blocks to, or ask about."""
+    """The requests that operations allocate blocks for, publish or look up."""
     found: list[RequestKey] = []
     for operation in operations:
         match operation:
@@ -35,7 +35,7 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 
 class OutcomeCheck:
-    """The bounds of the answers of one generation of a pool."""
+    """Checks the answers of one generation of a pool."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1
@@ -49,7 +49,7 @@ class OutcomeCheck:
         outcome: ops.Outcome,
         events: Iterable[kvpool_pb2.Event] = (),
     ) -> None:
-        """Raises WrongAnswer."""
+        """Raises WrongAnswer if the outcome or the events contradict the operations."""
         most, stop = self._last_block, outcome.stop
         if outcome.num_free_blocks > most:
             raise WrongAnswer(f"num_free_blocks: {outcome.num_free_blocks} of {most}")
@@ -105,7 +105,9 @@ class OutcomeCheck:
     def _check_tables(
         self, admissions: Sequence[ops.Admission], groups: Sequence[ops.GroupBlocks]
     ) -> None:
-        """Tables of full attention hold the slots, and each block once."""
+        """Raises WrongAnswer if a full attention table has a wrong number of blocks or the same
+        block twice.
+        """
         for granted, group in zip(groups, self._groups, strict=True):
             if group.attention_type is not AttentionType.FULL:
                 continue
@@ -143,14 +145,18 @@ class OutcomeCheck:
 
 
 def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
-    """The items before the one at which a transaction stopped."""
+    """The number of items before the item at which a transaction stopped. Raises WrongAnswer if
+    the stop is impossible.
+    """
     if stop.item_index >= count or stop.reason not in reasons:
         raise WrongAnswer(f"stop: {stop.reason.value} at item {stop.item_index} of {count}")
     return stop.item_index
 
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
-    """A changed hit is another one than was planned with: it would be planned with again."""
+    """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit. The same
+    admission would be planned again.
+    """
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return
     hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary

@@ -1,4 +1,4 @@
-"""The pool over gRPC: one long stream, one transaction at a time, each applied exactly once."""
+"""The client of the pool over gRPC: one long stream, one transaction at a time, exactly once."""
 
 import asyncio
 import logging
@@ -31,13 +31,15 @@ _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2
 
 RETRY_SECONDS = 0.05
 TRANSACTION_FLOOR_SECONDS = 2.0
-"""Least time limit of a transaction, however short earlier ones were: the machine may be busy."""
+"""Lower bound of a transaction's deadline, because the machine may be busy."""
 
 
 class PoolClient:
-    """A `ports.KVPool` over a channel. After a broken stream it opens another and sends the
-    transaction again, under the same number, until it is answered or its time is over: see
-    `Deadlines`, and `timeout_seconds` at most.
+    """A `ports.KVPool` over a channel.
+
+    If the stream breaks, it opens another one and sends the transaction again, under the same
+    sequence number, until it is answered or its deadline has passed. `Deadlines` computes the
+    deadline, at most `timeout_seconds`.
     """
 
     def __init__(
@@ -49,12 +51,12 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` gets what each transaction changed in the prefix index; without one the pool
-        is not asked for it. `address`: where the pool listens, by which its process is found if it
-        is on this machine.
+        """`recorder` receives the changes of the prefix index. Without a recorder the pool does not
+        report them. `address`: where the pool listens. It identifies the pool's process if that is
+        on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
-        """Called when the pool is lost while no transaction runs."""
+        """Called when the pool is lost outside a transaction."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
         self._owner = owner
@@ -72,7 +74,7 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
-        """The task that waits for the stream, while one does."""
+        """The task that waits for the stream; None if no task waits."""
 
     async def open(
         self,
@@ -88,8 +90,8 @@ class PoolClient:
         max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
-        """Begins a new generation of the pool and returns it, with a stream open. It is greater
-        than `seen_generation` and than all before. Raises StepwellError.
+        """Begins a new generation of the pool, opens a stream, and returns the generation's number.
+        The number is greater than `seen_generation` and all earlier numbers. Raises StepwellError.
         """
         self.close()
         try:
@@ -158,7 +160,7 @@ class PoolClient:
     def _checked(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> Outcome:
-        """The outcome of the last transaction. Raises PoolLost if the answer contradicts it."""
+        """The outcome of the last transaction. Raises PoolLost if the answer is wrong."""
         answered = response.generation, response.sequence
         try:
             if answered != (self._generation, self._sequence):
@@ -171,7 +173,7 @@ class PoolClient:
         return outcome
 
     def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
-        """The loss for a wrong answer to the last transaction. Ends the stream."""
+        """Ends the stream, and returns the error for a wrong answer to the last transaction."""
         self._end_call()
         return ports.PoolLost(
             f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
@@ -192,13 +194,13 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """Probes the pool after a stream that ended between transactions: it may be lost."""
+        """Probes the pool after its stream ended between transactions, because it may be lost."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
 
     async def _watch_idle_pool(self) -> None:
-        """Probes a pool that has had no transaction: one that hangs is not known to otherwise."""
+        """Probes an idle pool periodically. Without transactions a hang would not be detected."""
         is_there = True
         while is_there:
             last = self._sequence
@@ -207,7 +209,7 @@ class PoolClient:
                 is_there = await self._probe_pool()
 
     async def _probe_pool(self) -> bool:
-        """Whether the pool answers; otherwise it is lost."""
+        """Whether the pool answers. If not, reports its loss."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -216,8 +218,9 @@ class PoolClient:
         return True
 
     def _give_up(self) -> None:
-        """Ends the stream, and the wait for it: a write to a stream that is cancelled before its
-        headers were sent, as while the connection begins, never returns.
+        """Ends the stream, and cancels the task that waits for it. Without the second, a write
+        would never return if the stream is cancelled before its headers were sent, as while the
+        connection is established.
         """
         self._is_late = True
         self._end_call()
@@ -249,7 +252,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Raises PoolLost when the time is over, before the pause or after it."""
+        """Waits before a retry. Raises PoolLost if the deadline has passed before or after it."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -268,7 +271,7 @@ class PoolClient:
             response = await call.read()
         except asyncio.InvalidStateError:  # the stream ended before it was written to
             response = grpc.aio.EOF
-        except asyncio.CancelledError:  # by `_give_up`, or else by the caller's task
+        except asyncio.CancelledError:  # by `_give_up`, or by the caller's task
             if not self._is_late or task is None or task.uncancel():
                 raise
             response = grpc.aio.EOF
@@ -280,7 +283,9 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """OK, as when the pool drains, counts as UNAVAILABLE."""
+    """The error with which a stream ended. The status OK, sent when the pool drains, becomes
+    UNAVAILABLE.
+    """
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
@@ -291,5 +296,5 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether the status is grpc's own and not the pool's, which is lost then."""
+    """Whether a status INTERNAL is grpc's own, for a broken stream, and not the pool's."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

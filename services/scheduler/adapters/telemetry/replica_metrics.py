@@ -1,4 +1,4 @@
-"""The metrics of a replica on one port: those of its scheduler, its pool and its workers."""
+"""Serves the metrics of a replica's scheduler, pool and workers on one port."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,9 @@ from services.common.telemetry.metrics_servicer import collect_from
 
 
 class ReplicaMetrics:
-    """Asks pool and workers for theirs at each scrape. One that does not answer is left out. Made
-    in a running loop.
+    """Merges the scheduler's metrics with the metrics that pool and workers return at each scrape.
+
+    Processes that do not answer are left out. Must be created in a running event loop.
     """
 
     def __init__(
@@ -21,7 +22,7 @@ class ReplicaMetrics:
         workers: Sequence[grpc.aio.Channel],
         labels: Mapping[str, str],
     ) -> None:
-        """All series get `labels`, and those of a worker its `rank`."""
+        """All series get `labels`. Series of a worker also get a label `rank`."""
         self._own = own
         self._labels = dict(labels)
         self._others = [
@@ -31,7 +32,7 @@ class ReplicaMetrics:
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
-        """The text, with these labels on all series too, and with exemplars if they are wanted."""
+        """The metrics as text. `labels` are added to all series. `exemplars`: include exemplars."""
         added = dict(labels)
         own, *others = await asyncio.gather(
             asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),
@@ -43,6 +44,6 @@ class ReplicaMetrics:
         return merged(text for text in (own, *others) if text is not None)
 
     def render(self, exemplars: bool) -> bytes:
-        """The same, for another thread than the loop's."""
+        """The metrics as text, without further labels. For threads other than the loop's."""
         collecting = self.collect({}, exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result()

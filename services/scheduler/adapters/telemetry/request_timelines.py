@@ -1,7 +1,7 @@
-"""Keeps the timeline of every request, from the calls of the engine to its observer.
+"""Maintains the timeline of every request, from the engine's calls of its observer.
 
-A step costs what changes in it: chunks of prompts, admissions, ends. Requests that decode are not
-looked at; they take differences of sums over steps when their phase ends.
+The cost of a step depends on its changes: prompt chunks, admissions, ends. Decoding requests are
+not updated in each step: at the end of their phase, its sums are differences of totals over steps.
 """
 
 from collections import Counter
@@ -40,31 +40,31 @@ class StepRecord:
     """A step from its planning to its tokens. Times are nanoseconds since 1970."""
 
     begun: int
-    """When its planning began."""
+    """When the planning began."""
     span: StepSpan | None = None
-    """None if it is not traced."""
+    """None if the step is not traced."""
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     done: int = 0
-    """When its tokens arrived."""
+    """When the tokens arrived."""
     compute_nanos: int = 0
-    """Time in which the workers computed."""
+    """Compute time of the workers."""
     nanos: int = 0
-    """How long it took, without its overlap with the step before."""
+    """Duration of the step, without its overlap with the step before."""
     only_decodes: bool = False
-    """Whether it has all requests that run, and each of them decodes."""
+    """Whether the step contains all running requests and each of them decodes."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """Requests in their prefill: index in the plan, request, phase, tokens."""
+    """Requests in their prefill: index in the plan, request, phase, number of tokens."""
     left_out: Sequence[Phase] = ()
-    """Decoding phases of requests that the step left out."""
+    """Decode phases of running requests that the step does not contain."""
 
 
 class RequestTimelines:
-    """Timelines of requests that have not ended."""
+    """The timelines of unfinished requests."""
 
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """Waits that have ended are added to `wait_nanos`, by their reason."""
+        """The times of ended waits are added to `wait_nanos`, by reason."""
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -91,13 +91,13 @@ class RequestTimelines:
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
         if request.resumable:
-            self._own_waits.forget(request, now)  # how long it waited between two turns
+            self._own_waits.forget(request, now)  # drops the wait between two turns
         self._own_waits.arrived(request, now)
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan has all requests that run, each of them decodes as before, and none was
-        passed over.
+        """Whether a plan contains all running requests, each of them decodes as before, and no
+        request was passed over.
         """
         return (
             len(plan.requests) == len(self._running)
@@ -107,8 +107,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Notes which requests are admitted, preempted, left out, passed over in the queue, and get
-        a chunk. The reason for which requests still wait is noted after it.
+        """Records which requests a plan admits, preempts, omits or passes over, and which get a
+        prompt chunk. Must be called before the step's wait reason is recorded.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -123,11 +123,11 @@ class RequestTimelines:
     def done(
         self, plan: SchedulerOutput, step: StepRecord, update: EngineCoreOutputs, now: int
     ) -> list[Tracked]:
-        """Notes a step's tokens; returns the requests that ended by it."""
+        """Records the tokens of a step. Returns the requests that ended with it."""
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
-        # Others may have got tokens since, or have been interrupted.
+        # The other requests have left their prefill since then.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         if in_prefill:
             num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
@@ -157,7 +157,9 @@ class RequestTimelines:
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
     def decoded(self, steps: Iterable[StepRecord]) -> None:
-        """Notes steps that only decoded and ended no request, before anything that came later."""
+        """Records decode-only steps that ended no request. Must be called before any later event is
+        recorded.
+        """
         sums = self.sums
         for step in steps:
             nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))
@@ -165,7 +167,7 @@ class RequestTimelines:
             sums.add(step.number, step.done, nanos, compute_nanos, 0, step.num_requests)
 
     def end(self, request: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a request, and notes its times."""
+        """Ends the timeline of a request, and stores the times in the request."""
         tracked = self._live.pop(request, None)
         if tracked is None:
             return None
@@ -176,7 +178,7 @@ class RequestTimelines:
         return tracked
 
     def end_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a session's turn; `turn` is the session as it was at its end."""
+        """Ends the timeline of a session's turn. `turn` is a copy of the session at its end."""
         tracked = self._live.get(session)
         if tracked is None:
             return None
@@ -188,8 +190,8 @@ class RequestTimelines:
         return self.end(turn, now)
 
     def so_far(self, request: Request, now: int) -> Timeline | None:
-        """A copy of the timeline of a request that has not ended, as if it ended now; None of any
-        other.
+        """A copy of the timeline of an unfinished request, as if it ended now. None if the request
+        has ended or is unknown.
         """
         tracked = self._live.get(request)
         if tracked is None:
@@ -201,14 +203,14 @@ class RequestTimelines:
         return copied.timeline
 
     def paused(self, now: int) -> None:
-        """No step is planned from here on."""
+        """Records that no step is planned from here on."""
         self._own_waits.interrupted(now)
         if self._paused_at is None:
             self._paused_at = now
 
     def resumed(self, now: int, *, stood_still: bool) -> None:
-        """Steps are planned again: requests that hold blocks go on. If steps are still in flight,
-        these were not held up.
+        """Records that steps are planned again, so that requests with blocks continue. If steps are
+        still in flight (not `stood_still`), the pause did not delay these requests.
         """
         running = self._running.values() if self._paused_at is not None and stood_still else ()
         for tracked in running:
@@ -221,7 +223,7 @@ class RequestTimelines:
     def preempted(
         self, requests: Iterable[Request], cause: PreemptionCause, now: int, message: str = ""
     ) -> None:
-        """Requests that ran wait again, for a reason that is no other request."""
+        """Records that running requests were preempted for another reason than missing blocks."""
         kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
         if kind is PhaseKind.RECOVERY:
             self._own_waits.interrupted(now)
@@ -252,7 +254,7 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # What a lost step computed is lost with it: the phase ends with the tokens before.
+            # The work of a lost step does not count: the phase ends with the last tokens.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)
         if timeline.current.kind is PhaseKind.PAUSE:
@@ -278,7 +280,9 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """The first tokens of a prefill: it decodes from here on, unless it was preempted."""
+        """Records the first tokens of a prefill. The decode phase begins, unless the request was
+        preempted meanwhile.
+        """
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:
@@ -295,7 +299,7 @@ class RequestTimelines:
             self._prefilling[tracked.request] = tracked
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
-        """Fills in what is known at the end of a phase, and adds the pause that it was in."""
+        """Completes the open phase at its end, and adds a pause if the request was paused."""
         own: Sequence[OwnWait] = ()
         end = self._end_of_phase(tracked, now)
         if tracked.timeline.current.kind is PhaseKind.PREFILL:
@@ -313,7 +317,7 @@ class RequestTimelines:
         tracked.waiting = None
 
     def _end_of_phase(self, tracked: Tracked, now: int) -> int:
-        """Now, or since when the request holds its blocks in a pause."""
+        """The end of the open phase: `now`, or the start of the pause if the request is paused."""
         if self._paused_at is None or tracked.request not in self._running:
             return now
         return min(now, max(self._paused_at, self.sums.last_done_nanos))

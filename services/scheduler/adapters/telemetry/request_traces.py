@@ -1,4 +1,4 @@
-"""Which requests are sampled, from the beginning or in the end, and their spans."""
+"""Decides which requests are sampled, at arrival or later, and records their spans."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class _Sampled:
 
 
 class RequestTraces:
-    """The requests of a replica as far as they are traced."""
+    """The traces of a replica's requests."""
 
     def __init__(self, tracing: Tracing, step_link: StepLinks) -> None:
         self._step_link = step_link
@@ -38,7 +38,7 @@ class RequestTraces:
         self._kept = KeptTraces()
 
     def has_any_of(self, candidates: Callable[[], Iterable[Request]]) -> bool:
-        """Whether a sampled request runs, or is among these."""
+        """Whether a sampled request runs, or is among `candidates`."""
         sampled = self._sampled
         return bool(sampled) and (
             any(request.row is not None for request in sampled)
@@ -46,17 +46,17 @@ class RequestTraces:
         )
 
     def arrived(self, request: Request) -> None:
-        """Notes whether a request is sampled from the beginning."""
+        """Records whether a request is sampled at its arrival."""
         if self._is_enabled and request.traceparent:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
     def links(self, requests: Iterable[Request]) -> list[Link]:
-        """Links to the sampled ones of these."""
+        """Links to the sampled requests among these."""
         sampled = self._sampled
         return [sampled[request].link for request in requests if request in sampled]
 
     def ended(self, request: Request, timeline: Timeline) -> None:
-        """Records the spans of a request, or keeps its timeline for a while."""
+        """Records the spans of a sampled request, or stores the timeline of another request."""
         if not self._is_enabled:
             return
         attributes, failed = request_attributes(request), is_defect(request)
@@ -67,13 +67,13 @@ class RequestTraces:
             self._spans.record(timeline, attributes, sampled.context, sampled.parent, failed=failed)
 
     def end_turn(self, session: Request, turn: Request) -> None:
-        """What is known of a session is of its turn that ended, as which it ends."""
+        """Moves the sampling state of a session to its ended turn."""
         if (sampled := self._sampled.pop(session, None)) is not None:
             self._sampled[turn] = sampled
 
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
-        """Records the spans of a request that was not sampled; of one that has not ended, when it
-        has.
+        """Samples a request that was not sampled at arrival. The spans of an ended request are
+        recorded at once, the spans of an unfinished one at its end.
         """
         if not self._is_enabled:
             return
@@ -90,8 +90,8 @@ class RequestTraces:
     def so_far(
         self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
     ) -> None:
-        """Records the spans of a request that runs, with another tracing; below `parent`, unless it
-        is sampled.
+        """Records the spans of an unfinished request with `tracing`. Their parent is `parent` if
+        the request is not sampled, and otherwise its own parent.
         """
         sampled = self._sampled.get(request)
         context = child_of(parent) if sampled is None else sampled.context

@@ -152,8 +152,9 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in a step that has most of what those that wait lack: blocks, tokens of the
-    step, or, the longest, a place among the running ones. Empty if they lack something else.
+    """Id of the request in a step that holds most of the resource that waiting requests lack: most
+    blocks, or most tokens of the step. For MAX_SEQS, the longest running request. Empty for other
+    wait reasons.
     """
     if not plan.requests:
         return ""

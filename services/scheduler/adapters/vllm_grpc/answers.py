@@ -1,4 +1,4 @@
-"""The deltas of one Generate call as the messages of vllm.grpc.engine."""
+"""Converts the deltas of one Generate call to messages of vllm.grpc.engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,22 +24,23 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer, and the part of it that was not sent yet."""
+    """One answer: its tokens, and the log-probabilities that were not sent yet."""
 
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Log-probabilities of the next chunk if the call streams, else of the whole answer."""
+    """Log-probabilities of the next chunk if the call streams, otherwise of the whole answer."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 
 class Answers:
-    """The answers of one call as they grow.
+    """The answers of one call while they grow.
 
-    A call that streams gets a chunk for each delta, with the log-probabilities of its tokens; the
-    first of each answer has the prompt's. Every answer ends with a message that holds all of its
-    tokens, and for a call that does not stream all log-probabilities.
+    A streaming call gets a chunk for each delta, with the log-probabilities of its tokens. The
+    first chunk of each answer has the log-probabilities of the prompt. Every answer ends with a
+    message with all its tokens. If the call does not stream, this message also has all
+    log-probabilities.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -48,8 +49,8 @@ class Answers:
         self.num_open = len(self._answers)
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """The messages for the deltas. Raises InternalError, InvalidArgument or ResourceExhausted
-        for an answer that ended without a finish reason that clients know.
+        """Converts deltas to messages. Raises InternalError, InvalidArgument or ResourceExhausted
+        for an answer whose finish reason vLLM does not have.
         """
         for admitted in deltas.admitted:
             self._answers[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
@@ -115,7 +116,7 @@ class Answers:
             answer.input_logprobs.top_logprobs.extend(_top_logprobs(rows))
 
     def _first_prompt_row(self) -> vllm_engine_pb2.InputLogProbs:
-        """The first token of the prompt, which nothing predicts."""
+        """The row of the first prompt token, which has no log-probability."""
         tops = [vllm_engine_pb2.TopLogProbs()] if self._generation.num_prompt_logprobs else []
         return vllm_engine_pb2.InputLogProbs(
             token_ids=self._generation.prompt_token_ids[:1],
@@ -125,7 +126,7 @@ class Answers:
 
 
 def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogProbs]:
-    """The most probable tokens of each row, best first; nothing if none were asked for."""
+    """The most probable tokens of each row, best first. Empty if none were requested."""
     if rows.width == 1:
         return
     for start in range(0, len(rows.token_ids), rows.width):
@@ -136,7 +137,7 @@ def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogP
 
 
 def _finish_reason(finished: scheduler_pb2.Finished) -> str:
-    """Why an answer ended, in vLLM's words. Raises the error that stands for the other reasons."""
+    """vLLM's name of a finish reason. For reasons that vLLM does not have, raises an error."""
     reason = finish_reason_from_proto(finished.reason)
     if reason in _VLLM_WORDS:
         return _VLLM_WORDS[reason]

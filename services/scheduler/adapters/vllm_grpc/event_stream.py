@@ -1,4 +1,4 @@
-"""Events of the prefix cache as the messages of SubscribeKvEvents."""
+"""Converts events of the prefix cache to messages of SubscribeKvEvents."""
 
 import asyncio
 import time
@@ -22,17 +22,18 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_KINDS
 
 _CHUNK_BLOCKS = 4096
-"""Blocks of a snapshot in one message, so that it stays well below gRPC's limit of 4 MiB."""
+"""Blocks of a snapshot in one message, so that its size stays well below gRPC's limit of 4 MiB."""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 
 
 class EventStream:
-    """What subscribers are sent: a snapshot or the batches since a number, and then what follows.
+    """The messages for subscribers: a snapshot, or the batches since a number, and then all later
+    batches.
 
-    Each message has the replica's load. If that changes without an event, and every second at the
-    latest, a message of its own brings it, under the number of the one before.
+    Each message has the replica's load. If the load changes without an event, and at least every
+    second, it is sent in a message of its own, under the sequence number of the message before.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class EventStream:
         self._event_ids = count(1)
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
-        """Without end. `begin` is the number of the first batch to send, or 0 for what is stored
-        now. Raises Trimmed if that batch, or later one that was not read in time, is not kept.
+        """An endless stream of batches. `begin` is the number of the first batch to send, or 0 for
+        a snapshot of the published blocks. Raises Trimmed if that batch is not stored, or if a
+        later batch was dropped because the subscriber read too slowly.
         """
         if begin:
             sequence = begin - 1
@@ -83,8 +85,9 @@ class EventStream:
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """What is stored as of the newest batch, in messages whose numbers end with that batch's.
-        There are at most as many as there are numbers.
+        """The published blocks after the newest batch, in messages with consecutive numbers. The
+        last message has the number of the newest batch. No number is negative, so there are at most
+        `newest` + 1 messages.
         """
         newest, stored = self._log.newest, self._log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
@@ -160,7 +163,7 @@ class EventStream:
 
 
 class _LoadRecords:
-    """The records of the load in one subscription."""
+    """The load records of one subscription."""
 
     def __init__(
         self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
@@ -172,11 +175,13 @@ class _LoadRecords:
         self._num_sent = 0
 
     def next(self) -> common_pb2.EngineLoad:
-        """The load now."""
+        """The present load."""
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """The load now, for a message without events; None if it is known and was sent lately."""
+        """The present load, for a message without events. None if it has not changed and was sent
+        within the last second.
+        """
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
             return None
@@ -193,7 +198,7 @@ class _LoadRecords:
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
-    """The events, those of more than `most` blocks in several."""
+    """The events. An event of more than `most` blocks is split into several."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)
@@ -210,7 +215,7 @@ def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
 
 
 def _without_id(event: common_pb2.KvCacheEvent) -> common_pb2.KvCacheEvent:
-    """An event that was put together for a snapshot."""
+    """Removes the id from an event that was built for a snapshot."""
     event.event_id = 0
     return event
 

@@ -1,4 +1,4 @@
-"""What vllm.grpc.engine answers about a model from the files of its directory."""
+"""Answers of vllm.grpc.engine about a model, from the files in its directory."""
 
 import hashlib
 import io
@@ -28,14 +28,14 @@ _TOKENIZER_PATTERNS = (
     "*.model",
     "*.tiktoken",
 )
-"""Files from which a client makes the tokenizer; of those a model has some."""
+"""Patterns of the files from which a client builds the tokenizer. A model has some of them."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters of generation_config.json that are defaults for clients."""
+"""Parameters in generation_config.json that are defaults for clients."""
 
 
 class ModelFiles:
-    """The directory of a model; None if there is none on this machine."""
+    """The directory of a model. `directory` is None if there is none on this machine."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class ModelFiles:
         self._generation_config = self._read("generation_config.json")
 
     def describe(self, response: vllm_engine_pb2.GetModelInfoResponse) -> None:
-        """Sets what the files know."""
+        """Sets the fields of a response that are known from the files."""
         if self._directory is not None:
             response.model_path = response.tokenizer_path = str(self._directory.resolve())
         response.model_type = self._config.get("model_type") or ""
@@ -59,8 +59,8 @@ class ModelFiles:
             response.default_sampling_params_json = json.dumps(defaults)
 
     def tokenizer_chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files as a ZIP archive in pieces; the last has its SHA-256. Raises
-        FailedPrecondition without a directory, or without such files in it.
+        """The tokenizer's files as a ZIP archive in chunks. The last chunk has the archive's
+        SHA-256. Raises FailedPrecondition if there is no directory, or no tokenizer file in it.
         """
         archive = self._archive()
         digest = hashlib.sha256(archive).hexdigest()

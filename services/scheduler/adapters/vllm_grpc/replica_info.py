@@ -1,4 +1,4 @@
-"""What a replica is and what it does, in the messages of vllm.grpc.engine."""
+"""A replica's description and present load in messages of vllm.grpc.engine."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _SERVER_TYPE = "stepwell"
 
 
 class GenerationRate:
-    """Tokens per second between two looks at their number, at least `SECONDS` apart."""
+    """The rate of generated tokens per second, measured over at least `SECONDS`."""
 
     SECONDS = 0.5
 
@@ -26,7 +26,7 @@ class GenerationRate:
         self._rate = 0.0
 
     def at(self, num_tokens: int) -> float:
-        """The rate as of now, given how many tokens were generated so far."""
+        """The present rate. `num_tokens`: total number of generated tokens."""
         elapsed = self._clock() - self._at
         if elapsed >= self.SECONDS:
             self._rate = (num_tokens - self._num_tokens) / elapsed
@@ -35,7 +35,7 @@ class GenerationRate:
 
 
 class ReplicaInfo:
-    """Answers of one replica."""
+    """Builds the answers about one replica."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ReplicaInfo:
         self._received_unix_seconds = 0.0
 
     def received(self) -> None:
-        """Notes that a request came."""
+        """Records that a request arrived."""
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
@@ -70,7 +70,7 @@ class ReplicaInfo:
         )
 
     def server(self) -> vllm_engine_pb2.GetServerInfoResponse:
-        """The replica."""
+        """The replica's state and configuration."""
         scheduler = self._engine.scheduler
         return vllm_engine_pb2.GetServerInfoResponse(
             active_requests=len(scheduler.running) + self._engine.num_waiting,
@@ -86,7 +86,7 @@ class ReplicaInfo:
         )
 
     def loads(self, rank: int) -> vllm_engine_pb2.GetLoadsResponse:
-        """The load, if `rank` is the only rank that there is."""
+        """The load of data-parallel rank `rank`. Empty for ranks other than 0."""
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=1,
@@ -94,7 +94,7 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
-        """The load as it goes with events."""
+        """The load in the format that events carry."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

@@ -1,4 +1,4 @@
-"""A Generate request of vllm.grpc.engine as the requests that a gateway of ours would send."""
+"""Converts Generate requests of vllm.grpc.engine to requests as Stepwell's gateways send them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class GenerateConverter:
 
     opened: scheduler_pb2.SessionOpened
     client_stops: bool
-    """Whether stop strings are left to the client; else they are refused."""
+    """Whether the client handles stop strings. If not, they are refused."""
     draw_seed: Callable[[], int]
 
     def convert(
@@ -47,9 +47,7 @@ class GenerateConverter:
         traceparent: str = "",
         timeout_seconds: float | None = None,
     ) -> Generation:
-        """The call. Raises InvalidArgument that names the field at fault, or one that is set and
-        not served here.
-        """
+        """Converts a call. Raises InvalidArgument that names an invalid or unsupported field."""
         for field, _ in message.ListFields():
             if field.name not in _READ:
                 raise _refused(field.name, _why_not(field.name))
@@ -77,8 +75,8 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """The last tokens of the input, as many as the request wants; at most as many as leave one
-        to generate, where it leaves the number to the model.
+        """The input's tokens, truncated to its last `truncate_prompt_tokens` tokens. For -1, to the
+        longest prompt that leaves one token to generate.
         """
         prompt = list(message.tokenized.input_ids)
         if not prompt:
@@ -132,7 +130,7 @@ class GenerateConverter:
 
 
 def with_client_names(error: StepwellError) -> StepwellError:
-    """An error about a field of our own contract, with the name that the field has here."""
+    """Renames the field in an error from Stepwell's name to the client's name."""
     if error.field is None:
         return error
     name = error.field

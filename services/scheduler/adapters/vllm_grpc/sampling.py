@@ -1,4 +1,6 @@
-"""Sampling parameters of vllm.grpc.engine: each field is honoured, or refused by its name."""
+"""Converts sampling parameters of vllm.grpc.engine. Fields that are not supported are refused by
+name.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,12 +38,12 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Fields that become sampling parameters of ours. Those without presence are absent at 0, which
-stands for the default.
+"""Fields that are converted to sampling parameters. A field without presence is not listed if it is
+0, which means the default.
 """
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
-"""Fields that are read below or with the prompt."""
+"""Fields that other functions read."""
 
 _TEXT_ONLY = frozenset(
     {
@@ -50,20 +52,20 @@ _TEXT_ONLY = frozenset(
         "include_stop_str_in_output",
     }
 )
-"""Fields about how tokens become text. The answer holds tokens, so that they change nothing in it;
-vLLM's own server turns none into text either.
+"""Fields about detokenization. They have no effect, because answers contain tokens. vLLM's own
+server does not detokenize either.
 """
 
 MAX_N = 128
-"""Most answers to one prompt."""
+"""The largest number of answers to one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSampling:
-    """Sampling parameters of a request, apart from what its prompt decides."""
+    """Sampling parameters of a request, before values that depend on the prompt are set."""
 
     params: SamplingParams
-    """With `seed` and `max_tokens` only where they were given."""
+    """`seed` and `max_tokens` are None if the client did not set them."""
     n: int
     truncate_prompt_tokens: int | None
 
@@ -75,10 +77,10 @@ def vllm_sampling_from_proto(
     eos_token_ids: tuple[int, ...],
     client_stops: bool,
 ) -> VllmSampling:
-    """The parameters of a message. Raises InvalidArgument that names a field which is out of its
-    range, or is not served here: grammars of any kind, and whatever later versions add.
+    """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
+    out of range or not supported. All grammars, and fields of later versions, are not supported.
 
-    `client_stops`: stop strings are accepted, since the client ends the answer at them by itself.
+    `client_stops`: stop strings are accepted, because the client ends the answer at them itself.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -113,7 +115,9 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """A negative seed is one too: it is taken modulo 2**64 when the answers get theirs."""
+    """The parameters without their seed, for the check. A negative seed is valid: the seeds of the
+    answers are computed modulo 2**64.
+    """
     return replace(params, seed=None)
 
 

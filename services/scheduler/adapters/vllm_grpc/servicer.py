@@ -1,4 +1,4 @@
-"""The contract vllm.grpc.engine.VllmEngine over an engine."""
+"""The gRPC service vllm.grpc.engine.VllmEngine over an engine."""
 
 import asyncio
 import time
@@ -29,8 +29,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Each Generate call is a session of its own, which ends with the call: a client that goes away
-    aborts its requests. A client that reads slowly gets the tokens of several steps in one chunk.
+    """Serves each Generate call with a session of its own, which ends with the call. If the client
+    disconnects, its requests are aborted. A client that reads slowly gets the tokens of several
+    steps in one chunk.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[vllm_engine_pb2.GenerateResponse]:
-        """The answers to one prompt, as they grow or when they have ended."""
+        """Generates the answers to one prompt, streamed or as a whole."""
         REQUEST_FIELDS.set({"request_id": request.request_id})
         generation = self._converter.convert(
             request,
@@ -81,7 +82,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends the requests of calls; ids of calls that have ended are ignored."""
+        """Ends the requests of calls. Ids of calls that have ended are ignored."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
                 self._engine.abort(list(session.requests.values()))
@@ -90,7 +91,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Whether a step can run, and new requests are taken."""
+        """Whether steps can run and new requests are accepted."""
         state = self._sessions.state
         healthy = state.ready and not self._submitter.is_draining
         return vllm_engine_pb2.HealthCheckResponse(
@@ -100,7 +101,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Forgets every cached prefix, once no request holds blocks or the time is over."""
+        """Removes every cached prefix as soon as no request holds blocks. Fails if that takes
+        longer than the timeout.
+        """
         deadline = time.monotonic() + request.timeout_s
         while True:
             try:
@@ -115,7 +118,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        """What the worker describes, and what the files of the model say besides."""
+        """The model, from the worker's description and the model's files."""
         response = self._info.model()
         self._files.describe(response)
         return response
@@ -123,26 +126,26 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """What the replica does now, and how it is set up."""
+        """The replica's present state and configuration."""
         return self._info.server()
 
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        """The replica's load; of ranks other than 0 there is none."""
+        """The replica's load. Empty for ranks other than 0."""
         return self._info.loads(request.dp_rank)
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files, from the directory that the scheduler was given."""
+        """The tokenizer's files, from the model directory in the scheduler's settings."""
         for chunk in await asyncio.to_thread(lambda: list(self._files.tokenizer_chunks())):
             yield chunk
 
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """What enters and leaves the prefix cache."""
+        """Streams the events of the prefix cache."""
         async with aclosing(self._events.batches(request.start_sequence_number)) as batches:
             async for batch in batches:
                 yield batch
@@ -150,19 +153,19 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(
         self, request: vllm_engine_pb2.EmbedRequest, context: Context
     ) -> vllm_engine_pb2.EmbedResponse:
-        """No model that is served here embeds."""
+        """Not implemented: this service has no embedding models."""
         await _unimplemented(context, "Embed")
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        """There is no profiler."""
+        """Not implemented: there is no profiler."""
         await _unimplemented(context, "StartProfile")
 
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        """There is no profiler."""
+        """Not implemented: there is no profiler."""
         await _unimplemented(context, "StopProfile")
 
     async def _submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:

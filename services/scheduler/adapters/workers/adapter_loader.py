@@ -1,9 +1,9 @@
-"""The adapters that the workers hold: which are loaded, and which make room for others.
+"""Decides which adapters the workers load and unload.
 
-The workers keep what they are told to keep. An adapter is loaded when the first request comes that
-needs it, while the request waits and others overtake it, and again on workers that are new. It
-stays until another one needs its place: the one that was asked for longest ago goes, of those that
-no request has which runs or could.
+An adapter is loaded when the first request that needs it arrives. The request waits meanwhile, and
+other requests may overtake it. After a restart of workers, adapters are loaded again. An adapter is
+unloaded only if another one needs its slot: the least recently requested adapter is unloaded that
+no running or admissible request uses.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ from services.scheduler.core.request import Request
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.1
-"""Between attempts to find a place, or to reach workers that are away."""
+"""Delay between attempts to find a free slot, or to reach lost workers."""
 
 
 class AdapterWorkers(Protocol):
     """All workers of a replica."""
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Lets every worker load it, and forget those that are not kept. Raises StepwellError:
-        InvalidArgument if it cannot be served, FailedPrecondition if its files have changed.
+        """Makes every worker load an adapter, and unload the adapters that are not in `kept`.
+        Raises StepwellError: InvalidArgument if the adapter cannot be served, FailedPrecondition if
+        its files have changed.
         """
 
 
 class AdapterLoader:
-    """Loads at most `max_cpu_loras` adapters at once. `unfinished`: requests that run or wait."""
+    """Keeps at most `max_cpu_loras` adapters loaded. `unfinished` returns the present requests."""
 
     def __init__(
         self,
@@ -42,33 +43,38 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called for each request whose adapter new workers cannot load, and why."""
+        """`failed` is called with each request whose adapter new workers cannot load, and the
+        reason.
+        """
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
         self._failed = failed
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
-        """By digest, those asked for longest ago first."""
+        """Loaded adapters by digest, the least recently requested first."""
         self._loading: dict[bytes, Adapter] = {}
-        """The one that the workers are just told to load. New workers are told so, too: those that
-        answer may be the ones before them.
+        """The adapter that is being loaded. `reload` sends it to new workers, too, because the
+        answers may come from the workers before them.
         """
         self._claims: Counter[bytes] = Counter()
-        """Requests that are about to use an adapter, or wait for it to be loaded."""
+        """Number of requests that wait for an adapter, by digest."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """By digest. Of the requests that need one adapter, one loads it: the others have it then,
-        and do not wait for the turn of an adapter that finds no place while they claim theirs.
+        """A lock for each digest. Of several requests with the same adapter, one loads it, and the
+        others wait for this lock. So they do not wait for `_turn`, which another adapter may hold
+        while it waits for a slot that their claims occupy.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether a request can have an adapter at once; it counts as asked for."""
+        """Whether an adapter is loaded. Marks the adapter as just requested."""
         if digest in self._loaded:
             self._loaded.move_to_end(digest)
         return digest in self._loaded
 
     async def load_for(self, request: Request, adapter: Adapter) -> str:
-        """Returns when a request can have its adapter, or has ended; if it cannot, the reason."""
+        """Waits until a request's adapter is loaded, or the request has ended. Returns an error if
+        the adapter cannot be loaded, otherwise an empty string.
+        """
         self._claims[adapter.digest] += 1
         try:
             while not request.is_finished:
@@ -86,18 +92,18 @@ class AdapterLoader:
             self._claims -= Counter([adapter.digest])
 
     async def load(self, adapter: Adapter) -> None:
-        """Loads an adapter that no request has yet. Raises StepwellError if the workers cannot."""
+        """Loads an adapter before any request needs it. Raises StepwellError if that fails."""
         if not self._max_cpu_loras:
             raise InvalidArgument("the replica serves no adapters: enable_lora", field="adapter")
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
-        """Loads what was loaded on workers that are new. Raises StepwellError if one is away; then
-        it is to be called again.
+        """Loads the present adapters on new workers. Raises StepwellError if a worker is lost; then
+        it must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]
-            if adapter.digest not in kept:  # it has made room meanwhile
+            if adapter.digest not in kept:  # unloaded meanwhile
                 continue
             try:
                 await self._workers.load_adapter(adapter, kept)
@@ -125,7 +131,7 @@ class AdapterLoader:
                     del self._loading[adapter.digest]
 
     def _make_room(self) -> bool:
-        """Forgets an adapter if there is no place for one more; returns False if all are needed."""
+        """Frees a slot if none is free. Returns False if all loaded adapters are in use."""
         if len(self._loaded) < self._max_cpu_loras:
             return True
         used = {one.adapter_digest for one in self._unfinished() if not one.awaits_adapter}

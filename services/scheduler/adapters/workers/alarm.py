@@ -1,4 +1,4 @@
-"""A timer for work of other processes. It allows for time in which they could not run."""
+"""A timer for work of other processes, which excludes time in which they could not run."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,14 +11,14 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Alarm:
-    """Calls `ring` once the time that was set last is over, unless it is stopped before. With
-    `read`, which makes readings of the processes that do the work, the time is counted as `Silence`
-    counts it.
+    """Calls `ring` when the time that was set last has passed, unless it is stopped before. With
+    `read`, which makes readings of the processes that do the work, `Silence` measures the time.
 
-    If the event loop calls the timer late, it did not run in between, and an answer may have
-    arrived that was not read: then the timer runs for another second. Work that is done in time
-    costs no timer of the loop: one that was begun for earlier work runs on, and is begun anew when
-    it ends before the time that is set. It costs no reading either.
+    If the event loop calls the timer late, the loop did not run meanwhile, and an answer may have
+    arrived that was not read. Then the timer runs for another second.
+
+    Work that is done in time needs no new timer of the loop and no reading. The timer of earlier
+    work continues, and is only restarted if it ends before the deadline.
     """
 
     __slots__ = (
@@ -30,7 +30,7 @@ class Alarm:
         self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
     ) -> None:
         self.excused_seconds = 0.0
-        """Time since it was set last in which the work could not be done, as far as it was read."""
+        """Time since the last `set` in which the work could not run, according to the readings."""
         self._ring = ring
         self._read = read
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -41,7 +41,7 @@ class Alarm:
         self._silence: Silence | None = None
 
     def set(self, seconds: float) -> None:
-        """Lets the alarm ring in `seconds`, and not at the time that was set before."""
+        """Sets the alarm to ring in `seconds`. Replaces an earlier time."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         began = self._began = loop.time()
         self._allowed = seconds
@@ -55,7 +55,7 @@ class Alarm:
             self._begin(loop, due)
 
     def stop(self) -> None:
-        """The alarm does not ring."""
+        """Stops the alarm: it does not ring."""
         self._due = None
 
     def _begin(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
@@ -63,7 +63,9 @@ class Alarm:
         self._timer = loop.call_at(due, self._ended, loop)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The timer ended: work may be late, done, or other work with more time."""
+        """Called when the loop's timer ends. The work may be late or done, or newer work with a
+        later deadline.
+        """
         self._timer = None
         now, due = loop.time(), self._due
         if due is None:
@@ -79,7 +81,7 @@ class Alarm:
             self._ring()
 
     def _more_seconds(self, reading: Reading) -> float:
-        """How long the work may go on until the next look; 0 if its time is over."""
+        """Time until the next reading; 0 if the work's time has passed."""
         if self._silence is None:
             self._silence = Silence(self._began)
         counted = self._silence.look(reading)

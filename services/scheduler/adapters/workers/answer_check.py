@@ -1,5 +1,5 @@
-"""Checks workers' answers against the steps that they were sent: what contradicts a step is never
-taken for its output.
+"""Checks workers' answers against their steps. An answer that contradicts its step is rejected
+before it is used as the step's output.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,27 +15,27 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""A day: no step takes so long, nor waits for so long."""
+"""A day, the upper limit of plausible step times and waits."""
 _LARGEST_LOGPROB = 1e-3
-"""Probabilities are at most 1, but for rounding."""
+"""The largest plausible log-probability: 0, plus rounding errors."""
 _FLOAT_BYTES = 4
 
 
 class WrongAnswer(ValueError):
-    """An answer contradicts its step; the message has the field and the contradiction."""
+    """An answer contradicts its step. The message names the field and the contradiction."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The model that answers."""
+    """Facts about the model that answers are checked against."""
 
     vocab_size: int = 0
     pooler: Pooler | None = None
-    """None if it samples tokens."""
+    """How the model pools prompts; None if it samples tokens."""
 
 
 class ExpectedAnswer:
-    """The bounds of a step's answer, as of when the step was sent."""
+    """The limits of a valid answer to a step, computed when the step is sent."""
 
     __slots__ = ("_logprobs", "_model", "_plan")
 
@@ -50,7 +50,9 @@ class ExpectedAnswer:
     def check(
         self, output: ModelRunnerOutput, num_tokens: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Raises WrongAnswer. `token_ids` are all tokens, `num_tokens` of them each request's."""
+        """Raises WrongAnswer if the output contradicts the step. `token_ids` are the tokens of all
+        requests, and `num_tokens` is the number of tokens of each.
+        """
         plan = self._plan
         count = len(plan.requests)
         if len(num_tokens) != count:
@@ -77,7 +79,9 @@ class ExpectedAnswer:
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Each request has one token and its accepted drafts; none inside a prompt."""
+        """Raises WrongAnswer unless each request has one token and its accepted drafts. Requests
+        whose prompt is not complete must have no tokens.
+        """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
         _require(len(given) == len(num_tokens), "num_draft_tokens", f"{len(given)} requests")
@@ -112,7 +116,7 @@ class ExpectedAnswer:
         for index, values in output.pooled.items():
             params = ended[index].pooling
             size = params.dimensions if params is not None and params.dimensions else pooler.size
-            given = len(values)  # type: ignore[arg-type]  # bytes, which the core only passes on
+            given = len(values)  # type: ignore[arg-type]  # bytes, opaque to the core
             _require(given == _FLOAT_BYTES * size, "pooled.values", f"{given} bytes, not {size}")
 
     def _check_logprobs(self, output: ModelRunnerOutput, num_tokens: Sequence[int]) -> None:
@@ -133,25 +137,28 @@ class ExpectedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class _WantedLogprobs:
-    """Log-probabilities that a request wants of each token: of how many others beside its own."""
+    """The log-probabilities that a request needs in a step."""
 
     num_sampled: int | None
-    """None: it wants none."""
+    """Number of alternatives to each sampled token; None: no log-probabilities."""
     num_prompt: int | None
+    """Number of alternatives to each prompt token; None: no log-probabilities."""
     num_prompt_rows: int
-    """Prompt tokens whose predecessor the step computes."""
+    """Number of prompt tokens whose predecessor the step computes."""
 
 
 class RequestsWithLogprobs:
-    """The requests in the workers' batch that want log-probabilities: a step without them costs
-    nothing.
+    """The requests in the workers' batch that need log-probabilities. A step without such requests
+    costs nothing.
     """
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """What a step's requests want, by index; takes in which requests enter with it."""
+        """The log-probabilities that a step's requests need, by index. Adds the requests that are
+        admitted in the step.
+        """
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

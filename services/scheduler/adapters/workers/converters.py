@@ -1,4 +1,4 @@
-"""Steps to the messages of stepwell.worker.v1, and their outputs back; times of requests."""
+"""Converts steps to messages of stepwell.worker.v1, and answers to outputs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -23,7 +23,9 @@ from services.scheduler.core.transfers.kv_connector import NO_RESULTS, KVTransfe
 def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
-    """The step as a difference to the workers' batch. Most steps have the first fields only."""
+    """Converts a step to a message with the changes of the workers' batch. Most steps set only the
+    first fields.
+    """
     request = worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
@@ -51,8 +53,8 @@ def scheduler_output_to_proto(
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
-    """The last of each request's scheduled tokens, packed. With pipeline stages all of them are
-    known: no request is planned whose token is in flight.
+    """The last scheduled token of each request, packed. For pipeline stages: then all these tokens
+    are known, because no request is planned while its token is in flight.
     """
     counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
     return pack_token_ids(
@@ -61,7 +63,7 @@ def last_token_ids(plan: SchedulerOutput) -> bytes:
 
 
 def num_stages(description: worker_pb2.DescribeResponse) -> int:
-    """The pipeline stages of a worker's model."""
+    """The number of pipeline stages of a worker's model."""
     return description.pipeline_parallel_size or 1
 
 
@@ -71,10 +73,11 @@ def model_runner_output_from_proto(
     num_speculative_tokens: int = 0,
     expected: ExpectedAnswer | None = None,
 ) -> ModelRunnerOutput:
-    """The output of a step, and what all ranks have transferred by then. Each request that it
-    sampled gets `num_speculative_tokens` drafts, which the workers propose in its next step.
-    Raises ValueError for bytes that are no array, for arrays that should be parallel and are not,
-    and for an answer that contradicts the `expected` one.
+    """Converts the answer to a step, and adds the transfer results of all ranks.
+
+    Each request with sampled tokens gets `num_speculative_tokens` placeholder drafts; the workers
+    propose the drafts in the next step. Raises ValueError for invalid arrays, for parallel arrays
+    of different lengths, and for an answer that contradicts `expected`.
     """
     num_tokens = unpack_token_ids(response.num_tokens)
     token_ids = unpack_token_ids(response.token_ids)
@@ -103,7 +106,7 @@ def model_runner_output_from_proto(
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
-    """Where the time of a request went; None where it was not measured."""
+    """Converts how a request's time was spent. None if it was not measured."""
     if times is None:
         return None
     return scheduler_pb2.RequestTimes(
@@ -122,7 +125,9 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
 
 
 def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
-    """Takes in which tokens grammars refused, and leaves these out, since they mean nothing."""
+    """Sets the refused tokens and grammar errors. Removes refused tokens and all tokens after them
+    from the output.
+    """
     requests = unpack_token_ids(response.refused_requests)
     refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
     output.token_ids = [
@@ -133,7 +138,7 @@ def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteRespons
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
-    """The tokens of each request; in most steps each request has one."""
+    """The tokens of each request. In most steps each request has one token."""
     if len(flat) == len(counts) == counts.count(1):
         return [[token] for token in flat]
     ends = list(accumulate(counts))

@@ -1,5 +1,5 @@
-"""What workers prepare for requests that arrive, while these wait and others overtake: they compile
-grammars and load adapters.
+"""Prepares new requests on the workers: grammars are compiled and adapters loaded. Requests wait
+meanwhile, and other requests may overtake them.
 """
 
 import asyncio
@@ -23,17 +23,17 @@ class GrammarWorkers(Protocol):
     """All workers of a replica."""
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
-        """Whether every worker has compiled it, as far as is known."""
+        """Whether every worker is known to have compiled a grammar."""
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Lets every worker compile it. Raises StepwellError: InvalidArgument if that cannot be
-        done.
+        """Makes every worker compile a grammar. Raises StepwellError: InvalidArgument if it cannot
+        be compiled.
         """
 
 
 class GrammarPreparation:
-    """Lets workers compile the grammars of requests and load their adapters, and says when each is
-    there.
+    """Makes workers compile the grammars and load the adapters of requests, and reports when a
+    request is prepared.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class GrammarPreparation:
         adapters: AdapterLoader,
         compiled: Callable[[Request, str, FinishReason], None],
     ) -> None:
-        """`compiled` is called with a request and why something cannot be prepared, or "", and how
-        the request ends for that: what a worker refuses to compile is the client's error, as it is
-        where the edge refuses it.
+        """`compiled` is called with a prepared request, an error, and the finish reason for that
+        error. The error is empty if the preparation succeeded. A grammar that workers refuse is a
+        client's error, as it is if the gateway refuses it.
         """
         self._adapters = adapters
         self._workers = workers
@@ -52,8 +52,8 @@ class GrammarPreparation:
         self._tasks: set[asyncio.Task[object]] = set()
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
-        """Lets a request that is about to be queued wait for its grammar, if it has one, and for
-        its adapter, unless the workers have them.
+        """Begins to prepare a request that is about to be queued. The request waits for its grammar
+        and adapter if the workers do not have them yet.
         """
         wanted = request.sampling.structured_outputs
         if adapter is not None and self._adapters.is_loaded(adapter.digest):
@@ -67,7 +67,7 @@ class GrammarPreparation:
         self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
-        """Lets workers compile the grammar of a session's next turn, which does not wait for it."""
+        """Makes workers compile the grammar of a session's next turn. The turn does not wait."""
         wanted = chunk.sampling.structured_outputs
         if wanted is not None and not self._workers.has_grammar(wanted):
             self._spawn(self._error(wanted))
@@ -83,8 +83,8 @@ class GrammarPreparation:
         self._compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
-        """Why a grammar cannot be compiled; empty once it is, or will be when its request runs: by
-        a worker that is away or takes long.
+        """Compiles a grammar, and returns an error if it is refused. Returns an empty string if it
+        was compiled, or if a worker was lost or slow: then it is compiled when its request runs.
         """
         try:
             await self._workers.prepare_grammar(wanted)

@@ -1,4 +1,4 @@
-"""Steps that were sent to the ranks and are not done, each with a deadline."""
+"""Steps that were sent to the ranks and are not completed, each with a deadline."""
 
 import asyncio
 from collections import deque
@@ -24,8 +24,8 @@ from services.scheduler.core.ports import WorkersLost
 
 class SentStep:
     """A step that was sent. `output` resolves when every rank has answered, with the answer of the
-    last one in rank order: it is of the last pipeline stage, and those of the others there are
-    equal. It fails if a rank is lost or late, or answers something else.
+    last rank. That rank is in the last pipeline stage, whose ranks must give equal tokens. `output`
+    fails if a rank is lost or late, or if an answer is wrong.
     """
 
     __slots__ = (
@@ -52,15 +52,15 @@ class SentStep:
         self._missing = set(steps.ranks)
         self._response: worker_pb2.ExecuteResponse | None = None
         self._other_nanos = 0
-        """Time in which the other ranks than the last one computed, together."""
+        """Sum of the compute times of all ranks except the last."""
         self._slack_nanos: int | None = None
-        """The least of other ranks."""
+        """The least slack of all ranks except the last."""
         self._tokens: tuple[bytes, bytes] | None = None
-        """What another rank of the last stage sampled."""
+        """The tokens that the first answering rank of the last stage sampled."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Notes the answer of a rank. Raises WrongAnswer if it is of another step, or contradicts
-        this one.
+        """Records the answer of a rank. Raises WrongAnswer if it belongs to another step, or
+        contradicts this step.
         """
         try:
             self._take(rank, response)
@@ -97,7 +97,7 @@ class SentStep:
         return [address for address in self._steps.ranks if address in self._missing]
 
     def overdue(self) -> None:
-        """Fails the step because its time is over."""
+        """Fails the step because its deadline has passed."""
         late = ", ".join(self.late_ranks())
         self.fail(
             f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
@@ -130,8 +130,8 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer unless all ranks that sample have sampled the same tokens, and no
-        other one has any.
+        """Raises WrongAnswer if ranks of the last stage sampled different tokens, or if a rank of
+        another stage returned tokens.
         """
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
@@ -145,9 +145,12 @@ class SentStep:
 
 
 class StepsInFlight:
-    """The steps of all ranks, oldest first. They run one after the other: the time of a step
-    begins when the step before it is done. `num_stages`: pipeline stages, whose times add up to
-    that of a step. `num_speculative_tokens`: drafts that the workers propose of a request, at most.
+    """The steps in flight, oldest first. They run one after the other, so the time of a step begins
+    when the step before it is completed.
+
+    `num_stages`: number of pipeline stages, whose compute times add up to the compute time of a
+    step. `num_speculative_tokens`: the largest number of drafts that the workers propose for a
+    request.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
@@ -171,7 +174,7 @@ class StepsInFlight:
         return self._loop
 
     def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
-        """Adds a step, which is about to be sent."""
+        """Adds a step that is about to be sent."""
         expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
         if plan.kv_connector_metadata is not None:
             self.ended_loads.begin(plan.kv_connector_metadata)
@@ -182,7 +185,7 @@ class StepsInFlight:
         return step
 
     def done(self, step: SentStep) -> None:
-        """Notes how long a step took that every rank has answered."""
+        """Removes a step that every rank has answered, and records its time."""
         if self._steps and self._steps[0] is step:
             now = self.loop.time()
             self._deadlines.took(step.size, now - self._began - self._alarm.excused_seconds)
@@ -192,7 +195,7 @@ class StepsInFlight:
             self.forget(step)
 
     def forget(self, step: SentStep) -> None:
-        """Removes a step; the time of the one behind it begins."""
+        """Removes a step. If it was the oldest, the time of the next step begins."""
         if step not in self._steps:
             return
         was_oldest = self._steps[0] is step
@@ -201,7 +204,7 @@ class StepsInFlight:
             self._begin_oldest(self.loop.time())
 
     def _begin_oldest(self, now: float) -> None:
-        """The time of the oldest step begins, if there is one."""
+        """Starts the time of the oldest step, if there is one."""
         if self._steps:
             self._began = now
             self._alarm.set(self._steps[0].allowed_seconds)

@@ -1,4 +1,4 @@
-"""Loads from the workers' tier, which have ended when every rank has reported them."""
+"""Loads from the workers' tier. A load has ended when every rank has reported its end."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from services.scheduler.core.transfers.kv_connector import (
 
 
 def add_tier_fields(request: worker_pb2.ExecuteRequest, metadata: KVConnectorMetadata) -> None:
-    """Tells workers what to store and to load."""
+    """Adds the stores and loads of a step to its message."""
     if metadata.stores:
         request.tier_stores.CopyFrom(_tier_blocks(metadata.stores))
     request.tier_loads.extend(
@@ -36,24 +36,24 @@ def _tier_blocks(transfers: Iterable[BlockTransfer]) -> worker_pb2.TierBlocks:
 
 @dataclass(slots=True)
 class EndedLoads:
-    """Collects the reports of all ranks. A block is invalid if it is on one of them."""
+    """Collects the reports of all ranks. A block is invalid if any rank reports it as invalid."""
 
     num_ranks: int
     _blocks: dict[int, frozenset[int]] = field(default_factory=dict)
-    """The blocks of each load that is under way."""
+    """The blocks of each load in progress."""
     _reported: dict[int, set[str]] = field(default_factory=dict)
-    """The ranks that have reported its end."""
+    """The ranks that have reported the end of each load in progress."""
     _invalid: dict[int, set[int]] = field(default_factory=dict)
     _ended: list[int] = field(default_factory=list)
 
     def begin(self, metadata: KVConnectorMetadata) -> None:
-        """Notes the loads that begin with a step."""
+        """Records the loads that begin with a step."""
         for load in metadata.loads:
             self._blocks[load.request] = frozenset(one.block for one in load.blocks)
 
     def note(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Takes in what one rank reports with a step. Raises ValueError for what is not under way,
-        or was reported before.
+        """Records the ended loads in a rank's answer. Raises ValueError if a load is not in
+        progress, or if the rank has already reported its end.
         """
         for load in response.ended_tier_loads:
             request, blocks = load.request, self._blocks.get(load.request)
@@ -70,7 +70,7 @@ class EndedLoads:
                 self._ended.append(request)
 
     def take(self) -> KVTransferResults:
-        """The loads that ended since the last call."""
+        """Returns the loads that ended since the last call."""
         if not self._ended:
             return NO_RESULTS
         ended, self._ended = self._ended, []
@@ -81,7 +81,7 @@ class EndedLoads:
         )
 
     def forget(self) -> None:
-        """A new generation begins, in which no load is under way."""
+        """Removes all loads, because a new generation begins."""
         self._blocks.clear()
         self._reported.clear()
         self._invalid.clear()

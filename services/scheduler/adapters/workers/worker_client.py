@@ -1,4 +1,4 @@
-"""The workers over gRPC: one stream to each rank, and the same bytes on all of them."""
+"""The client of the workers over gRPC: one stream to each rank, the same bytes to all ranks."""
 
 import asyncio
 import math
@@ -39,26 +39,26 @@ DESCRIBE_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 REASON_SECONDS = 1.0
-"""For how long the reason is waited for why a stream cannot be written to."""
+"""How long to wait for the reason why a stream cannot be written to."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
-"""Why a worker ends its stream, if it or another rank was told to stop."""
+"""Reasons with which a worker ends its stream if it or another rank was stopped by a signal."""
 STEP_FLOOR_SECONDS = 2.0
-"""The least time that a step is allowed, however short steps are: the machine may be busy."""
+"""Lower bound of a step's deadline, because the machine may be busy."""
 
 
 class Rank:
     """One worker and its stream of steps. If the stream ends, the steps without an answer fail.
 
-    A worker that has no steps is asked now and then whether it answers. After two questions in a
-    row without an answer its stream is ended: this process may have stood still in the first. A
-    question that the worker had no processor to answer does not count.
+    An idle worker is probed periodically. Its stream is ended after two probes in a row without an
+    answer; a single one may be due to a stall of this process. A probe does not count if the worker
+    had no processor during it.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
         self.on_lost: Callable[[str], None] = lambda _: None
-        """Called with a message if the stream ends by itself, or the worker hangs without steps."""
+        """Called with a message if the stream ends by itself, or if the idle worker hangs."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._read = watch_addresses(lambda: (address,))
         self._call: _ExecuteCall | None = None
@@ -73,12 +73,12 @@ class Rank:
 
     @property
     def was_ended(self) -> bool:
-        """Whether the worker was told to stop, or its supervisor ended it, since `open`."""
+        """Whether the worker was stopped by a signal or by its supervisor since `open`."""
         return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
-        """What the worker runs. Raises StepwellError if it is not reached, is still loading, or is
-        of another protocol.
+        """The worker's description. Raises StepwellError if the worker is unreachable, is still
+        loading, or has another protocol.
         """
         name = f"the worker at {self.address}"
         try:
@@ -91,8 +91,8 @@ class Rank:
         return response
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Lets the worker compile it. Raises StepwellError: InvalidArgument if that cannot be
-        done.
+        """Makes the worker compile a grammar. Raises StepwellError: InvalidArgument if it cannot be
+        compiled.
         """
         message = structured_outputs_to_proto(wanted)
         try:
@@ -104,7 +104,9 @@ class Rank:
             raise from_peer(f"the worker at {self.address}", error) from error
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Lets the worker load it, and forget those that are not kept. Raises StepwellError."""
+        """Makes the worker load an adapter, and unload the adapters that are not in `kept`. Raises
+        StepwellError.
+        """
         request = worker_pb2.LoadAdapterRequest(
             adapter=adapter_to_proto(adapter), kept_digests=kept
         )
@@ -114,7 +116,7 @@ class Rank:
             raise from_peer(f"the worker at {self.address}", error) from error
 
     def open(self) -> None:
-        """Begins a new stream, for which the worker's batch is empty."""
+        """Begins a new stream. The worker's batch is empty at its start."""
         self.close()
         self._pid, self._was_told_to_stop = listener_pid(self.address), False
         self._call = self._stub.Execute()
@@ -123,7 +125,7 @@ class Rank:
         self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
 
     def close(self) -> None:
-        """Ends the stream; steps in flight fail."""
+        """Ends the stream. Steps in flight fail."""
         for task in (self._reader, self._watch):
             if task is not None:
                 task.cancel()
@@ -141,7 +143,7 @@ class Rank:
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            if self._reader is not None:  # it ends with the stream, and has the reason
+            if self._reader is not None:  # ends with the stream, and sets the reason
                 await asyncio.wait({self._reader}, timeout=REASON_SECONDS)
             raise WorkersLost(self._why_lost) from error
 
@@ -164,7 +166,7 @@ class Rank:
         self.on_lost(message)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer unless it is the answer to the oldest step."""
+        """Records the answer to the oldest step. Raises WrongAnswer if it is of another step."""
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
         self._unanswered[0].answered(self.address, response)
@@ -185,7 +187,7 @@ class Rank:
         self.on_lost(f"the worker at {self.address} was lost: it does not answer")
 
     def _was_starved_since(self, asked: float) -> bool:
-        """Whether most of the time did not count against the worker."""
+        """Whether the worker had no processor for most of the time since `asked`."""
         now = asyncio.get_running_loop().time()
         return Silence(asked).look(self._read(now)) < (now - asked) / 2
 
@@ -214,7 +216,7 @@ class WorkerGroup:
         self, ranks: Sequence[Rank], step_timeout_seconds: float, owner: common_pb2.Owner
     ) -> None:
         self.on_lost: Callable[[WorkersLost], None] = lambda _: None
-        """Called at a loss, also if no step is in flight."""
+        """Called when a worker is lost, also if no step is in flight."""
         self._ranks = ranks
         for rank in ranks:
             rank.on_lost = self._rank_lost
@@ -227,26 +229,26 @@ class WorkerGroup:
         self._generation = 0
 
     async def describe(self) -> list[worker_pb2.DescribeResponse]:
-        """What each rank runs, in rank order. Raises StepwellError if one cannot be reached."""
+        """The ranks' descriptions, in rank order. Raises StepwellError if one is unreachable."""
         ranks = list(await asyncio.gather(*(rank.describe() for rank in self._ranks)))
         self._steps.num_stages = num_stages(ranks[0])
         self._steps.num_speculative_tokens = ranks[0].num_speculative_tokens
         self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
-            # A new process may compile or allocate in the first steps of each size.
+            # A new process may compile or allocate in its first steps of each size.
             self._deadlines.forget()
             self._grammars.forget()
             self._incarnations = incarnations
         return ranks
 
     async def open(self, generation: int) -> None:
-        """Begins a new generation on every rank, and returns when each has run an empty step.
+        """Begins a new generation on every rank. Returns when every rank has run an empty step.
         Raises WorkersLost.
 
-        The empty step finds a worker that hangs in a step, which still answers Describe. It also
-        ends a step that only some ranks were sent: a rank that waits in it for the others learns of
-        its end from them.
+        The empty step detects a worker that hangs in a step but still answers Describe. It also
+        ends a step that was sent to only some ranks: a rank that waits in it for other ranks is
+        notified by them.
         """
         self._generation = generation
         self._is_open = False
@@ -261,22 +263,26 @@ class WorkerGroup:
 
     @property
     def were_ended(self) -> bool:
-        """Whether a rank was told to stop, or its supervisor ended it, since `open`."""
+        """Whether a rank was stopped by a signal or by its supervisor since `open`."""
         return any(rank.was_ended for rank in self._ranks)
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
-        """Whether every rank has compiled it, as far as is known."""
+        """Whether every rank is known to have compiled a grammar."""
         return self._grammars.has(wanted)
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Lets every rank compile it. Raises StepwellError as a rank does, once all are done."""
+        """Makes every rank compile a grammar. If a rank fails, raises its StepwellError after all
+        ranks are done.
+        """
         incarnations = self._incarnations
         await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
         if incarnations is self._incarnations:
             self._grammars.add(wanted)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Lets every rank load it. Raises StepwellError as a rank does, once all are done."""
+        """Makes every rank load an adapter. If a rank fails, raises its StepwellError after all
+        ranks are done.
+        """
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
@@ -312,7 +318,7 @@ class WorkerGroup:
 
 
 async def _gather_calls(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Raises the first failure once all calls are done."""
+    """Waits for all calls, and then raises the first failure."""
     for done in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(done, BaseException):
             raise done

@@ -1,6 +1,6 @@
-"""What enters and leaves the prefix cache, with the tokens of each block, for routers of others.
+"""Events of the prefix cache, with the tokens of each block, for routers of other projects.
 
-The pool knows hashes, the scheduler the tokens behind them. The recorder joins what the pool
-reports of a transaction with the requests that the transaction was about, and the log keeps the
-newest batches for everything that publishes them.
+The pool has only hashes, and the scheduler has their tokens. The recorder joins the changes that
+the pool reports for a transaction with the requests of the transaction. The log stores the newest
+batches of events for the publishers.
 """

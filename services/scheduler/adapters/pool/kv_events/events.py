@@ -1,4 +1,4 @@
-"""Events of the prefix cache as vLLM has them: with parent hashes and token ids."""
+"""Events of the prefix cache as in vLLM: with parent hashes and token ids."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from services.common.pool.block_hash import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """What every hash of a sequence stands for besides its tokens: its salt, which is part of the
-    first block, and its adapter. Empty: it has none.
+    """The inputs of a sequence's hashes besides its tokens: the salt, which is part of the first
+    block, and the adapter. Empty fields: the sequence has none.
     """
 
     cache_salt: str = ""
@@ -18,8 +18,8 @@ class CacheNamespace:
 
     @property
     def lora_id(self) -> int | None:
-        """A positive int32 that stands for the adapter's content; None: there is no adapter. vLLM
-        counts the adapters of a process instead.
+        """A positive int32 derived from the adapter's digest; None if there is no adapter. vLLM
+        numbers the adapters of a process instead.
         """
         if not self.adapter_digest:
             return None
@@ -28,11 +28,11 @@ class CacheNamespace:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks of one request, in chain order, that can be found now in one group of layers."""
+    """Blocks of one request, in chain order, that were published in one KV-cache group."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first; None if that begins the sequence."""
+    """Hash of the block before the first one; None if the first block begins the sequence."""
     token_ids: bytes
     """Tokens of all blocks, little-endian int32."""
     group_idx: int
@@ -40,13 +40,13 @@ class BlockStored:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block; of a hash, where it is about a part of a block."""
+        """Number of tokens in a block. If the event is about part of a block, tokens of a hash."""
         return len(self.token_ids) // (4 * len(self.block_hashes))
 
     @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """For each block what its hash has besides tokens, in vLLM's form: the adapter, then, in
-        the first block of a sequence, the salt.
+        """The inputs of each block's hash besides tokens, in vLLM's format: the adapter's name and,
+        in the first block of a sequence, the salt.
         """
         adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
         keys: list[tuple[str, ...] | None] = [adapter or None] * len(self.block_hashes)
@@ -57,7 +57,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that can no longer be found in one group of layers."""
+    """Blocks that were unpublished in one KV-cache group."""
 
     block_hashes: tuple[BlockHash, ...]
     group_idx: int
@@ -65,7 +65,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No block can be found any more."""
+    """All blocks were unpublished."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -73,7 +73,7 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """The events of one transaction. Numbers begin at 0 and grow by one."""
+    """The events of one transaction. Sequence numbers begin at 0 and increase by one."""
 
     sequence: int
     unix_seconds: float
@@ -81,7 +81,7 @@ class KVEventBatch:
 
 
 def external_block_hash(block_hash: BlockHash) -> int:
-    """The last 64 bits of a hash, unsigned: the form in which vLLM publishes its own by default.
-    Consumers take it as a name and compute nothing from it.
+    """The last 64 bits of a hash, unsigned, as vLLM publishes its hashes by default. Consumers
+    treat the value as an opaque name.
     """
     return int.from_bytes(block_hash[-8:], "big")

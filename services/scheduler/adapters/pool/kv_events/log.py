@@ -1,4 +1,4 @@
-"""The newest batches of events, and the blocks that are stored now."""
+"""Stores the newest batches of events, and the blocks that are published now."""
 
 import asyncio
 import time
@@ -18,12 +18,11 @@ from services.scheduler.adapters.pool.kv_events.events import (
 )
 
 MAX_KEPT_BLOCKS = 500_000
-"""Blocks of all batches that are kept, so that those of long prompts take no more than about 70 MB.
-"""
+"""The largest number of blocks in all stored batches, which limits their size to about 70 MB."""
 
 
 class Trimmed(OutOfRange):
-    """Batches that a reader has yet to read are no longer kept, or were never numbered so."""
+    """The requested batches are no longer stored, or their numbers never existed."""
 
     reason = "TRIMMED"
 
@@ -36,15 +35,15 @@ class _Block:
 
 
 _Key = tuple[int, BlockHash]
-"""Index of the group of layers, and the hash."""
+"""Index of the KV-cache group, and hash."""
 
 
 class KVEventLog:
-    """Numbers batches from 0, keeps the last `num_batches`, and the blocks stored as of the newest.
-    Fewer batches are kept if they are about more than `max_blocks`.
+    """Numbers batches from 0, and stores the last `num_batches` of them and the blocks that are
+    published after the newest one. Fewer batches are stored if they contain more than `max_blocks`.
 
-    Readers have a cursor of their own: a slow one makes nothing grow, and finds that batches were
-    dropped when it reads on.
+    Each reader has its own cursor. A slow reader does not make the log grow; it gets an error if
+    its next batch was dropped.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class KVEventLog:
         max_blocks: int = MAX_KEPT_BLOCKS,
     ) -> None:
         self.time = clock
-        """Seconds since 1970."""
+        """Returns the time in seconds since 1970."""
         self._num_batches = num_batches
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -63,7 +62,7 @@ class KVEventLog:
         self._blocks: dict[_Key, _Block] = {}
         self._news = asyncio.Event()
         self.on_batch: Callable[[KVEventBatch], None] = lambda _: None
-        """Called with each batch."""
+        """Called with each new batch."""
 
     @property
     def newest(self) -> int:
@@ -72,7 +71,7 @@ class KVEventLog:
 
     @property
     def oldest(self) -> int:
-        """Number of the oldest batch that is kept."""
+        """Number of the oldest batch that is stored."""
         return self._next - len(self._batches)
 
     def append(self, events: tuple[KVCacheEvent, ...]) -> None:
@@ -90,7 +89,7 @@ class KVEventLog:
         self._news = asyncio.Event()
 
     def batches(self, begin: int) -> list[KVEventBatch]:
-        """The batches from number `begin` on. Raises Trimmed if the first of them is not kept."""
+        """The batches from number `begin` on. Raises Trimmed if batch `begin` is not stored."""
         if not self.oldest <= begin <= self._next:
             raise Trimmed(
                 f"batch {begin} is not kept: they go from {self.oldest} to {self.newest}",
@@ -99,13 +98,15 @@ class KVEventLog:
         return [self._batches[index] for index in range(begin - self.oldest, len(self._batches))]
 
     async def after(self, sequence: int) -> list[KVEventBatch]:
-        """The batches after number `sequence`; waits until there is one. Raises Trimmed."""
+        """Waits for a batch after number `sequence`, and returns all such batches. Raises Trimmed
+        if the first of them is no longer stored.
+        """
         while sequence >= self.newest:
             await self._news.wait()
         return self.batches(sequence + 1)
 
     def snapshot(self) -> list[BlockStored]:
-        """Every block that is stored, parents before their children."""
+        """All published blocks, parents before their children."""
         listed: dict[_Key, None] = {}
         for key in self._blocks:
             listed.update(dict.fromkeys(reversed(list(self._unlisted(key, listed)))))
@@ -126,7 +127,7 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """A block and its ancestors, up to one that is listed or not stored."""
+        """A block and its ancestors, up to the first that is already listed or not published."""
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key
@@ -136,7 +137,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """One event for each run of blocks of one size of which each is the parent of the next."""
+        """One event for each run of equally large blocks in which each is the next one's parent."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

@@ -1,4 +1,4 @@
-"""Joins what the pool reports of a transaction with the tokens of the requests in it."""
+"""Joins the changes that the pool reports for a transaction with the tokens of its requests."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,24 +25,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request that the pool knows, and how many hashes of its chain have been committed."""
+    """A request with hashes or blocks in the pool, and how many of its hashes were committed."""
 
     request: Request
     num_committed: int = 0
 
 
 _Sources = dict[BlockHash, tuple[Request, int]]
-"""Where hashes that a transaction may publish come from: the request, and the index in its chain.
-"""
+"""The source of each hash that a transaction may publish: request, and index in its hash chain."""
 
 
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
-    A request is looked up in the queues when an operation names it first, and kept until it is
-    released. Its chain has a hash for each `hash_block_size` tokens; a block of a group is named by
-    the last hash in it. A hash inside a block, by which a part of it is found, is a block of its
-    own tokens alone, as in vLLM.
+    A request is looked up in the queues when an operation first names it, and is kept until its
+    release. Its hash chain has a hash for each `hash_block_size` tokens. The name of a block is its
+    last hash. As in vLLM, a hash inside a block is reported as a block of the hash's tokens only.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -52,8 +50,9 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Hashes of whole blocks of every group. Where these differ, blocks behind the last such
-        point may be published later than they were committed.
+        """Number of hashes between positions where blocks of all groups end. If groups have
+        different block sizes, blocks after the last such position may be published later than they
+        are committed.
         """
 
     def watch(
@@ -62,14 +61,16 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """Sets where requests wait, the groups of the pool, and the tokens of a hash."""
+        """Sets a function that returns the waiting requests, the pool's groups, and the number of
+        tokens in a hash.
+        """
         self._waiting = waiting
         self._hash_block_size = hash_block_size
         self._hashes_per_block = tuple(group.block_size // hash_block_size for group in groups)
         self._hashes_per_hit = hit_block_size(groups) // hash_block_size
 
     def opened(self) -> None:
-        """The pool begins a new life, empty."""
+        """Records that a new generation of the pool begins, which is empty."""
         self._known.clear()
         self._log.append((AllBlocksCleared(),))
 
@@ -102,7 +103,7 @@ class KVEventRecorder:
             self._log.append(tuple(self._events(response.events, sources)))
 
     def _find(self, keys: Sequence[RequestKey]) -> None:
-        """Notes the requests of these keys that are new to the pool. They are in the queue."""
+        """Records the requests with these keys that are new to the pool. They are in the queue."""
         missing = {key for key in keys if key not in self._known}
         if not missing:
             return
@@ -114,7 +115,7 @@ class KVEventRecorder:
                     return
 
     def _add_sources(self, sources: _Sources, key: RequestKey, num_tokens: int) -> None:
-        """Adds the hashes of a request that its first `num_tokens` have."""
+        """Adds the hashes of a request's first `num_tokens` tokens."""
         known = self._known.get(key)
         if known is None:
             return
@@ -160,7 +161,7 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        """The blocks of a group in the hashes from `begin` to `end` of a request's chain."""
+        """The event for a group's blocks in the hashes `begin` to `end` of a request's chain."""
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(
@@ -174,7 +175,7 @@ class KVEventRecorder:
         )
 
     def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:
-        """The source of a block that is published again, as after a load that failed."""
+        """The source of a block that is published again, for example after a failed load."""
         for known in self._known.values():
             if block_hash in known.request.block_hashes:
                 return known.request, known.request.block_hashes.index(block_hash)

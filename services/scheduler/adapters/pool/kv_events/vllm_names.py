@@ -1,4 +1,4 @@
-"""vLLM's names for what events are about."""
+"""vLLM's names of the values in events."""
 
 from services.common.pool.kv_cache_groups import AttentionType
 
@@ -10,4 +10,4 @@ SPEC_KINDS = {
 }
 
 MEDIUM = "GPU"
-"""The memory that the workers compute on, whatever device it is."""
+"""The memory in which the workers' KV cache lies, on any device."""

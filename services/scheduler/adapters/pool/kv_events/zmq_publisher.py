@@ -1,13 +1,13 @@
-"""Publishes events over ZMQ in vLLM's form, so that routers made for vLLM can route to a replica.
+"""Publishes events over ZMQ in vLLM's format, so that routers made for vLLM can route to a replica.
 
-A batch is one message of three frames: topic, number (8 bytes, big end first), and msgpack
+A batch is one message of three frames: topic, sequence number (8 bytes, big-endian), and msgpack
 
     [seconds since 1970, [event, ...], data-parallel rank]
 
-in which an event is a map with its name under "type", or, as vLLM had it until 2026 and some
-consumers still expect, an array that begins with its name. A subscriber that finds a gap sends
-the number to begin at to the replay endpoint (a ROUTER socket) and gets the batches from there on,
-then one with the number -1.
+An event is a map with its name under "type". In the older format, which vLLM had until 2026 and
+some consumers still expect, it is an array that begins with the name. A subscriber that detects a
+gap sends the first missing number to the replay endpoint, a ROUTER socket. It gets the batches from
+that number on, and then a message with the number -1.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from services.scheduler.adapters.pool.kv_events.vllm_names import MEDIUM, SPEC_K
 logger = logging.getLogger(__name__)
 
 DATA_PARALLEL_RANK = 0
-"""A replica is not divided into data-parallel ranks."""
+"""The only rank, because a replica has no data parallelism."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _REPLAY_FRAMES = 3
 
 
 class EventEncoder:
-    """Batches to msgpack. `as_arrays`: events are arrays, else maps."""
+    """Encodes batches as msgpack. With `as_arrays` events are arrays, otherwise maps."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], *, as_arrays: bool) -> None:
         self._groups = groups
@@ -51,7 +51,7 @@ class EventEncoder:
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, batch: KVEventBatch) -> bytes:
-        """The payload of a message."""
+        """The payload of the message of a batch."""
         events = [self._event(event) for event in batch.events]
         payload: bytes = self._encoder.encode([batch.unix_seconds, events, DATA_PARALLEL_RANK])
         return payload
@@ -61,7 +61,7 @@ class EventEncoder:
         return list(fields.values()) if self._as_arrays else fields
 
     def _fields(self, event: KVCacheEvent) -> dict[str, Any]:
-        """In vLLM's order."""
+        """The fields of an event, in vLLM's order."""
         match event:
             case BlockStored():
                 return self._stored(event)
@@ -96,7 +96,7 @@ class EventEncoder:
 class ZmqEventPublisher:
     """Sends every batch of a log, and answers requests for replay.
 
-    Sending never waits: a subscriber that lags by more batches than the log keeps loses some.
+    Sending never waits. A subscriber that lags by more than `max_lag` batches loses some.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class ZmqEventPublisher:
         topic: str,
         max_lag: int,
     ) -> None:
-        """Binds `endpoint` if it holds a wildcard or is local to the machine, else connects to it,
-        as vLLM does. Raises Unavailable if that fails.
+        """As vLLM does, binds `endpoint` if it contains a wildcard or is local to the machine, and
+        otherwise connects to it. Raises Unavailable if that fails.
         """
         self._log = log
         self._encoder = encoder
@@ -134,7 +134,7 @@ class ZmqEventPublisher:
         log.on_batch = self._publish
 
     async def serve_replay(self) -> None:
-        """Answers requests for batches of the past until cancelled."""
+        """Answers requests for earlier batches, until cancelled."""
         replay = self._replay
         if replay is None:
             return
@@ -151,7 +151,7 @@ class ZmqEventPublisher:
             await replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Closes the sockets; what was not sent is dropped."""
+        """Closes the sockets. Unsent messages are dropped."""
         if self._replay is not None:
             self._replay.close(linger=0)
         self._context.destroy(linger=0)
